@@ -190,7 +190,7 @@ def main() -> None:
         "work": {},
     }
     for name, work in engine_work(llm, options.rows, options.tokens).items():
-        result["work"][name] = look(name, work, options.traces)
+        result["work"][name] = look(name, work, options.traces, decisions=llm.decisions)
         record.write(options.out, result)
     llm.close()
     del llm, work

@@ -3,6 +3,8 @@
     python benchmarks/formats_gpu.py bf16 fp8 int8 int4 [--model llama-3.1-8b] [--batches 1,8,64,256] [--out FILE]
     python benchmarks/formats_gpu.py products             one layer's matrices, times of their products by rows
 
+``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file.
+
 Random weights of a true shape. Decode: prompts of 512 tokens; the wall time of a step as the caller of ``LLM.step``
 sees it. A format's floor is of the bytes that its own weights take, at the rates of ``engine_gpu.py``; arithmetic
 counts at bfloat16's rate, so fp8's floor for many rows is on the safe side. What is measured takes the place of the
@@ -29,11 +31,18 @@ from engine_trace import traced_steps
 from transect.bench.floors import batch_floor, step_floor
 from transect.bench.offline import decode_steps, run_all
 from transect.bench.workload import throughput_protocol
+from transect.engine.gpu import build
 from transect.engine.llm import LLM
+from transect.models import load
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
-from transect.models.storage import Storage, storage_for
+from transect.models.shapes import weight_shapes
+from transect.models.storage import Layout, Storage, storage_for
+from transect.models.stored import Blocks, Stored
 from transect.models.weights.kinds import kinds_for
+from transect.models.weights_dummy import dummy_weights
+from transect.ops.linear.packed.gguf_layout import FORMATS as BLOCK_FORMATS
+from transect.ops.linear.packed.gguf_matmul import random_blocks
 from transect.ops.opset import resolve_ops
 
 FORMATS: dict[str, dict[str, Any]] = {
@@ -43,14 +52,60 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
     "fp8-kv8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
+    "q4_k_m": {},
+    "q8_0": {},
 }
 """Settings of the engine by format."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs of the matrices of a layer of Llama 3.1 8B."""
 
 
+def block_type(file: str, name: str, layers: int) -> str:
+    """The type of a matrix ``layers.3.mlp.down`` or ``head`` in a GGUF file."""
+    if file == "q8_0" or name == "head":
+        return "Q8_0" if file == "q8_0" else "Q6_K"
+    _, layer, inner = name.split(".", 2)
+    more = int(layer) < layers // 8 or int(layer) >= 7 * layers // 8 or (int(layer) - layers // 8) % 3 == 2
+    return "Q6_K" if more and inner in ("mlp.down", "attention.v") else "Q4_K"
+
+
+def hold_in_blocks(file: str, model: str) -> None:
+    """From now on engines get random blocks."""
+    config = PRESETS[model]
+
+    def layout(name: str) -> Layout:
+        kind = block_type(file, name, config.n_layers)
+        return Layout("gguf", block_type=kind, bits=BLOCK_FORMATS[kind].bits)
+
+    def weights(*_: Any, **__: Any) -> Any:
+        for name, stored in dummy_weights(config, device="cuda"):
+            inner = name.removesuffix(".weight")
+            if len(stored.shape) != 2 or not (inner.startswith("layers.") or inner == "head"):
+                yield name, stored
+                continue
+            own = layout(inner)
+
+            def codes(rows: slice, columns: slice, own: Layout = own, shape: Any = stored.shape) -> Blocks:
+                return Blocks(own, random_blocks(own.block_type, *shape, "cuda"))
+
+            yield name, Stored(stored.shape, stored.reader, own, codes)
+
+    first = f"layers.{config.n_layers // 2}."
+    own = [name.removesuffix(".weight") for name, shape in weight_shapes(config).items() if len(shape) == 2]
+    layouts = tuple((name.removeprefix(first), layout(name)) for name in own if name.startswith((first, "head")))
+    build.held_layouts = lambda source: layouts
+    load.stored_weights = weights
+
+
 def storage(name: str) -> Storage:
     """What the numbers of an engine of this format take."""
+    if name in ("q4_k_m", "q8_0"):
+        kinds = {each: BLOCK_FORMATS[each].bits for each in ("Q4_K", "Q6_K", "Q8_0")}
+        if name == "q8_0":
+            return replace(storage_for(2), linear=kinds["Q8_0"], head=kinds["Q8_0"])
+        half = (kinds["Q4_K"] + kinds["Q6_K"]) / 2
+        mixed = (("mlp.down", half), ("attention.v", half))
+        return replace(storage_for(2), linear=kinds["Q4_K"], head=kinds["Q6_K"], matrices=mixed)
     made = storage_for(2, FORMATS[name].get("quantization"))
     return replace(made, kv=8.0) if "kv_cache_dtype" in FORMATS[name] else made
 
@@ -94,6 +149,8 @@ def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
 def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
     """All of one format."""
     started = time.perf_counter()
+    if name in ("q4_k_m", "q8_0"):
+        hold_in_blocks(name, options.model)
     llm = engine(options.model, **FORMATS[name])
     print(f"{name}: {llm.kernels}, built in {time.perf_counter() - started:.1f} s", flush=True)
     decode_steps(llm, prompts(16, 99), 8, 4)  # warm

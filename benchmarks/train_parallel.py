@@ -35,10 +35,13 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 
 SEQUENCE, ROWS = 4096, 2
+DOCUMENT = 32768
+"""Tokens of a step of the ways that have one document to a step."""
 SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
 WAYS: dict[str, dict[str, Any]] = {
     "one": {},
     "ddp": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
+    "ddp nccl": {"parallel": {"zero": 0, "reduce": "bfloat16", "sums": "nccl"}},
     "ddp float32 sums": {"parallel": {"zero": 0}},
     "zero 1": {"parallel": {"zero": 1, "reduce": "bfloat16"}},
     "zero 2": {"parallel": {"zero": 2, "reduce": "bfloat16"}},
@@ -46,6 +49,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "tensor": {"parallel": {"tensor": 2}},
     "tensor sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"pipeline": 2}},
+    "one, one document": {},
+    "context, one document": {"parallel": {"context": 2}},
     "mixed zero 3": {"precision": "mixed", "parallel": {"zero": 3, "reduce": "bfloat16"}},
     "fsdp2": {},
     "fsdp2 compiled": {},
@@ -59,10 +64,11 @@ MOST = 40
 def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool = False) -> dict[str, Any]:
     """The run of a way, as ``TrainConfig.from_dict`` takes it; ``smallest``: for a rehearsal on a CPU."""
     changes = dict(WAYS[way])
-    tokens = 64 if smallest else SEQUENCE
+    document = way.endswith("one document")
+    tokens = (DOCUMENT // 512 if document else 64) if smallest else DOCUMENT if document else SEQUENCE
     parallel = changes.pop("parallel", {})
-    shared = next((axis for axis in ("tensor", "pipeline") if axis in parallel), None)
-    many = ranks * ROWS if shared else ROWS  # sequences of a step of ranks that have the same tokens
+    shared = next((axis for axis in ("tensor", "pipeline", "context") if axis in parallel), None)
+    many = 1 if document else ranks * ROWS if shared else ROWS  # sequences of a step of ranks that have the same tokens
     parts = many if shared == "pipeline" else 1  # of one sequence each, so that few stages wait
     found: dict[str, Any] = {
         "model": smallest_model(folder) if smallest else SHAPES[work],
@@ -150,12 +156,14 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     gpu = torch.cuda.is_available() and not given["smallest"]
     begin = time.perf_counter()
     facts: dict[str, Any] = {}
+    tokens = SEQUENCE * ROWS * given["ranks"]
     if given["way"].startswith("fsdp2"):
         step = fsdp2(given["work"], compiled="compiled" in given["way"])
     else:
         from transect.train.config import TrainConfig
         from transect.train.trainer import Trainer
 
+        tokens = given["config"]["data"]["micro_batch"] * given["config"].get("accumulate", 1)
         trainer = Trainer(TrainConfig.from_dict(given["config"]), world=world)
         facts["predicted_bytes"] = trainer.memory.estimate.peak
 
@@ -186,13 +194,13 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
         return None
     slowest = [max(rank["times"][i] for rank in everybody) for i in range(min(len(r["times"]) for r in everybody))]
     median = statistics.median(slowest)
-    length = 64 if given["smallest"] else SEQUENCE
     seen = [rank["communication"] for rank in everybody if rank["communication"]]
     return {
         "work": given["work"],
         "way": given["way"],
         "ranks": len(everybody),
-        "tokens_per_second": length * ROWS * len(everybody) / median,
+        "tokens": tokens,
+        "tokens_per_second": tokens / median,
         "step_seconds": {"median": median, "min": min(slowest), "max": max(slowest), "runs": len(slowest)},
         "peak_bytes": [rank["peak_bytes"] for rank in everybody],
         "reserved_bytes": [rank["reserved_bytes"] for rank in everybody],
@@ -330,7 +338,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", default="1b,3b", help="which models: " + ", ".join(SHAPES))
     parser.add_argument("--ways", default=",".join(WAYS))
-    parser.add_argument("--runs", default="", help='in place of both: what to run, in this order: "1b one,3b ddp"')
+    parser.add_argument("--runs", default="", help='in place of both: what to run, in this order: "1b one; 3b ddp"')
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=6)
     parser.add_argument("--limit", type=float, default=90, help="seconds for one way, all in all")
@@ -354,12 +362,12 @@ def race(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     before: dict[str, Any] = {}
     pairs = itertools.product(arguments.only.split(","), arguments.ways.split(","))
-    runs = [(work, way) for run in arguments.runs.split(",") if run for work, _, way in [run.partition(" ")]]
+    runs = [(work, way) for run in arguments.runs.split(";") if run for work, _, way in [run.strip().partition(" ")]]
     todo = runs or [*pairs]
     if not arguments.smallest:
         for work, way in todo:
             try:
-                before[f"{work} {way}"] = predicted(work, way, 1 if way == "one" else arguments.ranks)
+                before[f"{work} {way}"] = predicted(work, way, 1 if way.startswith("one") else arguments.ranks)
             except Exception as error:  # the run will say it as well, and others go on
                 print(f"no prediction for {work} {way}: {type(error).__name__}: {error}", flush=True)
         print("predicted:", json.dumps(before), flush=True)
@@ -368,7 +376,7 @@ def race(arguments: argparse.Namespace) -> None:
         if time.perf_counter() - began > arguments.until:
             print("no time left for", ", ".join(" ".join(each) for each in todo), flush=True)
             break
-        alike = next([*ways] for _, ways in itertools.groupby(todo, key=lambda each: each[1] == "one"))
+        alike = next([*ways] for _, ways in itertools.groupby(todo, key=lambda each: each[1].startswith("one")))
         made = in_processes(alike, arguments, arguments.until - (time.perf_counter() - began))
         todo = todo[len(made) :]
         for row in made:
@@ -392,7 +400,8 @@ def compare(row: dict[str, Any], rows: list[dict[str, Any]], expected: dict[str,
     """Put beside a row what one GPU did, and what was expected."""
     if "error" in row:
         return
-    alone = next((r for r in rows if r["work"] == row["work"] and r["way"] == "one" and "error" not in r), None)
+    like = "one, one document" if row["way"].endswith("one document") else "one"
+    alone = next((r for r in rows if r["work"] == row["work"] and r["way"] == like and "error" not in r), None)
     if alone is not None:
         row["times_one"] = row["tokens_per_second"] / alone["tokens_per_second"]
     if expected is not None:
@@ -403,7 +412,7 @@ def compare(row: dict[str, Any], rows: list[dict[str, Any]], expected: dict[str,
 
 def in_processes(ways: list[tuple[str, str]], arguments: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
     """Rows of the first of some ways, made in the same processes; the last of them says why there are no more."""
-    ranks = 1 if ways[0][1] == "one" else arguments.ranks
+    ranks = 1 if ways[0][1].startswith("one") else arguments.ranks
     todo = []
     for work, way in ways:
         given = {"work": work, "way": way, "ranks": ranks, "seconds": arguments.seconds, "smallest": arguments.smallest}

@@ -3,7 +3,16 @@
 import pytest
 
 from transect.bench.floors import Rates, step_floor
-from transect.bench.scaling import Links, exchange_seconds, predicted_batch, predicted_step, rank_floor
+from transect.bench.scaling import (
+    Links,
+    batch_rank_floor,
+    exchange_seconds,
+    predicted_batch,
+    predicted_shares,
+    predicted_stages,
+    predicted_step,
+    rank_floor,
+)
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
 
@@ -38,6 +47,25 @@ def test_a_step_is_its_floor_and_what_is_exchanged():
     )
     two = predicted_step(LLAMA, rows, RATES, 2, LINKS, 0.9)
     assert two == pytest.approx(rank_floor(LLAMA, rows, RATES, 2).seconds / 0.9 + exchanged)
+
+
+def test_logits_that_are_read_where_they_lie_take_a_small_sum():
+    shared = Links(LINKS.seconds, shared=True)
+    hidden = 65 * 2 * 4096 / 2048 * 6e-6
+    assert exchange_seconds(LLAMA, 1, 1, 2, shared) == pytest.approx(hidden + 2 * 4 * 1002 / 2048 * 6e-6)
+    assert exchange_seconds(LLAMA, 1, 1, 1, shared) == 0
+
+
+def test_stages_read_weights_for_each_part_of_the_sequences_and_shares_take_one_part():
+    lengths = [(10, 3), (10, 3)]
+    one = predicted_batch(LLAMA, lengths, RATES, 1, LINKS, 1.0)
+    half = predicted_batch(LLAMA, lengths[:1], RATES, 1, LINKS, 0.5)
+    assert predicted_shares(LLAMA, lengths, RATES, 2, 0.5) == pytest.approx(half)
+    # Two sequences: every stage reads its half of the weights for each of them in turn, as one GPU does for one.
+    prefill, decode = batch_rank_floor(LLAMA, lengths, RATES, 1)
+    single = batch_rank_floor(LLAMA, lengths[:1], RATES, 1)[1]
+    assert predicted_stages(LLAMA, lengths, RATES, 2, 1.0) == pytest.approx(prefill / 2 + single)
+    assert one == pytest.approx(prefill + decode)
 
 
 def test_a_batch_is_prefill_and_a_step_for_each_token():

@@ -63,3 +63,22 @@ def test_formats_side_by_side(capsys, model, tmp_path):
     assert rows["int8"]["perplexity"] == pytest.approx(rows["plain"]["perplexity"], rel=0.1)
     code, _, err = run(capsys, model, *files, "--formats", "int3")
     assert code == 2 and "--formats knows plain, int4, int8, fp8" in err
+
+
+def test_formats_that_are_written(capsys, model, tmp_path):
+    """What ``transect quantize`` writes, and the same calibrated: the bits are those of the files."""
+    (tmp_path / "a").write_text("Some words that are in file a. " * 12)
+    (tmp_path / "b").write_text("Other words, which are in file b. " * 60)
+    files = ("--text", tmp_path / "a", "--window", 40, "--dtype", "float32", "--no-native")
+    more = ("--formats", "plain,gptq", "--calibrate", tmp_path / "b", "--calibrate-tokens", 1024, "--json")
+    code, out, err = run(capsys, model, *files, *more)
+    assert code == 0, err
+    rows = {row["format"]: row for row in json.loads(out)}
+    assert list(rows) == ["plain", "gptq", "gptq, calibrated"]
+    assert rows["gptq"]["bits"] == rows["gptq, calibrated"]["bits"] < 32
+    assert len({row["perplexity"] for row in rows.values()}) == 3
+    for names, sentence in (("q8_0", "byte-level BPE"), ("int4,q3", "not 'q3'")):
+        code, _, err = run(capsys, model, *files, "--formats", names)
+        assert code == 2 and sentence in err
+    code, _, err = run(capsys, model, *files, "--calibrate", tmp_path / "b")
+    assert code == 2 and "--calibrate goes with --formats" in err

@@ -19,6 +19,8 @@ def random_tensor(name: str, rows: int, blocks: int, seed: int) -> QuantizedTens
     data = rng.integers(0, 256, (rows, blocks, kind.nbytes), dtype=np.uint8)
     for at in kind.halves:
         data[..., at + 1] = np.where(data[..., at + 1] & 0x7C == 0x7C, data[..., at + 1] & 0xBF, data[..., at + 1])
+    if name == "MXFP4":
+        data[..., 0] = data[..., 0] % 248
     if name in ("F32", "F16", "BF16"):
         values = rng.standard_normal((rows, blocks)).astype(np.float32)
         if name == "BF16":
@@ -119,13 +121,13 @@ def test_nonfinite_scales_are_found(name):
         assert QuantizedTensor(name, tensor.shape, blocks).has_nonfinite_scale()
     if not kind.halves:
         blocks = tensor.blocks.copy()
-        blocks[1, -2:] = 0xFF  # NaN
+        blocks[1, 0 if name == "MXFP4" else -2 :] = 0xFF  # NaN
         assert QuantizedTensor(name, tensor.shape, blocks).has_nonfinite_scale()
 
 
 def test_impossible_tensors_are_refused():
-    with pytest.raises(ValueError, match="unsupported tensor type 'Q2_K'"):
-        QuantizedTensor("Q2_K", (1, 256), np.zeros((1, 84), np.uint8))
+    with pytest.raises(ValueError, match="unsupported tensor type 'IQ1_S'"):
+        QuantizedTensor("IQ1_S", (1, 256), np.zeros((1, 84), np.uint8))
     with pytest.raises(ValueError, match="not a whole number of Q8_0 blocks"):
         QuantizedTensor("Q8_0", (1, 33), np.zeros((1, 34), np.uint8))
     with pytest.raises(ValueError, match=r"needs uint8 blocks \[2, 34\]"):

@@ -190,7 +190,7 @@ def test_the_raw_builder_makes_a_readable_file(tmp_path):
         (build([], [("t", [1] * 5, 0, 0)]), "'t' has 5 dimensions"),
         (build([], [("t", [0], 0, 0)]), "empty shape"),
         (build([], [("t", [33], 8, 0)], bytes(64)), "rows of 33 values"),
-        (build([], [("t", [256], 10, 0)], bytes(256)), "unsupported type Q2_K; take a file quantized to one of F32"),
+        (build([], [("t", [256], 19, 0)], bytes(256)), "unsupported type IQ1_S; take a file quantized to one of F32"),
         (build([], [("t", [256], 77, 0)], bytes(256)), "unsupported type number 77"),
         (build([], [("t", [8], 0, 8)], bytes(256)), "not aligned to 32"),
         (build([], [("t", [8], 0, 0)], bytes(31)), "ends at byte"),

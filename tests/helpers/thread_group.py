@@ -26,8 +26,30 @@ class ThreadGroup:
     def all_gather(self, x):
         return torch.stack(self._everybody(x))
 
+    def reduce_scatter(self, x):
+        return torch.stack(self._everybody(x)).sum(0).chunk(self.size)[self.rank].clone()
+
+    def start_gather(self, out, x):
+        out.copy_(torch.cat(self._everybody(x)))
+
+    def start_scatter(self, out, x):
+        out.copy_(self.reduce_scatter(x))
+
+    def start_shift(self, x):
+        return Came(self._everybody(x)[self.rank - 1])
+
     def all_to_all(self, x):
         return torch.cat([part.chunk(self.size)[self.rank] for part in self._everybody(x)])
+
+
+class Came:
+    """What a rank has got."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def wait(self):
+        return self.x
 
 
 def on_threads(size, work):

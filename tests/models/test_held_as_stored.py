@@ -164,20 +164,53 @@ def test_served(checkpoints, name):
 
 
 @pytest.mark.usefixtures("by_torch")
-@pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
-def test_blocks_of_four_bits_of_a_gguf_file_stay_in_four(tmp_path, type_name):
-    """The formats that a GPU holds; other blocks are dequantized, and the C++ kernels take all as they are."""
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q5_1", "Q8_0"])
+def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, type_name):
+    """As a GPU holds them, the head too; the values are the file's."""
     source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("llama"), type_name)))
-    layouts, four = held_layouts(source), type_name != "Q8_0"
+    layouts = dict(held_layouts(source))
     assert held_layouts(source, gguf=False) == ()
-    assert {layout.group for _, layout in layouts} == ({32} if four else set())
-    kinds = kinds_for(None, "cpu", layouts=layouts)
+    assert {layout.block_type for layout in layouts.values()} == {type_name} and "head" in layouts
+    kinds = kinds_for(None, "cpu", layouts=tuple(layouts.items()))
     model = fill(allocated(Decoder(source.config, "meta", torch.bfloat16, kinds=kinds), "cpu"), stored_weights(source))
     dense = load_model(source, native=False, dtype="float32")
     for (name, held), (_, values) in zip(model.weights(), dense.weights(), strict=True):
-        assert held.format.name.startswith("int4" if four and name != "head" else "dense"), name
-        exact = values.dense()
-        assert (held.dense().float() - exact).norm() <= 0.01 * exact.norm()
+        assert held.format.name == type_name, name
+        torch.testing.assert_close(held.dense(), values.dense().to(torch.bfloat16), rtol=0, atol=0)
+    for one, other in zip(model.layers, dense.layers, strict=True):  # as a stack joins them
+        for joined, parts in ((one.attention.qkv, other.attention.qkv), (one.mlp.gate_up, other.mlp.gate_up)):
+            whole = joined.join()
+            if whole is None:
+                continue
+            torch.testing.assert_close(whole.dense(), parts.dense().to(torch.bfloat16), rtol=0, atol=0)
+            x = torch.randn(3, joined.in_features).to(torch.bfloat16)
+            wanted = x.float() @ parts.dense().T
+            assert (whole.product()(x).float() - wanted).norm() < 0.02 * wanted.norm()
+            gated = whole.gated_product()
+            if gated is not None:
+                gate, up = wanted.chunk(2, -1)
+                wanted = torch.nn.functional.silu(gate) * up
+                assert (gated(x).float() - wanted).norm() < 0.03 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("type_name", ["Q4_0", "Q5_1", "Q8_0"])
+def test_on_a_gpu_a_gguf_file_is_served_from_its_blocks(tmp_path, type_name):
+    source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("llama"), type_name)))
+    dense = load_model(source, native=False, dtype="float32")
+    model = load_model(source, device="cuda")
+    for layer, exact in zip(model.layers, dense.layers, strict=True):
+        for held, values in ((layer.attention.o, exact.attention.o), (layer.mlp.down, exact.mlp.down)):
+            assert held.format.name == type_name
+            for rows in (1, 5, 16, 33, 80):
+                x = torch.randn(rows, held.in_features, device="cuda").to(torch.bfloat16)
+                wanted = x.cpu().float() @ values.dense().T
+                assert (held.product()(x).float().cpu() - wanted).norm() < 0.01 * wanted.norm()
+    llm = LLM(str(tmp_path / "m.gguf"), device="cuda", max_model_len=64, kv_cache_tokens=1024)
+    answers = llm.generate([[5, 6, 7 + i] for i in range(9)], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert all(len(answer.outputs[0].token_ids) == 4 for answer in answers)
+    llm.close()
 
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -199,6 +232,11 @@ DAMAGE = [
         "fp8-block",
         lambda t: t[f"{Q}.weight_scale_inv"].fill_(torch.nan),
         r"scales of '.*q_proj\.weight' hold infinite or",
+    ),
+    (
+        "fp8-tensor",
+        lambda t: t[f"{Q}.weight"].view(torch.uint8)[3].fill_(0xFF),
+        r"codes of '.*q_proj\.weight' hold NaN",
     ),
     ("int8", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
 ]

@@ -10,7 +10,7 @@ from transect.models.config import ModelConfig
 from transect.models.presets import PRESETS
 from transect.parallel.layout import Layout
 from transect.parallel.parallelize import Plan, refusal
-from transect.parallel.ring import own_tokens, visible
+from transect.parallel.ring_pairs import own_tokens, visible
 from transect.train.crew import check
 
 torch.set_num_threads(1)

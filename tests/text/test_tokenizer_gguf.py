@@ -164,7 +164,7 @@ def test_a_lone_surrogate_is_refused(toy):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model": "llama"}, "holds a 'llama' one.*tokenizer.json"),
+        ({"model": "bert"}, "holds a 'bert' one.*tokenizer.json"),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         ({"pre": "gpt2"}, r"'gpt2' \(did you mean 'gpt-2'\?\).*llama-bpe.*qwen2.*smollm"),
         ({"tokens": None}, "no list of strings under tokenizer.ggml.tokens"),

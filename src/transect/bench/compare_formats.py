@@ -1,5 +1,8 @@
 """One model in several number formats: how well it predicts, in how many bits, how fast, in how much memory.
 
+A format that a model is loaded in is measured as it is held in memory; one that ``transect quantize`` writes is
+measured as the file.
+
 The interval of a perplexity takes windows of the text as the sample: with window i of c_i tokens that cost n_i nats,
 and r = sum n / sum c, the error of r is sqrt(k / (k - 1) sum (n_i - r c_i)^2) / sum c (a ratio estimate; Cochran 1977,
 Sampling Techniques, chapter 6), and the interval is exp(r - 1.96 error) to exp(r + 1.96 error).
@@ -8,22 +11,30 @@ Sampling Techniques, chapter 6), and the interval is exp(r - 1.96 error) to exp(
 from __future__ import annotations
 
 import math
+import shutil
+import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
 from ..models.cost import weight_bytes
+from ..models.quantize_out import FOUR_BITS
 from ..models.resolve import resolve
 from ..models.shapes import parameter_count
+from ..train.export import opened
 from ..train.perplexity import TextScore, score_file
+from ..train.quantize import Calibration, quantize_model, takes_calibration
 from .floors import storage_of
 
 PLAIN = "plain"
 """The model as its files hold it."""
 FORMATS = (PLAIN, "int4", "int8", "fp8")
+"""What a model is loaded in."""
+WRITTEN = ("gptq", "awq", "q8_0", "q6_k", "q5_k_m", "q5_k", "q5_1", "q5_0", "q4_k_m", "q4_k", "q4_1", "q4_0")
+"""What is written to a file first, and loaded from that."""
 DRAWN = 48
 
 
@@ -54,14 +65,64 @@ def interval(windows: Sequence[tuple[float, int]]) -> tuple[float, float]:
     return math.exp(rate - error), math.exp(rate + error)
 
 
-def measure(model: str, name: str, text: Path, *, window: int | None, dtype: str = "auto") -> FormatRow:
-    """Load the model in a format and measure it.
+def formats_of(names: str) -> list[str]:
+    """The formats in a list with commas.
 
     Raises:
-        ValueError: an unknown format, or a model or text that cannot be used.
+        ValueError: one is not known.
     """
-    if name not in FORMATS:
-        raise ValueError(f"--formats knows {', '.join(FORMATS)}, not {name!r}")
+    found = [name.strip() for name in names.split(",")]
+    for name in found:
+        if name not in (*FORMATS, *WRITTEN):
+            raise ValueError(f"--formats knows {', '.join((*FORMATS, *WRITTEN))}, not {name!r}")
+    return found
+
+
+def measure_all(
+    model: str,
+    names: Sequence[str],
+    text: Path,
+    *,
+    window: int | None,
+    dtype: str = "auto",
+    calibration: Calibration | None = None,
+) -> Iterator[FormatRow]:
+    """A row for each format, one after another; with a calibration a second one for those that take it.
+
+    Raises:
+        ValueError: a model or text that cannot be used, or a format that cannot hold the model.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for name in names:
+            if name in WRITTEN:
+                yield _measure_written(model, name, text, window, dtype, Path(folder), None)
+            else:
+                yield measure(model, name, text, window=window, dtype=dtype)
+            if calibration is not None and takes_calibration(name):
+                yield _measure_written(model, name, text, window, dtype, Path(folder), calibration)
+
+
+def _measure_written(
+    model: str, name: str, text: Path, window: int | None, dtype: str, folder: Path, calibration: Calibration | None
+) -> FormatRow:
+    """What ``transect quantize`` writes; its bits are those of the files."""
+    path = folder / (name if name in FOUR_BITS else f"{name}.gguf")
+    quantize_model(opened(model), path, name, calibration)
+    row = measure(str(path), PLAIN, text, window=window, dtype=dtype)
+    files = [path] if path.is_file() else list(path.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in files)
+    bits = 8 * size / parameter_count(resolve(str(path)).config)
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    label = name if calibration is None else f"{name}, calibrated"
+    return replace(row, format=label, bits=bits, megabytes=size / 1e6)
+
+
+def measure(model: str, name: str, text: Path, *, window: int | None, dtype: str = "auto") -> FormatRow:
+    """Load the model in one of ``FORMATS`` and measure it.
+
+    Raises:
+        ValueError: a model or text that cannot be used.
+    """
     quantization = None if name == PLAIN else name
     llm = LLM(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
     try:

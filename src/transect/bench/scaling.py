@@ -1,13 +1,18 @@
-"""What a model takes on n ranks of tensor parallelism: floors, and a prediction to be made before anything is measured.
+"""What a model takes on n ranks: floors, and predictions to be made before anything is measured.
 
 The floor of a rank is that of ``floors.py`` for its part of the work: matrices, heads and keys are cut evenly, the head
 by the vocabulary. The prediction is made of that floor and of two things that were measured before:
 
-    step(n) = floor(n) / of_floor(1) + (2 L + 1) sum(n, bytes) + gather(n, logits)
+    step(n) = floor(n) / of_floor(1) + (2 L + 1) sum(n, bytes) + gather(n, logits)          tensor parallelism
 
 ``of_floor(1)`` is the share of its floor that one GPU reaches with as many rows. The sums are those after o and down of
 each of the L layers and after the embedding, each of the hidden states of all rows. How long a sum takes comes from
-``Links``: measured between two ranks, and for n from them by what each algorithm sends (``Links.sum``).
+``Links``: measured between two ranks, and for n from them by what each algorithm sends (``Links.sum``). Where ranks
+read each other's logits, a sum of two numbers for each 128 of them stands in the place of the gather.
+
+Pipeline parallelism (``predicted_stages``) takes of each step the n-th part, and n steps of an n-th of the sequences
+each where one GPU takes one, so weights are read as often on every rank. What goes from stage to stage is hidden. Data
+parallelism (``predicted_shares``) is one GPU with an n-th of the sequences.
 
 Source of the cost of a ring: Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in
 MPICH".
@@ -25,6 +30,7 @@ import torch
 
 from ..models.config import ModelConfig
 from ..models.cost import Row, Storage, least_cost
+from ..ops.sampling.sampling import GROUP
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
 from ..parallel.peer_sums import graph_seconds, shared_sums
@@ -41,9 +47,11 @@ SIZES = tuple(8 << 10 + 2 * power for power in range(8))
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How long sums between two ranks take. ``seconds`` by bytes; between two sizes it is linear."""
+    """How long sums between two ranks take. ``seconds`` by bytes; between two sizes it is linear. ``shared``: the ranks
+    read each other's logits."""
 
     seconds: Mapping[int, float]
+    shared: bool = False
 
     def sum(self, ranks: int, size: float) -> float:
         """Seconds of an all-reduce of ``size`` bytes over ``ranks``, by a ring: 2 (n - 1) messages one after another of
@@ -103,7 +111,12 @@ def exchange_seconds(config: ModelConfig, tokens: int, drawn: int, ranks: int, l
     """What a step of ``tokens`` tokens, of which ``drawn`` have logits, exchanges between ranks."""
     sums = 2 * config.n_layers + 1
     each = links.sum(ranks, tokens * config.dim * BYTES)
-    return sums * each + (links.gather(ranks, drawn * config.vocab_size * BYTES) if ranks > 1 else 0.0)
+    if ranks == 1:
+        return 0.0
+    logits = drawn * config.vocab_size
+    if links.shared:
+        return sums * each + links.sum(ranks, 2 * 4 * logits / GROUP)
+    return sums * each + links.gather(ranks, logits * BYTES)
 
 
 def predicted_step(
@@ -138,6 +151,30 @@ def predicted_batch(
     return seconds
 
 
+def predicted_stages(
+    config: ModelConfig, lengths: Iterable[tuple[int, int]], rates: Rates, stages: int, of_floor: float
+) -> float:
+    """Seconds of sequences as in ``predicted_batch`` over so many pipeline stages."""
+    parts = _shares(lengths, stages)
+    whole = [each for part in parts for each in part]
+    prefill = batch_rank_floor(config, [(prompt, 1) for prompt, _ in whole], rates, 1)[0]
+    decode = sum(batch_rank_floor(config, part, rates, 1)[1] for part in parts)
+    return (prefill + decode) / stages / of_floor
+
+
+def predicted_shares(
+    config: ModelConfig, lengths: Iterable[tuple[int, int]], rates: Rates, ranks: int, of_floor: float
+) -> float:
+    """Seconds of sequences as in ``predicted_batch`` that so many engines share; the last to end counts."""
+    return max(sum(batch_rank_floor(config, part, rates, 1)) for part in _shares(lengths, ranks)) / of_floor
+
+
+def _shares(lengths: Iterable[tuple[int, int]], ranks: int) -> list[list[tuple[int, int]]]:
+    """Sequences dealt out in turn."""
+    lengths = list(lengths)
+    return [lengths[rank::ranks] for rank in range(ranks)]
+
+
 class SumTimes(NamedTuple):
     """Seconds of an all-reduce by bytes."""
 
@@ -152,7 +189,8 @@ class SumTimes(NamedTuple):
         """The quicker of both."""
         worst = float("inf")
         sizes = {*self.library, *self.own}
-        return Links({n: min(self.library.get(n, worst), self.own.get(n, worst)) for n in sizes})
+        quicker = {n: min(self.library.get(n, worst), self.own.get(n, worst)) for n in sizes}
+        return Links(quicker, shared=bool(self.own))
 
 
 def sum_times(world: World, sizes: Sequence[int] = SIZES) -> SumTimes:

@@ -45,8 +45,15 @@ def command(
     threads: Threads = None,
     native: Native = None,
     formats: Annotated[
-        str | None, typer.Option(help="--text: compare number formats: plain,int4,int8,fp8 or some of them.")
+        str | None,
+        typer.Option(
+            help="--text: compare number formats: plain,int4,int8,fp8, and what quantize writes: gptq,awq,q8_0,q6_k,..."
+        ),
     ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="--formats: also those of 4 to 6 bits calibrated with this text.")
+    ] = None,
+    calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
     plot: Annotated[Path | None, typer.Option(help="--formats: a picture, perplexity over bits.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -60,8 +67,10 @@ def command(
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
     if formats is not None:
-        _formats(model, formats, text, window, dtype, plot, json)
+        _formats(model, formats, text, window, dtype, plot, json, calibrate, calibrate_tokens)
         return
+    if calibrate is not None:
+        raise ValueError("--calibrate goes with --formats: give both, or transect quantize --calibrate")
     from dataclasses import fields
 
     from ..engine.llm import LLM
@@ -94,16 +103,29 @@ def command(
 
 
 def _formats(
-    model: str, names: str, text: list[Path] | None, window: int | None, dtype: str, plot: Path | None, json: bool
+    model: str,
+    names: str,
+    text: list[Path] | None,
+    window: int | None,
+    dtype: str,
+    plot: Path | None,
+    json: bool,
+    calibrate: Path | None,
+    calibrate_tokens: int,
 ) -> None:
     """One table of all formats."""
     from dataclasses import asdict
 
-    from ..bench.compare_formats import draw, measure
+    from ..bench.compare_formats import draw, formats_of, measure_all
+    from ..train.quantize import Calibration
 
     if not text or len(text) > 1:
         raise ValueError("--formats compares on one text: give one --text FILE")
-    rows = [measure(model, name.strip(), text[0], window=window, dtype=dtype) for name in names.split(",")]
+    if calibrate is not None and not calibrate.is_file():
+        raise ValueError(f"there is no file {calibrate}")
+    calibration = None if calibrate is None else Calibration(calibrate, calibrate_tokens)
+    found = measure_all(model, formats_of(names), text[0], window=window, dtype=dtype, calibration=calibration)
+    rows = list(found)
     if plot is not None:
         draw(rows, plot, model)
     if json:

@@ -35,6 +35,8 @@ LINES = (
     ("file", re.compile(r"\.load\(|\bopen\(|\.read\(|read_bytes|read_text|imread|pickle|loads\(")),
     ("collection", re.compile(r"gc\.collect")),
 )
+NATIVE = "/transect/ops/cpu/"
+"""Files of these call C++ kernels, which no profiler sees."""
 COMPILER_FILES = ("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/", "_dynamo/output_graph")
 
 
@@ -130,6 +132,8 @@ def _sampled(split: Split, samples: Samples, offset: float) -> list[Named]:
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
     """What a stack says, innermost frame first."""
     user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
+    if stack and NATIVE in stack[0].file:
+        return Doing("unrated", "native", user)
     for frame in stack:
         if any(part in frame.file for part in COMPILER_FILES):
             return Doing("recompilation", "compile", user)

@@ -7,6 +7,7 @@ embeddings get. What all of that costs is measured beforehand and shown as a par
 from __future__ import annotations
 
 import functools
+import math
 import runpy
 import sys
 import tempfile
@@ -19,6 +20,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from ..bench.floors import Rates
+from ..engine.decisions import DecisionRing
 from ..hardware.ceilings import Ceilings
 from ..hardware.cores import usable_cores
 from ..hardware.device import detect
@@ -66,6 +69,8 @@ class Explain:
         stacks: sample the Python stack.
         trace: keep the profiler's trace in this file.
         cores: that the program could use; None: all that this process may run on.
+        decisions: of an engine that runs inside (``LLM.decisions``): its steps have floors, though no trace has the
+            shapes of what graphs and C++ kernels compute.
     """
 
     def __init__(
@@ -75,11 +80,12 @@ class Explain:
         stacks: bool = True,
         trace: str | Path | None = None,
         cores: int | None = None,
+        decisions: DecisionRing | None = None,
     ) -> None:
         self._cores = cores or usable_cores()
         self.ceilings = ceilings or machine_ceilings()
         self.result: Explanation | None = None
-        self._stacks, self._file = stacks, trace
+        self._stacks, self._file, self._decisions = stacks, trace, decisions
         self._padding = _Padding()
 
     def __enter__(self) -> Self:
@@ -93,11 +99,13 @@ class Explain:
         self._range = torch.profiler.record_function(WINDOW)
         self._range.__enter__()
         self._began = time.perf_counter()
+        self._span = [time.monotonic(), math.inf]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         if kind is None and torch.cuda.is_available():
             torch.cuda.synchronize()
+        self._span[1] = time.monotonic()
         self._range.__exit__(None, None, None)
         if self._sampler is not None:
             self._sampler.__exit__()
@@ -115,7 +123,21 @@ class Explain:
             offset,
             profiler_s=self._overhead,
             facts={"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share},
+            steps_s=self._steps_floor(),
         )
+
+    def _steps_floor(self) -> float:
+        """The floors of the engine steps that ended inside, together."""
+        if self._decisions is None:
+            return 0.0
+        from .log import build
+        from .work import StepWork
+
+        log = build(self._decisions.records(), complete=not self._decisions.lost)
+        dtype = str(log.header.device.get("dtype", "float32"))
+        work = StepWork.of(log.header, Rates.of(self.ceilings, dtype))
+        begin, end = self._span
+        return sum(work.floor(step.rows).seconds for step in log.steps if begin <= (step.at or 0.0) <= end)
 
     def _trace(self) -> Trace:
         if self._file is not None:
@@ -135,13 +157,18 @@ def explain_trace(
     *,
     profiler_s: float = 0.0,
     facts: dict[str, Any] | None = None,
+    steps_s: float = 0.0,
 ) -> Explanation:
-    """Split a trace and find what to change."""
+    """Split a trace and find what to change. ``steps_s``: the least time of what has no shapes in the trace, where an
+    engine's decision log says it."""
     facts = dict(facts or {})
     facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
     padded = float(facts.get("padding", 0.0))
     split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded)
     named = name_gaps(split, samples, offset)
+    if steps_s:
+        split.rate(steps_s)
+        split.notes.append("floors of kernels without shapes are those of the engine's steps")
     if trace.truncated:
         split.notes.append("the trace ends in the middle: what came after is missing")
     if not any(key.shapes for key in trace.keys):

@@ -27,7 +27,7 @@ WINDOW = "transect.explain"
 PARTS: Mapping[str, str] = {
     "floor": "at the floor: the least that the shapes need",
     "inefficiency": "kernels above their floor",
-    "unrated": "kernels whose shapes are not in the trace",
+    "unrated": "kernels whose shapes are not in the trace, C++ kernels among them",
     "padding": "computing on padding",
     "launch": "launch-bound: calling operators, and short gaps between them",
     "host": "host-bound: Python and other work between operators",
@@ -116,6 +116,12 @@ class Split:
     def own(self) -> float:
         """The wall time without what profiling cost: the program's own, in seconds."""
         return self.wall - self.parts.get("profiler", 0.0)
+
+    def rate(self, least: float) -> None:
+        """Divide the time of kernels without shapes into ``least`` seconds at the floor, and what is above."""
+        seconds, self.parts["unrated"] = self.parts["unrated"], 0.0
+        self.parts["floor"] += min(least, seconds)
+        self.parts["inefficiency"] += max(0.0, seconds - least)
 
     def share(self, part: str) -> float:
         """The part of the wall time."""

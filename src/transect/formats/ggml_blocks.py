@@ -4,9 +4,11 @@ A row of a matrix is cut into blocks of 32 (or, for the K types, 256) columns, e
 by the packed codes. All are little-endian. Two families:
 
 * symmetric: ``value = scale * (code - offset)``: Q8_0 (offset 128 once the signed byte is made a code), Q4_0 (8),
-  Q5_0 (16), Q6_K (32; one signed 8-bit scale for 16 columns times one float16 for the block);
-* with a minimum: ``value = scale * code + minimum``: Q4_1, Q5_1, and Q4_K and Q5_K, whose 8 scales and 8 minima of a
-  block are 6-bit integers times two float16 numbers.
+  Q5_0 (16), Q3_K and Q6_K (4 and 32; one signed scale for 16 columns, of 6 or 8 bits, times one float16 for the block);
+  IQ4_NL and MXFP4 have 4 bits that choose one of 16 whole numbers, which are made codes of 8 bits here (offset 128);
+  MXFP4's scale is a power of two, kept as its exponent;
+* with a minimum: ``value = scale * code + minimum``: Q4_1, Q5_1, and Q2_K, Q4_K and Q5_K, whose scales and minima of a
+  block are 4- or 6-bit integers times two float16 numbers.
 
 Source of the layouts: ``ggml-common.h`` and ``ggml-quants.c`` of ggml; the tests compare with the ``gguf`` package.
 
@@ -140,6 +142,54 @@ def _q6_k(x: np.ndarray) -> Unpacked:
     return codes.reshape(*x.shape[:-1], 256), scale, None
 
 
+def _q2_k(x: np.ndarray) -> Unpacked:
+    """16 bytes of a scale (low half) and a minimum (high half), 64 of 2-bit codes, two float16.
+
+    Of each half of the codes' bytes the lowest 2 bits are 32 neighbouring codes, the next 2 the next 32, and so on.
+    """
+    scale, minimum = _half(x, 80) * (x[..., :16] & 15), -(_half(x, 82) * (x[..., :16] >> 4))
+    return _two_bits(x[..., 16:80]).reshape(*x.shape[:-1], 256), scale, minimum
+
+
+def _two_bits(x: np.ndarray) -> np.ndarray:
+    """64 bytes to [..., 2, 4, 32] codes of 2 bits."""
+    shift = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    found: np.ndarray = x.reshape(*x.shape[:-1], 2, 1, 32) >> shift & 3
+    return found
+
+
+def _q3_k(x: np.ndarray) -> Unpacked:
+    """32 bytes of upper bits (bit n of a byte for the n-th 32 codes), 64 of 2-bit codes, 12 of scales, a float16.
+
+    The 16 scales of 6 bits have their low 4 bits in bytes 0-7, low halves first, their upper 2 in bytes 8-11.
+    """
+    part = np.arange(8, dtype=np.uint8).reshape(2, 4, 1)
+    high = (x[..., None, None, :32] >> part & 1) << 2
+    codes = _two_bits(x[..., 32:96]) | high
+    upper = x[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    scale = (_nibbles(x[..., 96:104]) | upper.reshape(*x.shape[:-1], 16) << 4).astype(np.int8) - np.int8(32)
+    return codes.reshape(*x.shape[:-1], 256), _half(x, 108) * scale, None
+
+
+CHOSEN = {
+    "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
+"""What the 16 codes of 4 bits stand for; of MXFP4 (e2m1) twice the numbers, with half the scale."""
+
+
+def _chosen(x: np.ndarray, name: str) -> np.ndarray:
+    return (np.array(CHOSEN[name]) + 128).astype(np.uint8)[_nibbles(x)]
+
+
+def _iq4_nl(x: np.ndarray) -> Unpacked:
+    return _chosen(x[..., 2:], "IQ4_NL"), _half(x, 0), None
+
+
+def _mxfp4(x: np.ndarray) -> Unpacked:
+    return _chosen(x[..., 1:], "MXFP4"), np.exp2(x[..., :1].astype(np.float32) - 128), None
+
+
 _PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 """An integer type of the same width, and the bits of the exponent, which are all ones in infinities and NaN."""
@@ -156,9 +206,13 @@ BLOCK_TYPES: dict[str, BlockType] = {
         BlockType("Q4_1", 3, 32, 20, 4, 32, 0, (0, 2), _q4_1),
         BlockType("Q5_0", 6, 32, 22, 5, 32, 16, (0,), _q5_0),
         BlockType("Q5_1", 7, 32, 24, 5, 32, 0, (0, 2), _q5_1),
+        BlockType("Q2_K", 10, 256, 84, 4, 16, 0, (80, 82), _q2_k),
+        BlockType("Q3_K", 11, 256, 110, 4, 16, 4, (108,), _q3_k),
         BlockType("Q4_K", 12, 256, 144, 4, 32, 0, (0, 2), _q4_k),
         BlockType("Q5_K", 13, 256, 176, 5, 32, 0, (0, 2), _q5_k),
         BlockType("Q6_K", 14, 256, 210, 6, 16, 32, (208,), _q6_k),
+        BlockType("IQ4_NL", 20, 32, 18, 8, 32, 128, (0,), _iq4_nl),
+        BlockType("MXFP4", 39, 32, 17, 8, 32, 128, (), _mxfp4),
     )
 }
 
@@ -275,7 +329,9 @@ class QuantizedTensor:
             codes[part] = c.reshape(len(packed), k)
             scale[part] = s.reshape(len(packed), -1)
             zero[part] = scale[part] * np.float32(-kind.offset) if m is None else m.reshape(len(packed), -1)
-        return AffineGroups(codes, scale, zero, kind.group, kind.bits, half_exact=kind.block == 32)
+        return AffineGroups(
+            codes, scale, zero, kind.group, kind.bits, half_exact=kind.block == 32 and bool(kind.halves)
+        )
 
     def has_nonfinite_scale(self) -> bool:
         """True where a float16 of a block (or, in a plain type, a value) is infinite or NaN: the file is corrupt."""
@@ -285,5 +341,7 @@ class QuantizedTensor:
             bits = np.ascontiguousarray(self.blocks).view(width)
             return bool((bits & exponent == exponent).any())
         blocks = self.blocks.reshape(-1, kind.nbytes)
+        if not kind.halves:  # the exponent of a power of two, whose products are beyond float32 from 2^120 on
+            return bool((blocks[:, 0] >= 248).any())
         # the exponent of a float16 is bits 2 to 6 of its second byte; all ones means infinite or NaN
         return any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in kind.halves)

@@ -11,7 +11,8 @@ from .resolve import ModelSource
 from .storage import Layout, Storage, int4_format
 
 Layouts = tuple[tuple[str, Layout], ...]
-"""The layout of each matrix of a layer that most layers have packed, by its name there (``attention.q``)."""
+"""The layout of each matrix of a layer that most layers have packed, by its name there (``attention.q``), and of the
+``head``."""
 
 
 def held_layouts(source: ModelSource, *, gguf: bool = True) -> Layouts:
@@ -33,16 +34,23 @@ def held_layouts(source: ModelSource, *, gguf: bool = True) -> Layouts:
         for name, stored in weights:
             if name.startswith("layers.") and name.endswith(".weight") and len(stored.shape) == 2:
                 found[name.split(".", 2)[2].removesuffix(".weight")][stored.layout] += 1
+            elif base.kind == "gguf" and name == f"{'embed' if base.config.tied_embeddings else 'head'}.weight":
+                found["head"][stored.layout] += 1
     most = {name: counts.most_common(1)[0][0] for name, counts in found.items()}
     return tuple((name, layout) for name, layout in most.items() if layout is not None)
 
 
 def bits_of(layout: Layout) -> float:
     """Bits of a number, scales included; those of 8 bits are a rounding error."""
+    if layout.format == "gguf":
+        return layout.bits
     return int4_format(layout.group).bits if layout.format == "int4" else 8.0
 
 
 def storage_held(storage: Storage, layouts: Layouts) -> Storage:
     """``storage`` where matrices stay as the checkpoint packs them."""
     bits = {name: bits_of(layout) for name, layout in layouts}
+    head = bits.pop("head", None)
+    if head is not None:
+        storage = replace(storage, head=head, head_copied=True)
     return replace(storage, matrices=tuple(bits.items())) if bits else storage

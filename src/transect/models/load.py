@@ -124,7 +124,12 @@ def fill(
             if model.offloaded is not None:
                 model.offloaded.keep(name, model)
             if name == "embed.weight" and _copied_head(model):
-                model.head.load(values, staging)
+                head: Any = model.head
+                if stored.layout is not None and head.takes(stored.layout):
+                    assert stored.codes is not None
+                    head.load(stored.codes(*part), staging)
+                else:
+                    head.load(values, staging)
             if advance is not None:
                 advance(values.nbytes)
     return model

@@ -66,7 +66,9 @@ def _bytes(
 
     def read(rows: slice, columns: slice) -> Codes8:
         own, across = within(outputs, rows), within(inputs, columns)
-        codes = stored.file.get_slice(stored.name)[own, across].contiguous()
+        codes = stored.file.get_slice(stored.name)[own, across].contiguous().view(torch.int8)
+        if fp8 and bool((codes & 0x7F == 0x7F).any()):
+            raise ValueError(f"the codes of {f'{prefix}.weight'!r} hold NaN; download the file again")
         wide = all_of(scale).float()
         if not bool(wide.isfinite().all()):
             raise ValueError(f"the scales of {f'{prefix}.weight'!r} hold infinite or NaN numbers")
@@ -79,7 +81,7 @@ def _bytes(
             wide = wide[own.start // BLOCK : -(-own.stop // BLOCK), across.start // BLOCK : -(-across.stop // BLOCK)]
         else:
             wide = wide.reshape(-1).expand(outputs)[own]
-        return Codes8(layout, codes.view(torch.int8), wide.contiguous())
+        return Codes8(layout, codes, wide.contiguous())
 
     return layout, read
 

@@ -22,7 +22,7 @@ SERVING_GROUP = 128
 class Layout:
     """How a checkpoint packs a matrix, where a kind of weight can hold it so."""
 
-    format: Literal["fp8", "int8", "int4"]
+    format: Literal["fp8", "int8", "int4", "gguf"]
     blocks: bool = False
     """In fp8: a scale for each 128 outputs by 128 inputs, else for each output."""
     group: int = 0
@@ -31,8 +31,10 @@ class Layout:
     """In int4: the inputs of a group are not neighbours (act-order)."""
     rounds_inputs: bool = True
     """In 8 bits: who made it expects activations to be rounded too."""
-    blocks_of_gguf: bool = False
-    """It is read from blocks of a GGUF file, which the C++ kernels take as they are."""
+    block_type: str = ""
+    """In gguf: the type of the blocks."""
+    bits: float = 0
+    """In gguf: of a number, as a GPU holds the blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,23 @@ class Codes4:
 
 
 @dataclass(frozen=True, slots=True)
+class Blocks:
+    """A matrix ``[O, I]`` in a block type of GGUF files: uint8 ``[O, bytes of a row]``, as the file has them."""
+
+    layout: Layout
+    blocks: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks."""
+        return self.blocks.nbytes
+
+
+PackedValues = Codes8 | Codes4 | Blocks
+"""A matrix as a checkpoint packs it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """A matrix ``[rows, columns]`` or a vector.
 
@@ -63,7 +80,7 @@ class Stored:
     shape: tuple[int, ...]
     reader: Callable[[slice, slice], Values]
     layout: Layout | None = None
-    codes: Callable[[slice, slice], Codes8 | Codes4] | None = None
+    codes: Callable[[slice, slice], PackedValues] | None = None
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Values:
         """The values, of the whole or of some neighbouring rows and columns: nothing else is read of the file. They may

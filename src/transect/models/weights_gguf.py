@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
+from ..ops.linear.packed.gguf_layout import FORMATS
 from .config import ModelConfig
 from .shapes import weight_shapes
 from .storage import Layout
-from .stored import ALL, Codes4, Stored, StoredWeights, Values, is_whole, within
+from .stored import ALL, Blocks, Stored, StoredWeights, Values, is_whole, within
 
 OUTER = {
     "embed": "token_embd",
@@ -44,8 +45,6 @@ IN_LAYER = {
 FUSED = ("attention.q", "attention.k", "attention.v")
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Frequencies of rotary embedding; the configuration has them."""
-FOUR_BITS = (4, 32)
-"""Bits and group of Q4_0, Q4_1 and Q4_K."""
 _DENSE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
 
 
@@ -73,17 +72,16 @@ def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
 
 
 def _stored(file: GGUFFile, place: _Place, shape: tuple[int, ...]) -> Stored:
-    """A weight, which has codes where its blocks are 4-bit codes with a scale and a zero for each 32 of them."""
+    """A weight, which may be had in its blocks where it is packed."""
     read, kind = partial(_read, file, place), file.tensors[place.tensor].block_type
-    if len(shape) != 2 or (kind.bits, kind.group) != FOUR_BITS:
+    if len(shape) != 2 or kind.unpack is None:
         return Stored(shape, read)
-    layout = Layout("int4", group=kind.group, blocks_of_gguf=True)
+    layout = Layout("gguf", block_type=kind.name, bits=FORMATS[kind.name].bits)
 
-    def codes(rows: slice, columns: slice) -> Codes4:
+    def codes(rows: slice, columns: slice) -> Blocks:
         tensor = _read(file, place, rows, columns)
         assert isinstance(tensor, QuantizedTensor)
-        groups = tensor.affine()
-        return Codes4(layout, *(torch.from_numpy(each) for each in (groups.codes, groups.scale, groups.zero)))
+        return Blocks(layout, torch.from_numpy(np.array(tensor.blocks)))
 
     return Stored(shape, read, layout, codes)
 

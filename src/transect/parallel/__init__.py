@@ -24,7 +24,8 @@ Training on them:
 * ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others
 * ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
 * ``schedule.py``: pipeline schedules as data, and their simulation (no torch); ``pipeline.py`` runs one
-* ``ring.py``: context parallelism, attention whose keys and values go round
+* ``ring.py``: context parallelism, attention whose keys and values go round; ``ring_pairs.py``: which queries see
+  which keys; ``ring_kernels.py``: the same by the attention kernels of a GPU
 * ``pulse.py``: what every rank is at, so that a run that hangs ends and says who waits for what
 * ``compressed.py``: sums of one bit a number, whose errors are made good
 * ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass

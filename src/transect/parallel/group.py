@@ -148,8 +148,32 @@ class Group:
         dist.recv(x, group=self.group, group_src=source)
         return x
 
+    def start_shift(self, x: Tensor) -> Shift:
+        """Begin to send ``x`` to the next rank, and to take what the rank before sends; ``x`` must stay until then."""
+        return Shift(x, self)
+
     def broadcast(self, x: Tensor, source: int) -> Tensor:
         """``x`` of the rank at place ``source``, in the place of everybody's."""
         if self.group is not None:
             dist.broadcast(x, group=self.group, group_src=source)
         return x
+
+
+class Shift:
+    """A tensor on its way to the next rank, and one from the rank before."""
+
+    def __init__(self, x: Tensor, group: Group) -> None:
+        self.sent, self.came = x, torch.empty_like(x)
+        ahead, behind = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        self._work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x, group=group.group, group_peer=ahead),
+                dist.P2POp(dist.irecv, self.came, group=group.group, group_peer=behind),
+            ]
+        )
+
+    def wait(self) -> Tensor:
+        """What came."""
+        for work in self._work:
+            work.wait()
+        return self.came

@@ -17,7 +17,7 @@ from ..models.fused_stack import FusedStack, Fusions
 from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
 from ..models.resolve import ModelSource
-from ..models.stored import Codes4, Codes8, Stored, StoredWeights, Values, joined_rows, within
+from ..models.stored import PackedValues, Stored, StoredWeights, Values, joined_rows, within
 from ..models.streaming.plan import StreamPlan
 from ..models.weights.dense import Dense
 from ..models.weights.int4_serving import PANEL
@@ -62,7 +62,7 @@ def part_of(stored: Stored, part: Part) -> Stored:
         moved = [slice(o.start + i.start, o.start + i.stop) for o, i in zip(bounds, inner, strict=True)]
         return stored.read(*moved)
 
-    def read_codes(rows: slice, columns: slice) -> Codes8 | Codes4:
+    def read_codes(rows: slice, columns: slice) -> PackedValues:
         inner = [within(size, cut) for size, cut in zip(shape, (rows, columns), strict=False)]
         moved = [slice(o.start + i.start, o.start + i.stop) for o, i in zip(bounds, inner, strict=True)]
         assert stored.codes is not None

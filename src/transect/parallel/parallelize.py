@@ -15,6 +15,7 @@ Parameters go by their names in the whole model, whatever the part.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,17 +30,22 @@ from ..models.load import fill
 from ..models.shapes import weight_shapes
 from ..models.stored import Stored, StoredWeights
 from .differentiable import entered, gathered, own_rows
+from .group import Group
 from .layout import Layout
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
+from .peer_copies import PeerCopies, shared_copies
 from .pipeline import Pipeline
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
-from .ring import RingContext, own_tokens
+from .ring import RingContext
+from .ring_pairs import own_tokens
 from .schedule import Action, Name, schedule
 from .sharded import Sharded
 from .shards import Shard, vocabulary_share
 from .split_loss import split_cross_entropy
 from .tensor import GatheredShard, ShardedEmbedding, sharded_kinds
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,7 @@ class Plan:
         sequence: ranks of a tensor group share the tokens between matrices.
         schedule: how micro-batches pass through stages, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
+        copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
         folder: with ``host``, on a disk: they are in a file there.
@@ -64,6 +71,7 @@ class Plan:
     schedule: Name = "1f1b"
     chunks: int = 1
     host: bool = False
+    copies: bool = True
     folder: str = ""
     device: torch.device | None = None
 
@@ -312,8 +320,20 @@ class Parallel:
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole)
+            copies = self._copies(group) if plan.zero < 2 else None
+            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies)
         return self.spread.owned
+
+    def _copies(self, group: Group) -> PeerCopies | None:
+        """Sums by copy engines, where the ranks are GPUs of one host that can. All ranks call it."""
+        if not (self.plan.copies and self.model.device.type == "cuda"):
+            return None
+        made = shared_copies(self.mesh.world, group)
+        if isinstance(made, PeerCopies):
+            log.info("gradients are summed by copy engines, beside the backward pass")
+            return made
+        log.info("gradients are summed by NCCL: %s", made)
+        return None
 
     def actions(self, micro_batches: int) -> list[Action]:
         """What this rank does of a pipeline's step. ValueError if there is no such schedule."""

@@ -30,13 +30,13 @@ from .shared_memory import shared_memory
 from .world import World
 
 MOST_RANKS = 8
-SLOTS = 4
+SLOTS = 3
 SIGNALS = 4096
 """Bytes in which others post: of each kind and slot one number for each rank."""
 ARRIVED, SUMMED, FREE = range(3)
 ALIGN = 256
 """Parts begin at multiples of so many bytes."""
-CHUNK_BYTES = 32 << 20
+CHUNK_BYTES = 64 << 20
 
 
 @dataclass(slots=True)

@@ -24,9 +24,12 @@ from torch import Tensor, nn
 
 from .group import Group
 from .layout import owners
+from .peer_copies import PeerCopies
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together: large enough for the links, small enough to start early."""
+COPIED_BUCKET_BYTES = 128 * 2**20
+"""The same by copy engines, which take a little of the host's time for each."""
 
 
 class Replicas:
@@ -39,6 +42,7 @@ class Replicas:
         reduce_dtype: what gradients are summed in.
         sizes: numbers of each parameter to hand them out by, where ranks of other groups have other parts of the same
             parameters and must hand them out alike; None: their own.
+        copies: what sums, with ``zero`` 0 and 1; None: torch's collectives.
     """
 
     def __init__(
@@ -48,14 +52,17 @@ class Replicas:
         zero: int = 0,
         reduce_dtype: torch.dtype = torch.float32,
         sizes: Mapping[str, int] | None = None,
+        copies: PeerCopies | None = None,
     ) -> None:
+        self.copies = copies
         self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
         self.parameters = dict(parameters)
         own = {name: parameter.numel() for name, parameter in self.parameters.items()}
         sizes = own if sizes is None else {name: sizes[name] for name in own}
         self.owner = owners(sizes, group.size) if zero else dict.fromkeys(self.parameters, group.rank)
         self._sums: dict[str, Tensor] = {}
-        self._buckets = _buckets(self.parameters, self.owner, zero == 2)
+        size = BUCKET_BYTES if copies is None else COPIED_BUCKET_BYTES
+        self._buckets = _buckets(self.parameters, self.owner, zero == 2, size)
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
         self._missing: list[int] | None = None
         """While the last micro-batch runs: gradients that each bucket waits for."""
@@ -199,9 +206,12 @@ class Replicas:
                 parameter.grad = None
             if self.zero == 2:
                 target = self.group.ranks[self.owner[bucket[0]]]
-                work = dist.reduce(flat, target, group=self.group.group, async_op=True)
+                work: Any = dist.reduce(flat, target, group=self.group.group, async_op=True)
                 for sent in self._sent[-2:-1]:
                     self._received(sent)
+            elif self.copies is not None and len(self._sent) + 1 < len(self._buckets):
+                # The last bucket has no work beside it that could want the multiprocessors, and NCCL is quicker alone.
+                work = self.copies.start_all_reduce(flat)
             else:
                 work = dist.all_reduce(flat, group=self.group.group, async_op=True)
             self._sent.append(_Sent(bucket, flat, work))
@@ -222,7 +232,9 @@ class _Sent:
         self.flat: Tensor | None = flat
 
 
-def _buckets(parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], by_owner: bool) -> list[list[str]]:
+def _buckets(
+    parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], by_owner: bool, bucket_bytes: int = BUCKET_BYTES
+) -> list[list[str]]:
     """Names that travel together, in the order in which a backward pass is done with them: from the last to the
     first. With ``by_owner`` each bucket has one owner."""
     buckets: list[list[str]] = []
@@ -234,7 +246,7 @@ def _buckets(parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], b
             buckets.append(names)
         names.append(name)
         size += parameters[name].numel() * 4
-        open_[who] = ([], 0) if size >= BUCKET_BYTES else (names, size)
+        open_[who] = ([], 0) if size >= bucket_bytes else (names, size)
     return buckets
 
 

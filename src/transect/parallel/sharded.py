@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
+from ..models.weights.weight import Weight
 from .group import Group
 from .offload.pieces import FilePieces, FileUpload, HostPieces, Pieces
 from .part_names import part_name
@@ -145,23 +146,24 @@ class Unit:
         self._begun = False
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Begin to sum the gradients of the parameters over the ranks, and forget them; ``settle`` ends it."""
+    def reduce(self, given: Mapping[nn.Parameter, Tensor | None] | None = None) -> None:
+        """Begin to sum the gradients of the parameters over the ranks, and forget them; ``settle`` ends it. They are
+        those ``given``, or those that the parameters have."""
         self.settle()
+        gradients = [parameter.grad if given is None else given[parameter] for parameter in self.parameters.values()]
         if self.group.size == 1 and self.sink is not None:
-            for name, parameter in self.parameters.items():
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self.sink(name, gradient.reshape(-1))
+            for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+                self.sink(name, (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1))
                 parameter.grad = None
             return
-        if all(parameter.grad is None for parameter in self.parameters.values()):
+        if all(gradient is None for gradient in gradients):
             flat = torch.zeros(self._whole.numel(), dtype=self.reduce_dtype, device=self._whole.device)
         else:
             flat = torch.empty(self._whole.numel(), dtype=self.reduce_dtype, device=self._whole.device)
             at = 0
-            for parameter in self.parameters.values():
+            for parameter, gradient in zip(self.parameters.values(), gradients, strict=True):
                 part = flat[at : at + parameter.numel()]
-                part.zero_() if parameter.grad is None else part.copy_(parameter.grad.reshape(-1))
+                part.zero_() if gradient is None else part.copy_(gradient.reshape(-1))
                 at += parameter.numel()
                 parameter.grad = None
             flat[at:] = 0
@@ -238,7 +240,9 @@ class Sharded:
         self.group, self.model, self.recompute = group, model, recompute
         self.parameters = dict(model.named_parameters())
         layers = [f"layers.{number}." for number in range(len(model.layers))]
-        inside = [{n: p for n, p in self.parameters.items() if n.startswith(layer)} for layer in layers]
+        # Matrices first, so that those that share an input lie behind each other, and can be one product.
+        order = sorted(self.parameters.items(), key=lambda item: item[1].ndim < 2)
+        inside = [{n: p for n, p in order if n.startswith(layer)} for layer in layers]
         outside = {n: p for n, p in self.parameters.items() if not n.startswith("layers.")}
         device = model.device if device is None else device
         self.pieces: Pieces | None = None
@@ -315,9 +319,37 @@ class Sharded:
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
-    def leave(self, unit: Unit) -> None:
+    # What merged layers ask (``train/merged_layers.py``)
+
+    @contextmanager
+    def whole(self, number: int) -> Iterator[None]:
+        """A layer is whole inside, so that others can take note of where its matrices lie. All ranks enter."""
+        self.layers[number].gather()
+        for module in self.model.layers[number].modules():
+            if isinstance(module, Weight):
+                module.unjoin()  # they have moved
+        yield
+        self.layers[number].release()
+
+    def begin(self, number: int, backward: bool) -> None:
+        """Have a layer whole, and the next one of the pass on its way."""
+        self.layers[number].gather()
+        following = number - 1 if backward else number + 1
+        if 0 <= following < len(self.layers):
+            self.layers[following].prefetch()
+
+    def end(self, number: int, training: bool) -> None:
+        """Its forward pass is done. The last one stays whole for the backward pass, which begins with it."""
+        if number + 1 < len(self.layers) or not training:
+            self.layers[number].release()
+
+    def give(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Its backward pass is done: these are summed."""
+        self.leave(self.layers[number], gradients)
+
+    def leave(self, unit: Unit, gradients: Mapping[nn.Parameter, Tensor | None] | None = None) -> None:
         """The backward pass of a layer is done: its sum begins, that of the layer above should be there by now."""
-        unit.reduce()
+        unit.reduce(gradients)
         unit.release()
         if self._summing is not None:
             self._summing.settle()

@@ -29,7 +29,7 @@ from ..models.embedding import Embedding
 from ..models.staging import Staging
 from ..models.storage import Layout, WeightFormat
 from ..models.weights.dense import Dense
-from ..models.weights.weight import Kinds, Product, Ungathered, Unsummed, Values, Weight, WeightKind
+from ..models.weights.weight import Kinds, Product, TrainingPart, Ungathered, Unsummed, Values, Weight, WeightKind
 from ..ops.opset import OpSet
 from .differentiable import scattered, summed
 from .group import Group
@@ -49,6 +49,9 @@ class ShardKind(Weight):
 
     def dense(self) -> Tensor:
         return self.inner.dense()
+
+    def training_part(self) -> TrainingPart:
+        return self.inner.training_part()
 
     @property
     def nbytes(self) -> int:
@@ -73,6 +76,29 @@ class ShardKind(Weight):
         raise NotImplementedError
 
 
+class RankSeams:
+    """``Seams`` of the ranks of a tensor group; the four are those of ``differentiable.py``, without its graph.
+
+    Args:
+        sequence: between the shared parts of layers each rank has its own rows.
+    """
+
+    def __init__(self, group: Group, sequence: bool) -> None:
+        self.group, self.sequence = group, sequence
+
+    def enter(self, x: Tensor) -> Tensor:
+        return self.group.all_gather(x).flatten(0, 1) if self.sequence else x
+
+    def leave(self, x: Tensor) -> Tensor:
+        return self.group.reduce_scatter(x) if self.sequence else self.group.all_reduce(x)
+
+    def leave_back(self, g: Tensor) -> Tensor:
+        return self.enter(g)
+
+    def enter_back(self, g: Tensor) -> Tensor:
+        return self.leave(g)
+
+
 class SummedShard(ShardKind):
     """``[O, I / ranks]`` of a matrix ``[O, I]``. The bias is whole on every rank, and added after the sum."""
 
@@ -81,8 +107,8 @@ class SummedShard(ShardKind):
         self.inner, self.group, self.sequence = inner, group, sequence
         self.add_bias(bias)
 
-    def refuses_merging(self) -> str | None:
-        return "its products end in sums over the ranks of parallel.tensor"
+    def seams(self) -> RankSeams:
+        return RankSeams(self.group, self.sequence)
 
     def _after(self, y: Tensor) -> Tensor:
         y = _total(y, self.group, self.sequence)

@@ -126,12 +126,12 @@ def estimator(spread: Spread) -> Callable[[ModelConfig, TrainingPlan], Estimate]
 
 
 def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
-    """``plan`` as a rank carries it out: sharded layers run one by one, and keep all of a layer or its input alone; a
-    layer that ranks share is not one node."""
-    if spread.zero != 3:
-        return replace(plan, merged=False, whole=0) if spread.tensor > 1 or spread.context > 1 else plan
+    """``plan`` as a rank carries it out: sharded layers that are not one node keep all of a layer or its input
+    alone."""
+    if spread.zero != 3 or plan.merged:
+        return plan
     kept = plan.checkpointing if plan.checkpointing == "none" else "full"
-    return replace(plan, merged=False, whole=0, checkpointing=kept)
+    return replace(plan, whole=0, checkpointing=kept)
 
 
 def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> Part:

@@ -6,7 +6,8 @@ On the way in:
 * ``hf_settings.py``     the small JSON files beside a tokenizer.json
 * ``sampling_defaults.py`` what the model's makers recommend for sampling
 * ``model_text.py``      ModelText: tokenizer, template and defaults, as settings choose
-* ``gguf_vocab.py``      a byte-level BPE tokenizer out of GGUF metadata
+* ``gguf_vocab.py``      a tokenizer out of GGUF metadata
+* ``gguf_pieces.py``     SentencePiece vocabularies there: merged by score, or Unigram
 * ``gguf_vocab_out.py``  and into it
 * ``new_tokens.py``      a tokenizer with further tokens
 * ``pretokenizers.py``   how each model family cuts text before merging, by its GGUF name

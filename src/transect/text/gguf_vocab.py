@@ -1,12 +1,13 @@
-"""A byte-level BPE tokenizer from the metadata of a GGUF file.
+"""A tokenizer from the metadata of a GGUF file.
 
-The file holds the tokens, their kinds, the merges in order of rank and the name of the pre-tokenizer; that is
-everything `tokenizers` needs. The tokens and merges go to it as they are, so that even a large vocabulary is ready in a
-fraction of a second.
+Of byte-level BPE the file holds the tokens, their kinds, the merges in order of rank and the name of the pre-tokenizer;
+that is everything `tokenizers` needs. The tokens and merges go to it as they are, so that even a large vocabulary is
+ready in a fraction of a second. SentencePiece vocabularies are made by ``gguf_pieces.py``.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ..formats.fields import Fields, shown
+from .gguf_pieces import BYTE, MODELS, UNKNOWN, Pieces, piece_tokenizer
 from .pretokenizers import PreTokenizer, pre_tokenizer
+from .token_bytes import BYTE_LEVEL, Spelling
 
 CONTROL, USER_DEFINED = 3, 4
 """Kinds in ``tokenizer.ggml.token_type``: a token that only the model's protocol uses; a token that is text."""
@@ -29,6 +32,7 @@ class GGUFVocabulary:
     """What the metadata says: the `tokenizers` object and the special ids (None or () where there are none)."""
 
     backend: tokenizers.Tokenizer
+    spelling: Spelling
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     prefix_ids: tuple[int, ...]
@@ -46,13 +50,39 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     """
     read = Fields(metadata, "the GGUF metadata", _PREFIX)
     model = metadata.get(_PREFIX + "model")
-    if model != "gpt2":
+    if model == "gpt2":
+        tokens, backend, add_bos = _byte_level(metadata)
+        spelling = BYTE_LEVEL
+    elif model in MODELS:
+        tokens = _strings(metadata, "tokens")
+        backend, spelling = piece_tokenizer(str(model), _pieces(metadata, tokens))
+        add_bos = model == "llama"
+    else:
         missing = "holds no tokenizer (tokenizer.ggml.model is missing)"
         found = missing if model is None else f"holds a {shown(model)} one"
         raise ValueError(
-            f"only byte-level BPE tokenizers (tokenizer.ggml.model = 'gpt2') are read from GGUF files, and this file "
-            f"{found}: use the model's directory with its tokenizer.json"
+            "byte-level BPE and SentencePiece tokenizers (tokenizer.ggml.model = 'gpt2', 'llama' or 't5') are read "
+            f"from GGUF files, and this file {found}: use the model's directory with its tokenizer.json"
         )
+    backend.add_tokens(_added_tokens(metadata, tokens))
+
+    bos = _token_id(metadata, "bos", len(tokens))
+    ends = [_token_id(metadata, key, len(tokens)) for key in ("eos", "eot", "eom")]
+    eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
+    add_bos = read.flag("add_bos_token", add_bos)
+    add_eos = read.flag("add_eos_token", model == "t5")
+    return GGUFVocabulary(
+        backend=backend,
+        spelling=spelling,
+        bos_token_id=bos,
+        eos_token_ids=eos_ids,
+        prefix_ids=(bos,) if add_bos and bos is not None else (),
+        suffix_ids=(ends[0],) if add_eos and ends[0] is not None else (),
+    )
+
+
+def _byte_level(metadata: Mapping[str, Any]) -> tuple[list[str], tokenizers.Tokenizer, bool]:
+    """The tokens, their tokenizer, and whether a text begins with BOS where the file does not say."""
     tokens = _strings(metadata, "tokens")
     merges = _strings(metadata, "merges")
     pre = _pre_tokenizer(metadata)
@@ -63,19 +93,27 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
     bytes_step = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, bytes_step])
     backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(_added_tokens(metadata, tokens))
+    return tokens, backend, pre.add_bos
 
-    bos = _token_id(metadata, "bos", len(tokens))
-    ends = [_token_id(metadata, key, len(tokens)) for key in ("eos", "eot", "eom")]
-    eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
-    add_bos = read.flag("add_bos_token", pre.add_bos)
-    add_eos = read.flag("add_eos_token", False)
-    return GGUFVocabulary(
-        backend=backend,
-        bos_token_id=bos,
-        eos_token_ids=eos_ids,
-        prefix_ids=(bos,) if add_bos and bos is not None else (),
-        suffix_ids=(ends[0],) if add_eos and ends[0] is not None else (),
+
+def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Pieces:
+    read = Fields(metadata, "the GGUF metadata", _PREFIX)
+    scores = _listed(metadata.get(_PREFIX + "scores", ()), "scores")
+    if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in scores):
+        raise ValueError(
+            "tokenizer.ggml.scores of the GGUF file must be finite numbers: download or convert the model again"
+        )
+    kinds = _kinds(metadata, tokens)
+    unknown = _token_id(metadata, "unknown", len(tokens))
+    charsmap = _listed(metadata.get(_PREFIX + "precompiled_charsmap", ()), "precompiled_charsmap")
+    return Pieces(
+        tokens,
+        [float(score) for score in scores],
+        unknown if unknown is not None else next((i for i, kind in enumerate(kinds) if kind == UNKNOWN), None),
+        space_prefix=read.flag("add_space_prefix", True),
+        one_space=read.flag("remove_extra_whitespaces", False),
+        charsmap=bytes(byte & 255 for byte in charsmap),
+        unspelled=tuple(tokens[i] for i, kind in enumerate(kinds) if kind in (UNKNOWN, CONTROL, BYTE)),
     )
 
 
@@ -111,16 +149,21 @@ def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:
         ) from error
 
 
-def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[AddedToken]:
+def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[Any]:
+    """The kind of each token; [] where the file does not say."""
     kinds = _listed(metadata.get(_PREFIX + "token_type", ()), "token_type")
     if kinds and len(kinds) != len(tokens):
         raise ValueError(
             f"the GGUF file has {len(tokens)} tokens but {len(kinds)} token types: download or convert the model again"
         )
+    return kinds
+
+
+def _added_tokens(metadata: Mapping[str, Any], tokens: list[str]) -> list[AddedToken]:
     return [
-        AddedToken(tokens[index], special=kind == CONTROL, normalized=False)
-        for index, kind in enumerate(kinds)
-        if kind in (CONTROL, USER_DEFINED)
+        AddedToken(tokens[index], special=kind != USER_DEFINED, normalized=False)
+        for index, kind in enumerate(_kinds(metadata, tokens))
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED)
     ]
 
 

@@ -88,7 +88,7 @@ class Tokenizer:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
-        """From the metadata of a GGUF file that holds a byte-level BPE vocabulary.
+        """From the metadata of a GGUF file.
 
         Raises:
             ValueError: see ``read_gguf_vocabulary``.
@@ -96,7 +96,7 @@ class Tokenizer:
         vocabulary = read_gguf_vocabulary(metadata)
         return cls(
             vocabulary.backend,
-            BYTE_LEVEL,
+            vocabulary.spelling,
             bos_token_id=vocabulary.bos_token_id,
             eos_token_ids=vocabulary.eos_token_ids,
             prefix_ids=vocabulary.prefix_ids,

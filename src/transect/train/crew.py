@@ -113,6 +113,7 @@ class Crew:
             schedule=parallel.schedule,
             chunks=parallel.runs,
             host=parallel.offload == "all",
+            copies=parallel.sums == "auto",
             folder=self._folder,
             device=trainable.device,
         )
@@ -147,6 +148,12 @@ class Crew:
         if self.parallel is None:
             return trainable.parameters, shapes
         return self.parallel.share(trainable.parameters, recompute), shapes
+
+    @property
+    def units(self) -> Sharded | None:
+        """The layers of a model whose weights are sharded, after ``take``; None: they are not."""
+        spread = None if self.parallel is None else self.parallel.spread
+        return spread if isinstance(spread, Sharded) else None
 
     @property
     def _folder(self) -> str:

@@ -30,12 +30,13 @@ Shapes: T tokens, D model dim, F ffn dim.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..models.config import ModelConfig
@@ -47,6 +48,7 @@ from ..ops.attention.packed import backward as flash_attention_backward
 from ..ops.attention.packed import flash_attention
 from ..ops.norm import add_rms_norm, rms_norm
 from ..ops.position import norm_rotary, rotary
+from ..parallel.ring import RingContext
 from .activations import Checkpointing as Plan
 from .activations import stack_with
 from .merged_products import Product, Scratch, product
@@ -54,16 +56,41 @@ from .merged_products import Product, Scratch, product
 log = logging.getLogger(__name__)
 
 
+class Attending(Protocol):
+    """Attention of a pass and its gradient, of ``[T, heads, d]`` each; ``sums`` are the softmax's."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Attention to the own document. cu_seqlens ``[documents + 1]``: where they begin."""
+
+    cu_seqlens: Tensor
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+        return flash_attention.forward(q, k, v, self.cu_seqlens, scale, True, window)
+
+    def backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return flash_attention_backward.backward(g, q, k, v, o, sums, self.cu_seqlens, scale, True, window)
+
+
 @dataclass(slots=True)
 class Step:
-    """What all layers of a pass share: cos and sin ``[T, d/2]``, where documents begin.
+    """What all layers of a pass share: cos and sin ``[T, d/2]``, and how tokens attend.
 
     ``passed``: the matrix in which the gradient that goes down to the next layer lies, with columns to spare.
     """
 
     cos: Tensor
     sin: Tensor
-    cu_seqlens: Tensor
+    attention: Attending
     passed: Tensor | None = None
 
     def room(self, below: Product, like: Tensor) -> Tensor:
@@ -108,10 +135,32 @@ class Kept:
         return made
 
 
-class MergedLayer:
-    """One layer of a model. ``plan``: which activations are kept."""
+class Units(Protocol):
+    """Layers that are whole only while they run (``parallel/sharded.py``)."""
 
-    def __init__(self, layer: Layer, plan: Plan, scratch: Scratch) -> None:
+    def begin(self, number: int, backward: bool) -> None:
+        """Layer ``number`` is about to run: make it whole, and have the next one come."""
+        ...
+
+    def end(self, number: int, training: bool) -> None:
+        """Its forward pass is done; ``training``: a backward pass follows."""
+        ...
+
+    def whole(self, number: int) -> AbstractContextManager[None]:
+        """It is whole inside."""
+        ...
+
+    def give(self, number: int, gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+        """Its backward pass is done, with these gradients."""
+        ...
+
+
+class MergedLayer:
+    """One layer of a model. ``plan``: which activations are kept; ``units``: what makes it whole, as layer ``number``;
+    None: it always is."""
+
+    def __init__(self, layer: Layer, plan: Plan, scratch: Scratch, number: int = 0, units: Units | None = None) -> None:
+        self.number, self.units = number, units
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, MLP)
         self.plan = plan
@@ -122,6 +171,7 @@ class MergedLayer:
         self.down = product(mlp.down, scratch)
         self.first, self.second = layer.attention_norm, layer.mlp_norm
         self.products = (self.qkv, self.o, self.gate_up, self.down)
+        self.seams = attention.o.seams()
         self.head_norms: tuple[Any, Any] | None = None
         if attention.q_norm is not None and attention.k_norm is not None:
             self.head_norms = attention.q_norm, attention.k_norm
@@ -149,7 +199,7 @@ class MergedLayer:
             q, k, _ = self._heads(qkv)
             rotary.triton_rotary(q, k, step.cos, step.sin, out=(q, k))
         q, k, v = self._turned(qkv, step)
-        o_THd, sums = flash_attention.forward(q, k, v, step.cu_seqlens, self.scale, True, self.window)
+        o_THd, sums = step.attention.forward(q, k, v, self.scale, self.window)
         return qkv, o_THd.flatten(1), sums, low
 
     def _turned(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
@@ -191,17 +241,31 @@ class MergedLayer:
             x[:, : self.o.inputs].copy_(o_TO)
             o_TO = x
         d, low = self.o.forward(o_TO)
-        return d[:, : self.o.outputs], low
+        return self._leave(d[:, : self.o.outputs]), low
+
+    def _enter(self, n: Tensor) -> Tensor:
+        return n if self.seams is None else self.seams.enter(n)
+
+    def _leave(self, d: Tensor) -> Tensor:
+        return d if self.seams is None else self.seams.leave(d)
+
+    def _leave_back(self, g: Tensor) -> Tensor:
+        return g if self.seams is None else self.seams.leave_back(g)
+
+    def _enter_back(self, g: Tensor) -> Tensor:
+        return g if self.seams is None else self.seams.enter_back(g)
 
     def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[Kept, Tensor, Tensor]:
         """What is kept, then t and d of the next layer."""
         n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
+        n = self._enter(n)
         qkv, o, sums, low_qkv = self._attend(n, step)
         d, low_o = self._project(o)
         m, t = self._normed(self.second, self.gate_up, s, d)
         del d
+        m = self._enter(m)
         gate_up, low_gate_up = self.gate_up.forward(m)
-        h = self.down.room(t.shape[0], self.down.inputs)
+        h = self.down.room(m.shape[0], self.down.inputs)
         swiglu.triton_merged(gate_up[:, : self.gate_up.outputs], out=h[:, : self.down.inputs])
         out, low_down = self.down.forward(h)
         if self.plan == "full":
@@ -210,20 +274,21 @@ class MergedLayer:
             kept = Kept(s, None, qkv, o, sums, t, low=(low_qkv, low_o, None, low_down))
         else:
             kept = Kept(s, n, qkv, o, sums, t, m, gate_up, (low_qkv, low_o, low_gate_up, low_down))
-        return kept, t, out[:, : self.down.outputs]
+        return kept, t, self._leave(out[:, : self.down.outputs])
 
     def _complete(self, kept: Kept, step: Step) -> None:
         """Compute again what was not kept."""
         low = list(kept.low)
         if kept.n is None:
-            kept.n, _ = self._normed(self.first, self.qkv, kept.s)
+            kept.n = self._enter(self._normed(self.first, self.qkv, kept.s)[0])
         if kept.qkv is None:
             kept.qkv, kept.o, kept.sums, low[0] = self._attend(kept.n, step)
             d, low[1] = self._project(kept.o)
-            kept.m, kept.t = self._normed(self.second, self.gate_up, kept.s, d)
+            m, kept.t = self._normed(self.second, self.gate_up, kept.s, d)
+            kept.m = self._enter(m)
         assert kept.t is not None
         if kept.m is None:
-            kept.m, _ = self._normed(self.second, self.gate_up, kept.t)
+            kept.m = self._enter(self._normed(self.second, self.gate_up, kept.t)[0])
         if kept.gate_up is None:
             kept.gate_up, low[2] = self.gate_up.forward(kept.m)
         kept.low = tuple(low)
@@ -237,26 +302,25 @@ class MergedLayer:
         assert n is not None and qkv is not None and o is not None and sums is not None
         assert t is not None and m is not None and gate_up is not None
         kept.m = kept.gate_up = None
-        g = step.with_room(dd_TD, self.down)
+        g = self._leave_back(step.with_room(dd_TD, self.down))
         self.down.prepare(g)
         h = self.down.gradient(g)
         swiglu.triton_merged_backward(h, gate_up[:, : self.gate_up.outputs])
         down = self.down.gradients(g, h, kept.low[3])
         del g, h
         self.gate_up.prepare(gate_up)
-        dm = self.gate_up.gradient(gate_up)
+        dm = self._enter_back(self.gate_up.gradient(gate_up))
         inner = self.gate_up.gradients(gate_up, m[:, : self.gate_up.inputs], kept.low[2])
         del gate_up, m
         g = self.o.room(t.shape[0], self.o.outputs)
         dt_TD, second = self._through(self.second, dm, dt_TD, t, g[:, : self.o.outputs])
         del dm
+        g = self._leave_back(g)
         self.o.prepare(g)
         do_THd = self.o.gradient(g).unflatten(-1, (-1, self.head_dim))
         out = self.o.gradients(g, o, kept.low[1])
         q, k, v = self._turned(qkv, step)
-        dq, dk, dv = flash_attention_backward.backward(
-            do_THd, q, k, v, o.view(do_THd.shape), sums, step.cu_seqlens, self.scale, True, self.window
-        )
+        dq, dk, dv = step.attention.backward(do_THd, q, k, v, o.view(do_THd.shape), sums, self.scale, self.window)
         del do_THd, o, q, k
         v.copy_(dv)  # over q, k and v: their gradient
         heads = self._turn_back(dq, dk, qkv, step)
@@ -268,7 +332,7 @@ class MergedLayer:
         into = self.qkv.gradients(qkv, n[:, : self.qkv.inputs], kept.low[0])
         if not need_x:
             return None, [None, second, *heads, *into, *out, *inner, *down]
-        dn = self.qkv.gradient(qkv)
+        dn = self._enter_back(self.qkv.gradient(qkv))
         dx, first = self._through(self.first, dn, dt_TD, s, step.room(self.down, s))
         return dx, [first, second, *heads, *into, *out, *inner, *down]
 
@@ -285,7 +349,12 @@ class _Node(torch.autograd.Function):
     def forward(
         ctx: Any, layer: MergedLayer, step: Step, x: Tensor, d: Tensor | None, *_: Tensor
     ) -> tuple[Tensor, Tensor]:
+        units = layer.units
+        if units is not None:
+            units.begin(layer.number, False)
         kept, t, out = layer.forward(x, d, step)
+        if units is not None:
+            units.end(layer.number, ctx.needs_input_grad[2])
         ctx.layer, ctx.step = layer, step
         ctx.save_for_backward(*kept.tensors())
         return t, out
@@ -295,7 +364,13 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, dt: Tensor, dd: Tensor) -> tuple[Any, ...]:
         kept = Kept.of(ctx.saved_tensors)
         need_x, need_d = ctx.needs_input_grad[2:4]
-        dx, gradients = ctx.layer.backward(kept, ctx.step, dt, dd, need_x)
+        layer, units = ctx.layer, ctx.layer.units
+        if units is not None:
+            units.begin(layer.number, True)
+        dx, gradients = layer.backward(kept, ctx.step, dt, dd, need_x)
+        if units is not None:
+            units.give(layer.number, dict(zip(layer.parameters, gradients, strict=True)))
+            gradients = []
         return None, None, dx, dx if need_d else None, *gradients
 
 
@@ -312,6 +387,13 @@ def refusal(config: ModelConfig) -> str | None:
     return None
 
 
+def attending(context: AttentionContext) -> Attending | None:
+    """How tokens attend in a context; None: not in a way that merged layers know."""
+    if isinstance(context, RingContext):
+        return context.kernels
+    return Packed(context.cu_seqlens) if isinstance(context, VarlenContext) else None
+
+
 class MergedLayers:
     """A ``Decoder.stack`` over ``MergedLayer``, for packed documents; other contexts go through the model's own layers.
 
@@ -319,35 +401,46 @@ class MergedLayers:
         model: on its device; ``refusal(model.config)`` must be None.
         plan: which activations are kept.
         whole: so many layers, the last ones, keep everything whatever the plan.
+        units: what makes layers whole, and takes their gradients; None: they always are.
     """
 
-    def __init__(self, model: Decoder, plan: Plan, whole: int = 0) -> None:
-        self.model = model
+    def __init__(self, model: Decoder, plan: Plan, whole: int = 0, units: Units | None = None) -> None:
+        self.model, self.units = model, units
+        self._otherwise = model.stack if units is not None else model.run_layers
         scratch = Scratch()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
         plans: list[Plan] = [*[plan] * (len(layers) - whole), *["none"] * whole]  # type: ignore[list-item]
-        self.layers = [MergedLayer(layer, own, scratch) for layer, own in zip(layers, plans, strict=True)]
+        self.layers: list[MergedLayer] = []
+        for number, (layer, own) in enumerate(zip(layers, plans, strict=True)):
+            with nullcontext() if units is None else units.whole(number):
+                self.layers.append(MergedLayer(layer, own, scratch, number, units))
 
     def __call__(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        if not isinstance(context, VarlenContext):
-            return self.model.run_layers(x_TD, positions_T, context)
+        attention = attending(context)
+        if attention is None:
+            return self._otherwise(x_TD, positions_T, context)
         assert self.model.rope is not None
-        step = Step(*self.model.rope.cos_sin(positions_T), context.cu_seqlens)
+        step = Step(*self.model.rope.cos_sin(positions_T), attention)
         d_TD: Tensor | None = None
         for layer in self.layers:
             for made in layer.products:
                 made.refresh()
-            x_TD, d_TD = _Node.apply(layer, step, x_TD, d_TD, *layer.parameters)
+            parameters = layer.parameters if self.units is None else ()
+            x_TD, d_TD = _Node.apply(layer, step, x_TD, d_TD, *parameters)
         return x_TD if d_TD is None else x_TD + d_TD
 
 
-def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
-    """The layers of a model under a plan: merged where that is wanted and can be, on a GPU; which is logged. ``whole``
-    as in ``MergedLayers``."""
-    if merged and model.norm.weight.is_cuda:
-        refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")
-        reason = refusal(model.config) or next(filter(None, refused), None)
-        if not reason:
-            return MergedLayers(model, plan, whole)
+def can_merge(model: Decoder) -> bool:
+    """Whether the layers of a model can be merged, on a GPU; if not, why is logged."""
+    if not model.norm.weight.is_cuda:
+        return False
+    refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")
+    reason = refusal(model.config) or next(filter(None, refused), None)
+    if reason:
         log.info("the layers run operator by operator: %s", reason)
-    return stack_with(model, plan)
+    return not reason
+
+
+def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
+    """The layers of a model under a plan: merged where that is wanted and can be. ``whole`` as in ``MergedLayers``."""
+    return MergedLayers(model, plan, whole) if merged and can_merge(model) else stack_with(model, plan)

@@ -56,10 +56,8 @@ def quantize_model(
     if group is not None and name not in FOUR_BITS:
         raise ValueError(f"a group size is for {', '.join(FOUR_BITS)}, not {name}: leave it out")
     if name not in FORMATS:
-        calibrated = gguf_type(name).startswith(("Q4", "Q5", "Q6"))
-    else:
-        calibrated = name in FOUR_BITS
-    if calibration is not None and not calibrated:
+        gguf_type(name)
+    if calibration is not None and not takes_calibration(name):
         raise ValueError(f"{name} rounds to the nearest and takes no calibration: leave --calibrate out")
     if name not in FORMATS:
         counts = None if calibration is None else _importance(found, calibration)
@@ -68,6 +66,11 @@ def quantize_model(
         export_model(found, output, quantization=name, group=group)
     else:
         _calibrated(found, output, name, calibration, group)
+
+
+def takes_calibration(name: str) -> bool:
+    """Whether a text makes a difference to a format."""
+    return name in FOUR_BITS or name.startswith(("q4", "q5", "q6"))
 
 
 def _calibrated(found: Opened, output: Path, name: str, calibration: Calibration, group: int | None) -> None:

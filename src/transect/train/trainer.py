@@ -50,7 +50,7 @@ from .identity import base_identity, compare
 from .layer_drop import dropping
 from .lora import take_adapter
 from .memory import fit
-from .merged_layers import stack_of
+from .merged_layers import MergedLayers, can_merge, stack_of
 from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
 from .objectives.base import Objective, StepFailed
@@ -172,9 +172,9 @@ class Trainer:
         self.memory = fit(begun, source.config, device_of(config.device))
         self.trainable: Trainable = self.crew.cut(build(begun, self.told.append))
         self.model, self.device = self.trainable.model, self.trainable.device
-        merged = config.merged and config.parallel.context == 1
+        sharded = config.parallel.zero == 3
         for part in self.crew.parts(self.model):
-            part.stack = stack_of(part, self.memory.checkpointing, merged, self.memory.whole)
+            part.stack = stack_of(part, self.memory.checkpointing, config.merged and not sharded, self.memory.whole)
         if config.layer_keep < 1:
             recompute = self.memory.checkpointing != "none"
             self.model.stack = dropping(self.model, config.seed, config.layer_keep, self._place, recompute=recompute)
@@ -183,6 +183,9 @@ class Trainer:
         if checkpoint is not None:
             self._load_weights(checkpoint)
         parameters, shapes = self.crew.take(self.trainable, recompute=self.memory.checkpointing != "none")
+        if sharded and config.merged and can_merge(self.model):
+            units = self.crew.units
+            self.model.stack = MergedLayers(self.model, self.memory.checkpointing, self.memory.whole, units)
         self.optimizer = build_optimizer(
             config.optimizer,
             parameters,

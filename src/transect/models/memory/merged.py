@@ -50,12 +50,16 @@ def spare(targets: tuple[str, ...], rank: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def merged_kept(config: ModelConfig, targets: tuple[str, ...], rank: int, element: int) -> MergedKept:
-    """One layer. ``element``: bytes of a number in the compute dtype."""
+def merged_kept(
+    config: ModelConfig, targets: tuple[str, ...], rank: int, element: int, stream: int | None = None
+) -> MergedKept:
+    """One layer. ``element``: bytes of a number in the compute dtype. ``stream``: columns of the residual stream, fewer
+    where a rank has fewer of its rows."""
     dim, q, kv, ffn = config.dim, config.q_dim, config.kv_dim, config.ffn_dim
+    stream = dim if stream is None else stream
     room = spare(targets, rank)
-    full = dim + room["down"]
-    selective = full + q + 2 * kv + 2 * room["qkv"] + q + dim + room["o"]
+    full = stream + room["down"]
+    selective = full + q + 2 * kv + 2 * room["qkv"] + q + stream + room["o"]
     none = selective + 2 * dim + room["qkv"] + 3 * room["gate_up"] + 2 * ffn
     sums = 4 * config.n_heads
     # The gradient from above; that of the inner activations or that of the norm; then the attention's, with dq summed

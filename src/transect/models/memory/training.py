@@ -46,10 +46,11 @@ def training(config: ModelConfig, plan: TrainingPlan, part: Part | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """Weights that are whole for a while, by term: between the layers' passes, and during them."""
+    """Weights that are whole for a while, by term: between the layers' passes, during them, and after the last."""
 
     outside: dict[str, int]
     layers: dict[str, int]
+    end: dict[str, int]
 
 
 class Account:
@@ -75,7 +76,7 @@ class Account:
         self.layers: list[LayerKept | MergedKept]
         if plan.merged:
             rank = plan.rank if plan.adapted else 0
-            self.layers = [merged_kept(self.narrow, plan.targets, rank, self.e)] * config.n_layers
+            self.layers = [merged_kept(config, plan.targets, rank, self.e, self.narrow.dim)] * config.n_layers
             self.beside, self.largest = matrix_numbers(config, plan.targets, rank)
         else:
             rest = layer_kept(config, self.reads, self.e, plan.backend, stream=self.narrow.dim)
@@ -127,7 +128,7 @@ class Account:
             phases.append(Phase("end of the forward pass", {**alive, "loss": hidden}))
         worst = self.worst_layer({**busy, **gathered.layers})
         self.term("backward temporaries", worst.held["backward temporaries"], self.why_temporaries())
-        phases += [worst, self.end_of_backward({**static, **gathered.outside})]
+        phases += [worst, self.end_of_backward({**static, **gathered.end})]
         largest = max(self.owned, key=lambda name: step_bytes(name, self.owned[name], plan))
         step = 0 if part.host_state else step_bytes(largest, self.owned[largest], plan)
         self.term(
@@ -232,12 +233,13 @@ class Account:
         it the layer that runs and the next one."""
         part = self.part
         if part.zero != 3:
-            return Gathered({}, {})
+            return Gathered({}, {}, {})
         outside = self.e * part.outside
         layers = self.e * sum(sorted(part.layers)[-2:])
         why = f"embedding, last norm and head whole ({gib(outside)}), and two layers"
         self.term("gathered", outside + layers, why)
-        return Gathered({"gathered": outside}, {"gathered": outside + layers})
+        last = self.e * part.layers[-1] if self.plan.merged else 0  # it stays for its backward pass
+        return Gathered({"gathered": outside + last}, {"gathered": outside + layers}, {"gathered": outside})
 
     # ---- activations -------------------------------------------------------------------------------------------------
 
@@ -315,7 +317,7 @@ class Account:
             again = int(tokens * kept.again(self.plans[layer]))
             base = self.kept_bytes(layer + 1) + again
             if isinstance(kept, MergedKept):  # the node holds all it kept until it is done
-                done, in_mlp, in_attention = 0, int(tokens * kept.mlp), int(tokens * kept.attention)
+                done, in_mlp, in_attention = 0, int(tokens * kept.mlp), int(tokens * (kept.attention + self.ring))
             else:
                 done = int(tokens * kept.mlp)
                 in_mlp, in_attention = self.mlp_temporaries(kept), self.attention_temporaries()
@@ -352,14 +354,21 @@ class Account:
         at_down = e * tokens * ffn * (2 if plan.adapted else 1) + self.dense_weight()
         return int(stream + max(at_gate, at_down))
 
+    @property
+    def ring(self) -> int:
+        """Bytes for each token where keys and values go round: dq in float32, what is on its way, with gradients."""
+        config = self.config
+        return 4 * config.q_dim + (4 * self.e + 16) * config.kv_dim if self.part.context > 1 else 0
+
     def attention_temporaries(self) -> int:
         config, plan, e = self.config, self.plan, self.e
         sums = 4 * config.q_dim + 8 * config.n_heads if plan.backend == "gpu" else 0  # float32 sums of dq
         if plan.backend == "cpu" and e == 4:  # dk and dv of every query head
             sums = 8 * config.q_dim
         scores = 0
-        if self.part.context > 1:  # in float32: dq; keys and values on their way, with their gradients
-            sums = 4 * config.q_dim + (4 * e + 16) * config.kv_dim
+        if self.part.context > 1:
+            sums = self.ring
+        if self.part.context > 1 and plan.backend == "cpu":
             keys = min(plan.seq_len, -(-self.tokens // 2))
             scores = 12 * config.n_heads * min(RING_ROWS, keys) * keys
         each = e * (config.dim + 2 * config.q_dim + 2 * config.kv_dim) + sums

@@ -15,7 +15,7 @@ from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging
 from ..storage import Layout, WeightFormat
-from ..stored import Codes4, Codes8, Values
+from ..stored import PackedValues, Values
 from .weight import Dimension, Product, StreamProduct, TrainingPart, Weight
 
 
@@ -57,8 +57,8 @@ class AsStored(Weight):
     def takes(self, layout: Layout) -> bool:
         return True
 
-    def load(self, values: Values | Codes8 | Codes4, staging: Staging) -> None:
-        layout = values.layout if isinstance(values, (Codes8, Codes4)) else None
+    def load(self, values: Values | PackedValues, staging: Staging) -> None:
+        layout = values.layout if isinstance(values, PackedValues) else None
         if layout != self._layout:
             old, self._layout = self.inner, layout
             device = next(t.device for t in (*old.parameters(), *old.buffers()))

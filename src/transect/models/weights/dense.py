@@ -97,7 +97,7 @@ class Dense(Weight):
         if len(parts) <= len(others) or len(biases) not in (0, len(parts)) or not alike:
             return None
         sizes = [part.out_features for part in parts]
-        weight = torch.cat([part.weight.detach() for part in parts])
+        weight = _together([part.weight.detach() for part in parts])
         for part, view in zip(parts, weight.split(sizes), strict=True):
             part.weight.data = view
         bias = torch.cat([bias.detach() for bias in biases]) if biases else None
@@ -146,6 +146,17 @@ class DenseStream:
 
     def gated(self, stream: Stream) -> Tensor:
         return self._products.gate_up(stream, self._weight)
+
+
+def _together(weights: Sequence[Tensor]) -> Tensor:
+    """Matrices ``[O, I]`` one below the other: where they are, if they lie so already, or copied."""
+    first, at = weights[0], weights[0].storage_offset()
+    memory = first.untyped_storage().data_ptr()
+    for weight in weights:
+        if not (memory and weight.untyped_storage().data_ptr() == memory and weight.storage_offset() == at):
+            return torch.cat([*weights])
+        at += weight.numel()
+    return first.as_strided((sum(len(weight) for weight in weights), first.shape[1]), (first.shape[1], 1))
 
 
 def _copy(weight: Tensor, place: Tensor) -> None:

@@ -7,10 +7,12 @@ from functools import partial
 
 import torch
 
+from ...ops.linear.packed import gguf_matmul
 from ...ops.opset import OpSet
 from ..layouts import Layout, Layouts
 from .as_stored import AsStored
 from .dense import Dense
+from .gguf_blocks import GGUFBlocks
 from .int4_serving import Int4Products, ServingInt4
 from .scaled8 import EIGHT_BITS, Products8, Scaled8, kinds_of_8_bits
 from .weight import Kinds, Weight, WeightKind
@@ -42,10 +44,11 @@ def kinds_for(
     return _as_stored(dict(layouts), device, dependent_launch)
 
 
-def _as_stored(layouts: Mapping[str, Layout], device: torch.device | str, dependent: bool) -> Kinds:
+def _as_stored(layouts: Mapping[str, Layout], here: torch.device | str, dependent: bool) -> Kinds:
     formats = {layout.format for layout in layouts.values()}
-    four = Int4Products.on(device, dependent=dependent) if "int4" in formats else None
-    eight = Products8.on(device, dependent=dependent) if formats & set(EIGHT_BITS) else None
+    blocks: gguf_matmul.Products | None = None
+    four = Int4Products.on(here, dependent=dependent) if "int4" in formats else None
+    eight = Products8.on(here, dependent=dependent) if formats & set(EIGHT_BITS) else None
 
     def make(
         layout: Layout | None,
@@ -58,15 +61,20 @@ def _as_stored(layouts: Mapping[str, Layout], device: torch.device | str, depend
         dtype: torch.dtype | None = None,
     ) -> Weight:
         """A weight that holds what a checkpoint packs so; None: plain numbers."""
-        nonlocal four, eight
+        nonlocal four, eight, blocks
         own: WeightKind = Dense
         if layout is not None and layout.format == "int4":
             four = four or Int4Products.on(device or "cpu", dependent=dependent)
             own = partial(ServingInt4, products=four, group=layout.group, ordered=layout.ordered)
+        elif layout is not None and layout.format == "gguf":
+            blocks = blocks or gguf_matmul.Products(here, dependent=dependent)
+            own = partial(GGUFBlocks, block_type=layout.block_type, products=blocks)
         elif layout is not None:
             eight = eight or Products8.on(device or "cpu", dependent=dependent)
             own = partial(Scaled8, fp8=layout.format == "fp8", blocks=layout.blocks, products=eight,
                           rounds_inputs=layout.rounds_inputs)  # fmt: skip
         return own(out_features, in_features, bias, ops=ops, device=device, dtype=dtype)
 
-    return lambda name: Dense if name == "head" else partial(AsStored, layout=layouts.get(name), make=make)
+    return lambda name: (
+        Dense if name == "head" and name not in layouts else partial(AsStored, layout=layouts.get(name), make=make)
+    )

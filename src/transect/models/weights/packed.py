@@ -55,8 +55,7 @@ class Packed(Weight):
 
     def takes(self, layout: Layout) -> bool:
         return (
-            not layout.blocks_of_gguf
-            and not self._int4
+            not self._int4
             and (
                 layout.format == "int8"
                 or (layout.format == "int4" and not layout.ordered and layout.group % PANEL == 0)

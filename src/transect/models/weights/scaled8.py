@@ -26,6 +26,7 @@ from ...ops.linear.packed import scaled8_rows, scaled8_tiles
 from ...ops.linear.packed.scaled8 import triton_scaled8
 from ...ops.linear.packed.scaled8_tiles import BLOCK
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.moe import grouped_scaled8
 from ...ops.opset import OpSet
 from ...ops.registry import Unavailable
 from ..quantized_layouts import to_fp8, to_int8
@@ -158,6 +159,13 @@ class Scaled8(Weight):
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
         few = self._products.few
         return None if few is None or not self._products.dependent else Stream8(few, self)
+
+    def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+        whole = not self.blocks or self.out_features // (len(starts) - 1) % BLOCK == 0
+        if runs_triton(x) and x.is_cuda and whole:
+            call = grouped_scaled8.triton_grouped_scaled8
+            return call(x, self.codes, self.scale, starts, order, self.bias, self.fp8)
+        return super().grouped(x, starts, order)
 
     def dense(self) -> Tensor:
         return scaled8_tiles.dense(self.codes, self.scale, self.fp8).to(self.dtype)

@@ -113,6 +113,27 @@ class TrainingPart:
     adapter: Adapter | None = None
 
 
+class Seams(Protocol):
+    """Where the part of a layer that ranks share begins and ends, in the forward pass and in the backward pass. Each
+    takes a tensor ``[T or the own rows, D]`` that it may change, and returns one."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What all ranks compute with, from each rank's rows of a norm's result."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' products, or its own rows."""
+        ...
+
+    def leave_back(self, g: Tensor) -> Tensor:
+        """The gradient of ``leave``."""
+        ...
+
+    def enter_back(self, g: Tensor) -> Tensor:
+        """The gradient of ``enter``."""
+        ...
+
+
 class Weight(nn.Module):
     """A matrix ``[O, I]``, and the bias of its product: ``x [T, I] -> x W^T + bias [T, O]``.
 
@@ -271,6 +292,10 @@ class Weight(nn.Module):
 
     def refuses_merging(self) -> str | None:
         """Why it cannot be part of a merged training product, as a sentence; None if it can."""
+        return None
+
+    def seams(self) -> Seams | None:
+        """What ranks that share a layer do where this matrix ends the shared part; None: nobody shares it."""
         return None
 
     def training_part(self) -> TrainingPart:

@@ -6,5 +6,6 @@
 * ``routing.py``         both, in one launch where tokens are few
 * ``grouped_linear.py``  a product that takes each row's expert; its kernels in ``triton.py``
 * ``grouped_gate_up.py``  gate and up of each row's expert, and the gate, in one launch
+* ``grouped_scaled8.py``  the product with experts of 8 bits, decoded in it
 * ``combining.py``       the weighted sum of what a token's experts say
 """

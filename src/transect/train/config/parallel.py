@@ -20,6 +20,8 @@ class ParallelConfig:
         zero: what is cut over these: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
             gathered layer by layer. Each needs less memory and sends more.
         reduce: what gradients are summed in over these: ``float32`` or ``bfloat16``.
+        sums: how gradients are summed over these where ``zero`` is 0 or 1: ``auto``, between GPUs of one host by copy
+            engines, beside the backward pass and without its multiprocessors, where that works; ``nccl``, by NCCL.
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
         sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
             them, and their results are kept once.
@@ -46,6 +48,7 @@ class ParallelConfig:
     data: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     reduce: Literal["float32", "bfloat16"] = "float32"
+    sums: Literal["auto", "nccl"] = "auto"
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1

@@ -1,4 +1,4 @@
-"""Products by weights of 4 bits in groups, and of 8 bits.
+"""Products by weights of 4 bits in groups, of 8 bits, and in the block types of GGUF files.
 
 * ``int4_matmul.py``      the operator, and which kernel runs; ``triton.py``: the portable ones
 * ``int4_rows.py`` (``int4_matmul.cu``)           up to 16 rows
@@ -8,5 +8,8 @@
 * ``scaled8.py``          fp8 and int8 with a scale for each output: codes are decoded, on any GPU
 * ``scaled8_rows.py`` (``scaled8.cu``)            the same, and scales of blocks, up to 16 rows on Hopper
 * ``scaled8_tiles.py``    many rows on Hopper: both sides in 8 bits
+* ``gguf_matmul.py``     block types of GGUF files: the operator, and which kernel runs
+* ``gguf_layout.py``     how such weights lie in memory
+* ``gguf_rows.py`` (``gguf_rows.cu``)             up to 64 rows on Hopper
 * ``int4_codes.cuh``, ``int4_whole.cuh``: codes to numbers, and sums of whole numbers, for the CUDA C++ kernels
 """

@@ -1,0 +1,155 @@
+"""``GGUFBlocks``: a matrix in a block type of GGUF files, in the file's own bits, multiplied as it is
+(``ops/linear/packed/gguf_matmul.py``). For inference on a GPU; the C++ CPU kernels have ``Packed``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...ops.activation import swiglu
+from ...ops.linear import gate_up
+from ...ops.linear.packed import gguf_matmul
+from ...ops.linear.packed.gguf_layout import COLUMNS, FORMATS, ROWS, arrange, arranged_shape, dense
+from ...ops.opset import OpSet
+from ..staging import Staging
+from ..storage import Layout, WeightFormat
+from ..stored import Blocks
+from .weight import Dimension, Product, TrainingPart, Values, Weight, part_of, shard_bias
+
+
+class GGUFBlocks(Weight):
+    """Buffer ``arranged``: uint8, see ``gguf_layout.py``; joined with others, a view along its first dimension."""
+
+    arranged: Tensor
+
+    def __init__(
+        self,
+        out_features: int,
+        in_features: int,
+        bias: bool = False,
+        *,
+        block_type: str,
+        products: gguf_matmul.Products,
+        ops: OpSet | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(out_features, in_features)
+        self.block_type, self.in_turns = block_type, False
+        self._products, self._dtype = products, dtype or torch.get_default_dtype()
+        shape = arranged_shape(FORMATS[block_type], out_features, in_features)
+        self.register_buffer("arranged", torch.empty(shape, dtype=torch.uint8, device=device))
+        self.add_bias(bias, device, dtype)
+
+    def takes(self, layout: Layout) -> bool:
+        return layout.format == "gguf" and layout.block_type == self.block_type
+
+    def load(self, values: Values | Blocks, staging: Staging) -> None:
+        if not isinstance(values, Blocks):
+            raise ValueError(f"blocks of {self.block_type} are read, not made: the file holds other numbers")
+        self.arranged.copy_(arrange(self.block_type, staging.bring(values.blocks), self.in_features))
+
+    def draw(self, std: float, generator: torch.Generator | None = None) -> None:
+        self.arranged.copy_(
+            gguf_matmul.drawn(self.block_type, self.out_features, self.in_features, self.arranged.device)
+        )
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return self.product()(x_TI)
+
+    def dense(self) -> Tensor:
+        kind = FORMATS[self.block_type]
+        rows = dense(self.arranged, kind, self.out_features, self.in_features, self._dtype)
+        return rows.unflatten(0, (-1, 2, ROWS)).transpose(0, 1).flatten(0, 2) if self.in_turns else rows
+
+    @property
+    def workspace(self) -> int:
+        """With many rows the matrix is rebuilt."""
+        return self._dtype.itemsize * self.out_features * self.in_features
+
+    @property
+    def format(self) -> WeightFormat:
+        return WeightFormat(self.block_type, 8 * self.arranged.nbytes / (self.out_features * self.in_features))
+
+    def product(self) -> Product:
+        run, weight, name = self._products, self.arranged.contiguous(), self.block_type
+        outputs, bias = self.out_features, self.bias
+        if self.in_turns:
+            return lambda x: run(x, weight, name, outputs).unflatten(-1, (-1, 2, ROWS)).transpose(1, 2).flatten(1)
+        return lambda x: run(x, weight, name, outputs, bias)
+
+    def gated_product(self) -> Product | None:
+        if not self.in_turns:
+            return None
+        products, weight, name, outputs = self._products, self.arranged, self.block_type, self.out_features
+
+        def gated(x: Tensor) -> Tensor:
+            at_once = products.gated(x, weight, name, outputs)
+            if at_once is not None:
+                return at_once
+            both = products(x, weight, name, outputs)
+            if x.is_cuda:
+                return gate_up.gate_halves(both, turns=ROWS, dependent_launch=products.dependent)
+            turns = both.unflatten(-1, (-1, 2, ROWS))
+            return swiglu.by_exp(turns[:, :, 0].flatten(1), turns[:, :, 1].flatten(1))
+
+        return gated
+
+    def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> GGUFBlocks | None:
+        parts = [self]
+        for other in others:
+            if isinstance(other, GGUFBlocks) and other.block_type == self.block_type:
+                parts.append(other)
+        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
+            return None
+        if any(part.out_features % ROWS for part in parts[:-1]):
+            return None
+        in_turns = gated and not biases and len({part.shape for part in parts}) == 1
+        in_turns = in_turns and parts[-1].out_features % ROWS == 0
+        if in_turns:
+            whole = torch.stack([part.arranged for part in parts], 1).flatten(0, 1)
+            views: Sequence[Tensor] = [whole[turn :: len(parts)] for turn in range(len(parts))]
+        else:
+            whole = torch.cat([part.arranged for part in parts])
+            views = whole.split([len(part.arranged) for part in parts])
+        for part, view in zip(parts, views, strict=True):
+            part.arranged = view
+        joined = self._over(whole, sum(part.out_features for part in parts), self.in_features)
+        joined.in_turns = in_turns
+        bias = torch.cat(biases) if biases else None
+        if bias is not None:
+            for part, view in zip(parts, bias.split([part.out_features for part in parts]), strict=True):
+                assert part.bias is not None
+                part.bias.data = view
+        joined.add_bias(bias)
+        return joined
+
+    def shard(self, dim: Dimension, rank: int, n: int) -> GGUFBlocks:
+        if dim == "out":
+            part = part_of(self.out_features, rank, n, ROWS, "units of rows")
+            arranged = self.arranged[part.start // ROWS : part.stop // ROWS]
+        else:
+            part = part_of(self.in_features, rank, n, COLUMNS, "units of columns")
+            arranged = self.arranged[:, part.start // COLUMNS : part.stop // COLUMNS]
+        size = part.stop - part.start
+        shape = (size, self.in_features) if dim == "out" else (self.out_features, size)
+        cut = self._over(arranged.clone(memory_format=torch.contiguous_format), *shape)
+        cut.add_bias(shard_bias(self.bias, dim, part, rank))
+        return cut
+
+    def training_part(self) -> TrainingPart:
+        def fill(out: Tensor) -> None:
+            out.copy_(self.dense())
+
+        like = torch.empty(0, dtype=self._dtype, device=self.arranged.device)
+        return TrainingPart(self.out_features, self.in_features, like, fill)
+
+    def _over(self, arranged: Tensor, outputs: int, inputs: int) -> GGUFBlocks:
+        made = GGUFBlocks(
+            outputs, inputs, block_type=self.block_type, products=self._products, device="meta", dtype=self._dtype
+        )
+        made.arranged = arranged
+        return made

@@ -1,0 +1,68 @@
+"""Training on two GPUs: every layout takes the steps of one GPU, within bfloat16's rounding."""
+
+import pytest
+import torch
+from tiny_llm import save_tiny_llm
+from training_runs import tiny_run
+
+from transect.train.follow import JOB, Run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+LAYOUTS = {
+    "copies": {"data": 2, "reduce": "bfloat16"},
+    "nccl": {"data": 2, "sums": "nccl"},
+    "zero 2": {"data": 2, "zero": 2},
+    "zero 3": {"data": 2, "zero": 3},
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+    "pipeline": {"pipeline": 2},
+    "context": {"context": 2},
+}
+
+
+def steps(tmp_path, gpus=None, merged=True, **parallel):
+    """Loss and gradient norm of each step."""
+    config = tiny_run(
+        tmp_path, run_dir=str(tmp_path / "-".join(map(str, [*parallel.values(), merged]))), device="cuda",
+        precision="mixed", accumulate=4, steps=5, log_to=[], merged=merged, parallel=parallel,
+        data={"seq_len": 512, "micro_batch": 1024},
+    )  # fmt: skip
+    run, found = Run(config.to_dict()), []
+    if gpus is not None:
+        gpus.call(JOB, run)
+
+    class Listener:
+        def step(self, record):
+            found.append((record.loss, record.gradient_norm))
+
+    run.trainer(None if gpus is None else gpus.world).run([Listener()])
+    return torch.tensor(found)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("alone")
+    (folder / "model").mkdir()
+    save_tiny_llm(
+        folder / "model", hidden_size=256, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=4, max_position_embeddings=1024,
+    )  # fmt: skip
+    return folder, steps(folder)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_steps_are_those_of_one_gpu(gpus, alone, layout):
+    folder, expected = alone
+    found = steps(folder, gpus, **LAYOUTS[layout])
+    torch.testing.assert_close(found[:, 0], expected[:, 0], atol=2e-2, rtol=0)
+    torch.testing.assert_close(found[:, 1], expected[:, 1], atol=0, rtol=5e-2)
+
+
+def test_layers_that_ranks_share_are_the_same_merged_or_not(gpus, alone):
+    folder, _ = alone
+    for parallel in ({"data": 2, "zero": 3}, {"tensor": 2, "sequence": True}, {"context": 2}):
+        found = [steps(folder, gpus, merged=merged, **parallel) for merged in (False, True)]
+        torch.testing.assert_close(found[0], found[1], atol=2e-2, rtol=5e-2)
