@@ -46,7 +46,7 @@ def command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, fp8, or int8 (CPU).")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
@@ -268,7 +268,7 @@ def _serve(
     plan = ServingPlan(
         weights=weights,
         element=element,
-        kv_element=1 if config.kv_cache_dtype == "fp8" else 4 if config.dtype == "float32" else 2,
+        kv_element=_cache_bytes(config.kv_cache_dtype, config.dtype, source.config.head_dim),
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         context=context or positions,
@@ -375,3 +375,10 @@ def _table(title: str, estimate: Estimate) -> None:
     for phase in estimate.phases:
         phases.add_row(phase.name + (" (peak)" if phase is estimate.worst else ""), gib(phase.bytes))
     console.print(phases, highlight=False)
+
+
+def _cache_bytes(kv_cache_dtype: str, dtype: str, head_dim: int) -> float:
+    """Of a number in the KV cache; in int8 with its part of the scale of its head."""
+    if kv_cache_dtype == "int8":
+        return 1 + 4 / head_dim
+    return 1 if kv_cache_dtype == "fp8" else 4 if dtype == "float32" else 2

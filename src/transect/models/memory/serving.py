@@ -36,7 +36,7 @@ class ServingPlan:
 
     weights: int
     element: int = 2
-    kv_element: int = 2
+    kv_element: float = 2
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     context: int = 8192
