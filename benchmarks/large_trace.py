@@ -87,8 +87,8 @@ def table(result: dict[str, Any]) -> str:
     return (
         f"A trace of {result['bytes'] / 1e9:.1f} GB with {result['events']:,} events was read in "
         f"{result['seconds']:.0f} s and at most {more / 1e6:.0f} MB more than the process held before "
-        f"({more / result['events']:.0f} bytes an event). `{result['command']}` on {result['environment']['processor']}, "
-        f"{record.made_at([result['environment']])}.\n"
+        f"({more / result['events']:.0f} bytes an event). `{result['command']}` on "
+        f"{result['environment']['processor']}, {record.made_at([result['environment']])}.\n"
     )
 
 
