@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
-    from ..parallel.training_memory import Spread, StageMemory
+    from ..parallel.spread import Spread
+    from ..parallel.training_memory import StageMemory
 
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
@@ -45,7 +46,7 @@ def command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, fp8, or int8 (CPU).")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
@@ -77,7 +78,7 @@ def command(
     from ..models.memory.terms import parse_bytes
     from ..models.presets import PRESETS
     from ..models.resolve import resolve
-    from ..parallel.training_memory import Spread
+    from ..parallel.spread import Spread
 
     if train == serve:
         raise ValueError("say which memory: --train or --serve")
@@ -267,7 +268,7 @@ def _serve(
     plan = ServingPlan(
         weights=weights,
         element=element,
-        kv_element=1 if config.kv_cache_dtype == "fp8" else 4 if config.dtype == "float32" else 2,
+        kv_element=_cache_bytes(config.kv_cache_dtype, config.dtype, source.config.head_dim),
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         context=context or positions,
@@ -374,3 +375,10 @@ def _table(title: str, estimate: Estimate) -> None:
     for phase in estimate.phases:
         phases.add_row(phase.name + (" (peak)" if phase is estimate.worst else ""), gib(phase.bytes))
     console.print(phases, highlight=False)
+
+
+def _cache_bytes(kv_cache_dtype: str, dtype: str, head_dim: int) -> float:
+    """Of a number in the KV cache; in int8 with its part of the scale of its head."""
+    if kv_cache_dtype == "int8":
+        return 1 + 4 / head_dim
+    return 1 if kv_cache_dtype == "fp8" else 4 if dtype == "float32" else 2
