@@ -28,7 +28,7 @@ from .peer_copies import PeerCopies
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together: large enough for the links, small enough to start early."""
-COPIED_BUCKET_BYTES = 128 * 2**20
+COPIED_BUCKET_BYTES = 64 * 2**20
 """The same by copy engines, which take a little of the host's time for each."""
 
 
@@ -193,23 +193,7 @@ class Replicas:
     def _send(self, end: int) -> None:
         """Start the sums of all buckets before ``end``."""
         for bucket in self._buckets[len(self._sent) : end]:
-            first = self.parameters[bucket[0]]
-            numbers = sum(self.parameters[name].numel() for name in bucket)
-            flat = torch.empty(numbers, dtype=self.reduce_dtype, device=first.device)
-            at = 0
-            for name in bucket:
-                parameter = self.parameters[name]
-                part = flat[at : at + parameter.numel()]
-                at += parameter.numel()
-                gradient, sums = parameter.grad, self._sums.pop(name, None)  # from here on the bucket has them
-                if sums is not None:
-                    gradient = sums if gradient is None else sums.add_(gradient)
-                if gradient is None:
-                    part.zero_()
-                else:
-                    part.copy_(gradient.reshape(-1))
-                    self._given.add(name)
-                parameter.grad = None
+            flat = self._filled(bucket)
             work: Any = None
             if bucket[0] in self.alone:
                 pass
@@ -224,6 +208,28 @@ class Replicas:
             else:
                 work = dist.all_reduce(flat, group=self.group.group, async_op=True)
             self._sent.append(_Sent(bucket, flat, work))
+
+    def _filled(self, bucket: Sequence[str]) -> Tensor:
+        """The gradients of a bucket one behind the other, from here on the bucket's. One alone stays where it is."""
+        found: list[Tensor | None] = []
+        for name in bucket:
+            parameter = self.parameters[name]
+            gradient, sums = parameter.grad, self._sums.pop(name, None)
+            if sums is not None:
+                gradient = sums if gradient is None else sums.add_(gradient)
+            parameter.grad = None
+            found.append(gradient)
+            if gradient is not None:
+                self._given.add(name)
+        alone = found[0]
+        if len(bucket) == 1 and alone is not None and alone.dtype == self.reduce_dtype and alone.is_contiguous():
+            return alone.view(-1)
+        sizes = [self.parameters[name].numel() for name in bucket]
+        device = self.parameters[bucket[0]].device
+        flat = torch.empty(sum(sizes), dtype=self.reduce_dtype, device=device)
+        for part, gradient in zip(flat.split(sizes), found, strict=True):
+            part.zero_() if gradient is None else part.copy_(gradient.reshape(-1))
+        return flat
 
     def _received(self, sent: _Sent) -> Tensor | None:
         """A bucket when its sum is there; what another rank updates is given back, and None."""
@@ -246,18 +252,25 @@ def _buckets(
     parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], by_owner: bool, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[str]]:
     """Names that travel together, in the order in which a backward pass is done with them: from the last to the
-    first. With ``by_owner`` each bucket has one owner."""
+    first. With ``by_owner`` each bucket has one owner. A parameter that fills a bucket has one to itself."""
     buckets: list[list[str]] = []
     open_: dict[int, tuple[list[str], int]] = {}
     for name in reversed(list(parameters)):
+        own = parameters[name].numel() * 4
+        if own >= bucket_bytes:
+            buckets.append([name])
+            continue
         who = owner[name] if by_owner else 0
-        names, size = open_.get(who, ([], 0))
-        if not names:
-            buckets.append(names)
+        names, size = open_.pop(who, ([], 0))
         names.append(name)
-        size += parameters[name].numel() * 4
-        open_[who] = ([], 0) if size >= bucket_bytes else (names, size)
-    return buckets
+        if size + own >= bucket_bytes:
+            buckets.append(names)
+        else:
+            open_[who] = names, size + own
+    rest = [names for names, _ in open_.values()]
+    if buckets and buckets[-1] == [next(iter(parameters))]:  # it is the last to be there
+        return [*buckets[:-1], *rest, buckets[-1]]
+    return buckets + rest
 
 
 def square_of(gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
