@@ -11,6 +11,10 @@ counts. Transect runs its whole engine: scheduler, paged cache and sampler. Each
 their own, so that the ratios come from the same minutes of the machine; the ratio is the median of the rounds' ratios.
 
     python benchmarks/cpu_vs_llamacpp.py [--rounds 5] [--threads 2] [--model smollm2-135m]
+    python benchmarks/cpu_vs_llamacpp.py --formats q4_0,q8_0,q4_k_m,q6_k --rounds 2 --seconds 660
+
+With ``--formats`` the model is written in each of them by ``transect quantize`` first, and both sides read that file;
+the settings of llama.cpp are tried on the first one. A format that would begin after ``--seconds`` is left out.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -162,10 +167,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "llamacpp.json")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--formats", help="such as q4_0,q8_0,q4_k_m,q6_k: the model written in each of them")
+    parser.add_argument("--seconds", type=float, default=660, help="--formats: no format begins after that")
     parser.add_argument("--side", choices=("transect", "llamacpp"), help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=json.loads, default={}, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    name = "llamacpp_formats.json" if options.formats else "llamacpp.json"
+    options.out = options.out or record.RESULTS / "cpu" / name
     if options.side:
         if options.side == "transect":
             result = work_of_transect(options.model, options.threads)
@@ -174,12 +183,35 @@ def main() -> None:
         print(json.dumps({**result, "peak_memory_bytes": record.peak_memory_bytes()}))
         return
 
+    if options.formats:
+        write_formats(options)
+        return
+    best = best_settings(options)
+    result = {
+        "command": "python benchmarks/cpu_vs_llamacpp.py",
+        "environment": record.environment(("torch", "numpy", "llama-cpp-python")),
+        "threads": options.threads,
+        "model": options.model,
+        "llamacpp_settings": best,
+        **compare(options, best),
+    }
+    record.write(options.out, result)
+    print(table(result))
+
+
+def best_settings(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """For each piece of work the settings of llama.cpp with the best median."""
     from peer_llamacpp import SETTINGS
 
     tried = [(settings, measure("llamacpp", options, settings)["medians"]) for settings in SETTINGS]
     best = {work: max(tried, key=lambda entry: entry[1][work])[0] for work in WORK}
-    chosen = [settings for settings in SETTINGS if settings in best.values()]
     print("llama.cpp's best settings:", best, file=sys.stderr)
+    return best
+
+
+def compare(options: argparse.Namespace, best: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Rounds in turn on one file."""
+    chosen = [settings for number, settings in enumerate(best.values()) if settings not in list(best.values())[:number]]
     rounds = []
     for number in range(options.rounds):
         ours = measure("transect", options)
@@ -189,13 +221,8 @@ def main() -> None:
         rounds.append((ours, peer, memory))
         print(f"round {number + 1}:", {w: round(ours["medians"][w] / peer[w], 2) for w in WORK}, file=sys.stderr)
     bounds = floors(options.model, options.threads)
-    result = {
-        "command": "python benchmarks/cpu_vs_llamacpp.py",
-        "environment": record.environment(("torch", "numpy", "llama-cpp-python")),
-        "threads": options.threads,
-        "model": options.model,
+    return {
         "kernels": rounds[0][0]["kernels"],
-        "llamacpp_settings": best,
         "work": {
             work: {
                 "transect": record.summary([ours["medians"][work] for ours, _, _ in rounds]),
@@ -210,8 +237,54 @@ def main() -> None:
             "llamacpp": statistics.median(memory for _, _, memory in rounds),
         },
     }
+
+
+def write_formats(options: argparse.Namespace) -> None:
+    """One result file of several formats of a model."""
+    from transect.train.export import opened
+    from transect.train.quantize import quantize_model
+
+    began, found, left_out = time.perf_counter(), {}, []
+    best: dict[str, dict[str, Any]] | None = None
+    model = options.model
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.formats.split(","):
+            if time.perf_counter() - began > options.seconds:
+                left_out.append(name)
+                continue
+            options.model = str(Path(folder) / f"{name}.gguf")
+            quantize_model(opened(model), Path(options.model), name)
+            best = best or best_settings(options)
+            print(name, file=sys.stderr)
+            found[name] = compare(options, best)
+    result = {
+        "command": f"python benchmarks/cpu_vs_llamacpp.py --formats {options.formats} --rounds {options.rounds}",
+        "environment": record.environment(("torch", "numpy", "llama-cpp-python")),
+        "threads": options.threads,
+        "model": model,
+        "llamacpp_settings": best,
+        "formats": found,
+        "left_out": left_out,
+    }
     record.write(options.out, result)
-    print(table(result))
+    print(format_table(result))
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """Ratios to llama.cpp by format, with Transect's rates and their share of the floor."""
+    lines = ["| file | " + " | ".join(WORK) + " |", "|---|" + "---|" * len(WORK)]
+    for name, each in result["formats"].items():
+        cells = []
+        for row in each["work"].values():
+            ratio, rate = row["ratio"], row["transect"]["median"]
+            share = f"{rate / row['floor']:.0%} of the floor"
+            cells.append(
+                f"{ratio['median']:.2f}x ({ratio['min']:.2f} to {ratio['max']:.2f}), {rate:.0f} tok/s, {share}"
+            )
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    machine = result["environment"]
+    lines += ["", f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

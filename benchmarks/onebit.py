@@ -4,10 +4,10 @@
 
 A byte-level decoder of 0.2 million numbers learns the manual of Python (``pydoc_data.topics``, part of every Python)
 from the same first weights and with the same batches: 2 x 1024 tokens a step. 1-bit Adam and 0/1 Adam stand beside
-AdamW; all have AdamW's settings. Then LAMB stands beside AdamW at 8 times the batch and an eighth of the steps, at the
-best of three learning rates each. The final loss is the validation loss, on a twentieth of the text that is not trained
-on. Bytes are those that a rank sends in a step after the warm-up: counted where signs are sent; for AdamW those of a
-ring in float32.
+AdamW, with AdamW's settings, and 1-bit LAMB beside LAMB. Then LAMB stands beside AdamW at 8 times the batch and an
+eighth of the steps, at the best of three learning rates each. The final loss is the validation loss, on a twentieth of
+the text that is not trained on. Bytes are those that a rank sends in a step after the warm-up: counted where signs are
+sent; for AdamW those of a ring in float32.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"name": "onebit_adam"},
     "onebit_adam, bfloat16, ZeRO 1": {"name": "onebit_adam", "precision": "bfloat16", "zero": 1},
     "zero_one_adam, every 2": {"name": "zero_one_adam", "sync_every": 2},
+    "lamb, 0.02": {"name": "lamb", "learning_rate": 2e-2},
+    "onebit_lamb, 0.02": {"name": "onebit_lamb", "learning_rate": 2e-2},
     **{f"adamw, 8 x, {rate:g}": {"learning_rate": rate, "larger": LARGER} for rate in (2e-3, 4e-3, 8e-3)},
     **{
         f"lamb, 8 x, {rate:g}": {"name": "lamb", "learning_rate": rate, "larger": LARGER} for rate in (1e-2, 2e-2, 4e-2)

@@ -196,6 +196,17 @@ def kills() -> str:
     )
 
 
+def serving_kills() -> str:
+    """Kills of a rank of a server under load."""
+    found = _load("cpu/kill_serving_ranks.json")
+    return (
+        f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
+        f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
+        f"got one error within {found['slowest_told_s']:.1f} s and the others their answer, `/health` was red, the "
+        "server said one error and exited with 1, no process was left, and the next one started.\n"
+    )
+
+
 def pretrain(table: Callable[[dict[str, Any]], str], run: str) -> Callable[[], str]:
     """One of the tables of a pretraining run on one GPU."""
     return lambda: table(_load("h200/pretrain.json")[run])
@@ -257,6 +268,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
     "kills": kills,
+    "serving-kills": serving_kills,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "training-settings": training_settings,
     "pretrain-published": pretrain_published,

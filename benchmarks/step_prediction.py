@@ -29,6 +29,7 @@ import torch
 
 import record
 from transect import LLM, SamplingParams
+from transect.engine.gpu.runner import GPURunner
 from transect.explain.log import RunLog, load
 from transect.explain.rates import rates_for
 from transect.explain.replay import replay
@@ -82,8 +83,8 @@ def logged(options: argparse.Namespace, work: list[Arrival], budget: int, path: 
 
 def engine(options: argparse.Namespace, **settings: Any) -> LLM:
     """Without a prefix cache: random prompts share nothing. Requests come one by one, as to a server, so every graph is
-    there before the first of them. No step is cut short by its time, only by its tokens."""
-    return LLM(
+    there before the first of them; but the sizes of steps follow from the settings alone, not from learned times."""
+    llm = LLM(
         options.model,
         load_format=options.load_format,
         max_model_len=options.context,
@@ -92,9 +93,12 @@ def engine(options: argparse.Namespace, **settings: Any) -> LLM:
         enable_prefix_caching=False,
         longest_first=False,
         fill_steps=False,
-        itl_target=1000.0,
         **settings,
     )
+    executor = llm._core.executor
+    if isinstance(executor, GPURunner):
+        executor.warm([], mixed=True)
+    return llm
 
 
 def release() -> None:

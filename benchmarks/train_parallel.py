@@ -2,8 +2,8 @@
 
     python benchmarks/train_parallel.py OUT.json [--only WORK,...] [--ways WAY,...] [--ranks 2] [--seconds 6]
 
-Every way trains on 2 x 4096 random tokens a rank and step; ways with as many ranks run one after another in the same
-processes, which are started again if one of them ends: bfloat16 weights and AdamW state, random weights of the true
+Every way trains on 2 x 4096 random tokens a rank and step; all run one after another in the same processes, which are
+started again if one of them ends: bfloat16 weights and AdamW state, random weights of the true
 shapes, no gradient clipping. ``one`` is a single GPU; the others are named by what is spread. Rates are medians over
 steps that follow each other, each from the end of the one before, by the slowest rank.
 
@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero 1": {"parallel": {"zero": 1, "reduce": "bfloat16"}},
     "zero 2": {"parallel": {"zero": 2, "reduce": "bfloat16"}},
     "zero 3": {"parallel": {"zero": 3, "reduce": "bfloat16"}},
+    "zero 3 nccl": {"parallel": {"zero": 3, "reduce": "bfloat16", "sums": "nccl"}},
     "tensor": {"parallel": {"tensor": 2}},
     "tensor sequence": {"parallel": {"tensor": 2, "sequence": True}},
     "pipeline": {"parallel": {"pipeline": 2}},
@@ -183,9 +185,11 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     warm = time.perf_counter() - begin - built
     each = mine_s if world is None else max(world.exchange(mine_s))
     times = step_times(step, max(7, min(MOST, int(given["seconds"] / each))) | 1, gpu)
+    # Pieces that other GPUs read are not the allocator's.
+    pieces = 0 if given["way"].startswith("fsdp2") else getattr(trainer.crew.units, "shared_bytes", 0)
     mine = {
         "times": times,
-        "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
+        "peak_bytes": torch.cuda.max_memory_allocated() + pieces if gpu else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved() if gpu else 0,
         "communication": watched(step) if gpu else None,
     }
@@ -293,8 +297,20 @@ def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
 
 def job(world: Any, given: dict[str, Any]) -> None:
     """What the other ranks do."""
-    measure(given, world)
-    forget()
+    tried(given, world)
+
+
+def tried(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
+    """``measure``, or why it could not be; what the GPU says ends the process, since it says nothing else any more."""
+    try:
+        return measure(given, world)
+    except Exception as error:
+        if "CUDA" in str(error):
+            raise
+        traceback.print_exc()
+        return {"work": given["work"], "way": given["way"], "error": f"{type(error).__name__}: {error}"}
+    finally:
+        forget()
 
 
 def forget() -> None:
@@ -312,25 +328,20 @@ def some_ways(out: Path, ways: list[dict[str, Any]]) -> None:
     from transect.parallel.launch import Ranks
 
     rows: list[Any] = []
-
-    def run(world: Any) -> None:
-        for given in ways:
-            if given["ranks"] > 1:
-                ranks.call("train_parallel:job", given)
-            rows.append(measure(given, world))
-            out.write_text(json.dumps(rows))
-            forget()
-
-    if ways[0]["ranks"] == 1:
-        run(None)
-        return
-    ranks = Ranks.start(ways[0]["ranks"], "cpu" if ways[0]["smallest"] else "cuda")
+    most = max(given["ranks"] for given in ways)
+    ranks = Ranks.start(most, "cpu" if ways[0]["smallest"] else "cuda") if most > 1 else None
     try:
-        run(ranks.world)
+        for given in ways:
+            together = ranks is not None and given["ranks"] > 1  # else the others wait, without anything to do
+            if together:
+                ranks.call("train_parallel:job", given)
+            rows.append(tried(given, ranks.world if together else None))
+            out.write_text(json.dumps(rows))
     except Exception as error:
-        raise ranks.explain(error) from error
+        raise (error if ranks is None else ranks.explain(error)) from error
     finally:
-        ranks.close()
+        if ranks is not None:
+            ranks.close()
 
 
 def main() -> None:
@@ -376,8 +387,7 @@ def race(arguments: argparse.Namespace) -> None:
         if time.perf_counter() - began > arguments.until:
             print("no time left for", ", ".join(" ".join(each) for each in todo), flush=True)
             break
-        alike = next([*ways] for _, ways in itertools.groupby(todo, key=lambda each: each[1].startswith("one")))
-        made = in_processes(alike, arguments, arguments.until - (time.perf_counter() - began))
+        made = in_processes(todo, arguments, arguments.until - (time.perf_counter() - began))
         todo = todo[len(made) :]
         for row in made:
             compare(row, rows, before.get(f"{row['work']} {row['way']}"))
@@ -412,9 +422,9 @@ def compare(row: dict[str, Any], rows: list[dict[str, Any]], expected: dict[str,
 
 def in_processes(ways: list[tuple[str, str]], arguments: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
     """Rows of the first of some ways, made in the same processes; the last of them says why there are no more."""
-    ranks = 1 if ways[0][1].startswith("one") else arguments.ranks
     todo = []
     for work, way in ways:
+        ranks = 1 if way.startswith("one") else arguments.ranks
         given = {"work": work, "way": way, "ranks": ranks, "seconds": arguments.seconds, "smallest": arguments.smallest}
         if not way.startswith("fsdp2"):
             given["config"] = configuration(work, way, ranks, tempfile.mkdtemp(), arguments.smallest)

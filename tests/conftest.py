@@ -112,9 +112,9 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def remembered(pytestconfig: pytest.Config) -> Remembered:
+def remembered() -> Remembered:
     """Keeps what compilers said about the same inputs in an earlier run."""
-    return Remembered(pytestconfig)
+    return Remembered()
 
 
 @pytest.fixture(scope="session")

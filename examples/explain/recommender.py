@@ -12,7 +12,9 @@ in one batch. ``compare`` prints what the findings promised beside what the fast
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["slow", "compare"])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--json", type=Path, help="write the figures of compare here")
     options = parser.parse_args()
     if options.what == "slow":
         print("best items:", slow(*setting(options.device)))
@@ -107,6 +110,13 @@ def main() -> None:
         f"of the slow time {found['at_the_floor']:.1%} is at the floor; the findings promise "
         f"{found['predicted_share']:.0%} of it, the fast version saves {found['obtained_share']:.0%}"
     )
+    if options.json:
+        from transect.hardware.environment import environment
+
+        gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+        command = f"python examples/explain/recommender.py compare --device {options.device}"
+        result = {"command": command, "environment": environment() | gpu, **found}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

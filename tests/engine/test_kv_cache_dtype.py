@@ -1,4 +1,4 @@
-"""A KV cache in fp8: half the bytes, nearly the same probabilities, and who refuses it."""
+"""A KV cache in fp8 or int8: half the bytes, nearly the same probabilities, and who refuses it."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
 from transect.engine.vllm_arguments import engine_settings
 from transect.models.load import cache_dtype
-from transect.ops.attention.paged import kv_cache_write
+from transect.ops.attention.paged import kv_cache_write, paged_attention, paged_attention_torch
+from transect.ops.attention.paged.cache_codes import encode, values_of
 from transect.ops.attention.paged.kv_cache_write import example_batch
 
 SETTINGS = {"device": "cpu", "max_model_len": 64, "dtype": "bfloat16"}
@@ -34,19 +35,49 @@ def first_logprobs(model, **settings):
     return {token: each.logprob for token, each in found.items()}, kernels
 
 
-def test_probabilities_are_near_and_the_engine_says_so(model):
+@pytest.mark.parametrize(("name", "most"), [("fp8", 0.3), ("int8", 0.1)])
+def test_probabilities_are_near_and_the_engine_says_so(model, name, most):
     exact, _ = first_logprobs(model)
-    rounded, kernels = first_logprobs(model, kv_cache_dtype="fp8")
-    assert "KV cache in fp8" in kernels
+    rounded, kernels = first_logprobs(model, kv_cache_dtype=name)
+    assert f"KV cache in {name}" in kernels
     shared = exact.keys() & rounded.keys()
     assert len(shared) >= 3 and exact != rounded
-    assert max(abs(exact[token] - rounded[token]) for token in shared) < 0.3
+    assert max(abs(exact[token] - rounded[token]) for token in shared) < most
 
 
 def test_bytes_hold_twice_the_tokens(model):
     config = {"model": model, "kv_cache_bytes": 1 << 16, **SETTINGS}
-    sizes = [build_engine(EngineConfig(**config, kv_cache_dtype=name)).kv_tokens for name in ("auto", "fp8")]
+    sizes = [build_engine(EngineConfig(**config, kv_cache_dtype=name)).kv_tokens for name in ("auto", "fp8", "int8")]
     assert sizes[1] == 2 * sizes[0]
+    # A head of 16 numbers has a scale of 4 bytes; the cache is whole blocks of 16 tokens.
+    assert 2 * sizes[0] * 16 / 20 - 16 <= sizes[2] <= 2 * sizes[0] * 16 / 20
+
+
+def test_int8_is_off_by_half_a_step_of_its_head():
+    """The error that the settings page says, for heads of very different sizes, and heads of zeros."""
+    batch = example_batch(((3, 9), (1, 5)), 4, 8)
+    generator = torch.Generator().manual_seed(0)
+    k, v = torch.randn(2, 4, 2, 8, generator=generator) * torch.tensor([1e-3, 50.0])[:, None]
+    v[1] = 0
+    caches = [torch.zeros(8, 2, 4, 12, dtype=torch.int8) for _ in range(2)]
+    kv_cache_write.reference(k, v, *caches, batch)
+    blocks, offsets = batch.slots_T
+    for x, cache in ((k, caches[0]), (v, caches[1])):
+        read = values_of(cache[blocks, :, offsets], torch.float32)
+        assert ((read - x).abs() <= x.abs().amax(-1, keepdim=True) / 253.9).all()
+        assert x.abs().max() == 0 or (read - x).abs().max() > 0
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_attention_reads_int8_as_the_values_it_stands_for(window):
+    """By tiles and by the reference, as over a cache that holds those values."""
+    batch = example_batch(((7, 20), (1, 33)), 4, 16)
+    generator = torch.Generator().manual_seed(1)
+    stored = encode(torch.randn(2, 16, 2, 4, 8, generator=generator))
+    exact = values_of(stored, torch.float32)
+    q = torch.randn(8, 4, 8, generator=generator)
+    for attend in (paged_attention.reference, paged_attention_torch.tiled, paged_attention_torch.tiled_uniform):
+        torch.testing.assert_close(attend(q, *stored, batch, 0.3, window), attend(q, *exact, batch, 0.3, window))
 
 
 def test_what_is_too_large_becomes_the_largest_number():
@@ -63,7 +94,9 @@ def test_names_and_refusals():
     assert cache_dtype("auto", "fp8") == torch.float8_e4m3fn and cache_dtype("auto") == torch.bfloat16
     assert EngineConfig(model="m", **engine_settings({"kv_cache_dtype": "fp8_e4m3"})).kv_cache_dtype == "fp8"
     assert engine_settings({"kv_cache_dtype": None}) == {}
-    with pytest.raises(ValueError, match="kv_cache_dtype must be auto or fp8"):
-        EngineConfig(model="m", kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match="kv_cache_dtype must be auto, fp8"):
+        EngineConfig(model="m", kv_cache_dtype="int4")
+    with pytest.raises(ValueError, match="int8 is not for deterministic"):
+        EngineConfig(model="m", kv_cache_dtype="int8", deterministic=True)
     with pytest.raises(ValueError, match="fp8 is not for native=True"):
         EngineConfig(model="m", kv_cache_dtype="fp8", native=True)

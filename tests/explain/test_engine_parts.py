@@ -39,7 +39,7 @@ def test_floors_of_steps_divide_what_has_no_shapes(least, floor):
 
 def test_only_the_steps_inside_count():
     """Two steps of the log end while it is explained, one did before."""
-    config = dataclasses.replace(PRESETS["smollm2-135m"], n_layers=2)
+    config = dataclasses.replace(PRESETS["llama-3.1-8b"], n_layers=2)
     header = Header(1, LIMITS, 0, 0.0, _plain(config), _plain(Storage()), {"dtype": "float32"})
     ring = DecisionRing()
     ring.put(_framed(header))

@@ -2,7 +2,6 @@
 
 import functools
 
-import peft
 import torch
 import transformers
 
@@ -11,6 +10,8 @@ PROMPT = [72, 101, 108, 108, 111, 32, 119, 111]
 
 def make_adapter(model, directory, **settings):
     """An adapter with random values on a transformers model's copy, saved; returns its logits for ``PROMPT``."""
+    import peft  # its import takes seconds, and each worker imports every test
+
     base = transformers.AutoModelForCausalLM.from_pretrained(model)
     adapted = peft.get_peft_model(
         base, peft.LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | settings)
@@ -30,7 +31,9 @@ def peft_logits(model, directory):
     rows = _rows(directory)
     if rows not in (None, base.config.vocab_size):
         base.resize_token_embeddings(rows)
-    return logits_of(peft.PeftModel.from_pretrained(base, directory).eval())
+    from peft import PeftModel
+
+    return logits_of(PeftModel.from_pretrained(base, directory).eval())
 
 
 @torch.no_grad()

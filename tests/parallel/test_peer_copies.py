@@ -1,6 +1,7 @@
 """Sums by copies, with threads as the ranks and host memory as that of GPUs."""
 
 import ctypes
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from transect.ops.comm.copy_engine import HostCopies
 from transect.parallel.peer_copies import PeerCopies, memory_bytes
+from transect.parallel.peer_pieces import SIGNALS, PeerPieces, room
 
 CHUNK = 4096
 
@@ -39,3 +41,51 @@ def test_every_rank_has_the_sum_to_the_bit(ranks, dtype):
         expected = sum((parts[rank][number].float() for rank in range(1, ranks)), parts[0][number].float())
         assert torch.equal(sums[0], expected.to(dtype))
         assert all(torch.equal(sums[0], other) for other in sums[1:])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_each_rank_has_its_part_of_the_sum(ranks):
+    n = 5000
+    parts = [torch.randn(ranks * n, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+
+    def work(copies, rank):
+        out = torch.empty(n)
+        for _ in range(3):
+            copies.start_scatter(out, parts[rank].clone()).wait()
+        whole = parts[rank].clone()
+        copies.start_all_reduce(whole).wait()  # both take turns in the same memory
+        assert torch.equal(whole[rank * n : (rank + 1) * n], out)
+        return out
+
+    expected = sum(parts[1:], parts[0].clone())
+    assert torch.equal(torch.cat(together(ranks, work)), expected)
+
+
+def test_pieces_are_read_when_all_have_stepped():
+    ranks, sizes = 3, (10, 700)
+    nbytes = sum(room(4 * size) for size in sizes)
+    memory = [ctypes.create_string_buffer(SIGNALS + nbytes) for _ in range(ranks)]
+    addresses = [ctypes.addressof(each) for each in memory]
+
+    def work(rank):
+        pieces = PeerPieces(addresses, rank, nbytes, HostCopies())
+        mine = [pieces.keep(torch.full((size,), float(rank))) for size in sizes]
+        found = []
+        for _ in range(3):
+            pieces.stepped()
+            wholes = [torch.empty(ranks * size) for size in sizes]
+            for whole, (_, at) in zip(wholes, mine, strict=True):
+                pieces.start_gather(whole, at).wait()
+            found.append(wholes)
+            barrier.wait(10)  # as the sums of gradients are one
+            for piece, _ in mine:
+                piece.add_(10)
+        return found
+
+    barrier = threading.Barrier(ranks)
+    with ThreadPoolExecutor(ranks) as pool:
+        for found in pool.map(work, range(ranks)):
+            for step, wholes in enumerate(found):
+                for whole, size in zip(wholes, sizes, strict=True):
+                    expected = torch.arange(ranks).repeat_interleave(size) + 10.0 * step
+                    assert torch.equal(whole, expected)

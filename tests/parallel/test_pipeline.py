@@ -1,16 +1,11 @@
 """Training where each rank has some layers: the steps of one rank, by every schedule."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from parallel_runs import curve, same_runs
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
-from transect.models.presets import PRESETS
-from transect.parallel.layout import Layout
-from transect.parallel.parallelize import Plan, refusal
 from transect.train.crew import check
 
 torch.set_num_threads(1)
@@ -58,7 +53,7 @@ def test_bfloat16_and_recomputed_layers_are_trained(pair, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"parallel": {"pipeline": 2, "schedule": "interleaved"}, "accumulate": 3}, "take 4"),
+        ({"parallel": {"pipeline": 2, "schedule": "interleaved"}, "accumulate": 3}, "set accumulate to 4"),
         ({"parallel": {"pipeline": 1, "schedule": "gpipe"}}, r"stages of parallel\.pipeline"),
         ({"parallel": {"pipeline": 2, "schedule": "interleaved", "chunks": 1}}, r'chunks = 1 is schedule = "1f1b"'),
         ({"parallel": {"pipeline": 2}, "task": "lora"}, r"set parallel\.pipeline to 1"),
@@ -67,9 +62,3 @@ def test_bfloat16_and_recomputed_layers_are_trained(pair, tmp_path):
 def test_runs_that_cannot_be_staged_are_refused_with_what_can(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         check(tiny_run(tmp_path, **changes))
-
-
-def test_models_with_too_few_layers_are_refused_with_the_nearest_layout():
-    config = replace(PRESETS["llama-3.2-1b"], n_layers=6)
-    assert "set parallel.pipeline to 3" in refusal(config, Layout(pipeline=4), Plan(schedule="interleaved", chunks=2))
-    assert refusal(config, Layout(pipeline=3), Plan(schedule="interleaved", chunks=2)) is None

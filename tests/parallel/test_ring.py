@@ -6,11 +6,10 @@ from parallel_jobs import ring_attention
 from parallel_runs import curve, same_runs
 from training_runs import tiny_run
 
-from transect.models.config import ModelConfig
 from transect.models.presets import PRESETS
-from transect.parallel.layout import Layout
-from transect.parallel.parallelize import Plan, refusal
+from transect.parallel.refusals import Run, refusal
 from transect.parallel.ring_pairs import own_tokens, visible
+from transect.parallel.spread import Spread
 from transect.train.crew import check
 
 torch.set_num_threads(1)
@@ -76,9 +75,8 @@ def test_adapters_chats_and_recomputed_layers_are_trained(pair, tmp_path):
 
 
 def test_what_cannot_go_round_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"set parallel\.context to 1, and parallel\.data"):
+    with pytest.raises(ValueError, match=r"set parallel\.context to 1, parallel\.data to 2"):
         check(tiny_run(tmp_path, objective="dpo", parallel={"context": 2}))
     with pytest.raises(ValueError, match="samples are drawn by one rank"):
         check(tiny_run(tmp_path, samples={"prompts": ["a"]}, parallel={"context": 2}))
-    config: ModelConfig = PRESETS["llama-3.2-1b"]
-    assert refusal(config, Layout(context=2), Plan()) is None
+    assert refusal(Run(), Spread(context=2), PRESETS["llama-3.2-1b"]) is None

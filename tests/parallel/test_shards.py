@@ -150,3 +150,14 @@ def test_shares_of_the_weights_add_up():
     parts = [weight_bytes(MODEL, storage, Shard(MODEL, rank, 2).shapes()) for rank in range(2)]
     doubled = sum(2 * math.prod(s) for n, s in weight_shapes(MODEL).items() if "norm" in n)
     assert sum(parts) == weight_bytes(MODEL, storage) + doubled
+
+
+def test_what_gpus_share_is_in_the_account():
+    model = PRESETS["llama-3.1-8b"]
+    plan = ServingPlan(weights=16 << 30, max_num_seqs=256)
+    found = stages(model, Layout(tensor=2), plan, storage_for(2), 80 << 30)[0].estimate.account
+    shared = next(term.bytes for term in found.terms if term.name == "shared memory")
+    assert shared == 256 + (64 << 20) + 256 * 64128 * 2
+    for layout, backend in ((Layout(pipeline=2), "gpu"), (Layout(tensor=2), "cpu")):
+        account = stages(model, layout, replace(plan, backend=backend), storage_for(2), 80 << 30)[0].estimate.account
+        assert "shared memory" not in [term.name for term in account.terms]

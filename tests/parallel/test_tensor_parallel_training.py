@@ -1,18 +1,12 @@
 """Training where ranks share every matrix: the steps of one rank, checkpoints of any layout."""
 
-import re
-from dataclasses import replace
-
 import pytest
 import torch
 from parallel_runs import curve, same_runs, tensors_of
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
-from transect.models.presets import PRESETS
 from transect.parallel import split_loss
-from transect.parallel.layout import Layout
-from transect.parallel.parallelize import Plan, refusal
 from transect.train.crew import check
 
 torch.set_num_threads(1)
@@ -95,9 +89,9 @@ def test_the_same_layout_goes_on_to_the_bit(pair, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"task": "lora"}, r"set parallel\.tensor to 1, and parallel\.data to the number of ranks"),
+        ({"task": "lora"}, r"set parallel\.tensor to 1, parallel\.data to 2"),
         ({"objective": "dpo"}, r"set parallel\.tensor to 1"),
-        ({"optimizer": {"name": "muon"}}, 'or optimizer.name to "adamw"'),
+        ({"optimizer": {"name": "muon"}}, 'set optimizer.name to "adamw"'),
         ({"samples": {"prompts": ["a"]}}, "samples are drawn from a whole model"),
         ({"parallel": {"tensor": 1, "sequence": True}}, "set that to 2 or more"),
     ],
@@ -105,16 +99,3 @@ def test_the_same_layout_goes_on_to_the_bit(pair, tmp_path):
 def test_runs_that_cannot_be_cut_are_refused_with_what_can(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         check(tiny_run(tmp_path, **{"parallel": {"tensor": 2}} | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "layout", "plan", "message"),
-    [
-        ({}, Layout(tensor=4), Plan(), r"2 key heads cannot be cut for 4 ranks: set parallel\.tensor to 2"),
-        ({"ffn_dim": 97}, Layout(tensor=2), Plan(), r"97 feed-forward units .* set parallel\.tensor to 1"),
-        ({}, Layout(tensor=2, data=2), Plan(zero=3), r"set parallel\.zero to 2"),
-    ],
-)
-def test_models_that_cannot_be_cut_are_refused_with_the_nearest_layout(changes, layout, plan, message):
-    config = replace(PRESETS["llama-3.2-1b"], n_heads=4, n_kv_heads=2, ffn_dim=96)
-    assert re.search(message, refusal(replace(config, **changes), layout, plan))

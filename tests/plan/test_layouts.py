@@ -21,6 +21,9 @@ def test_every_layout_once_and_all_ranks_used():
     found = list(spreads(8, H100))
     assert len(found) == len(set(found)) and all(spread.ranks == 8 for spread in found)
     assert {spread.zero for spread in found if spread.data == 8} == {0, 1, 2, 3}
+    schedules = {(s.schedule, s.chunks) for s in found if s.pipeline > 1}
+    assert schedules == {("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("interleaved", 4), ("interleaved", 8)}
+    assert all(s.schedule == "1f1b" for s in found if s.pipeline == 1)
     assert all(s.tensor * s.context <= 8 for s in spreads(32, H100))
     assert {(s.tensor, s.pipeline, s.context) for s in spreads(8, H100, axes=["data"])} == {(1, 1, 1)}
 
@@ -38,6 +41,15 @@ def test_the_best_is_the_fastest_of_what_fits():
     assert any(other.spread.data == 8 and not other.spread.zero for other in found.others)  # 16 bytes a number
     reasons = found.reasons()
     assert reasons and all("slower" in line or "faster" in line for line in reasons)
+
+
+def test_shorter_waits_win_where_stages_wait():
+    found = rank(LLAMA_8B, PLAN, 8, H100, 8 * 32768, axes=["pipeline"])
+    assert found.best is not None and found.best.spread.schedule == "interleaved"
+    assert 'schedule = "interleaved", chunks = ' in found.best.settings and "interleaved" in str(found.best.spread)
+    plain = next(each for each in found.fitting if each.spread.schedule == "1f1b")
+    assert plain.time.bubble > found.best.time.bubble
+    assert any("cannot be cut into" in why for _, why in found.refused)
 
 
 def test_one_gpu_that_is_enough_needs_no_advice():

@@ -8,7 +8,6 @@ import threading
 import time
 from typing import Literal
 
-import anthropic
 import jsonschema
 import openai
 import pydantic
@@ -74,6 +73,8 @@ def client(url):
 
 @pytest.fixture(scope="module")
 def claude(url):
+    import anthropic  # its import takes seconds, and each worker imports every test
+
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S)
 
 
@@ -247,7 +248,9 @@ def test_messages(claude):
     assert text.content[0].type == "text" and text.stop_reason in ("max_tokens", "end_turn")
     count = claude.messages.count_tokens(**ask)
     assert count.input_tokens == final.usage.input_tokens + final.usage.cache_read_input_tokens
-    with pytest.raises(anthropic.BadRequestError, match="must be auto, any, tool or none"):
+    from anthropic import BadRequestError
+
+    with pytest.raises(BadRequestError, match="must be auto, any, tool or none"):
         claude.messages.create(**{**ask, "tool_choice": {"type": "maybe"}}, max_tokens=5)
 
 

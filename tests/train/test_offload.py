@@ -301,10 +301,14 @@ def test_on_a_gpu_steps_are_those_of_adamw(tmp_path, dtype, where):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_run_on_a_gpu_has_the_losses_of_one_without(tmp_path, accumulate):
+@pytest.mark.parametrize("what", ["optimizer", "all", "all, disk"])
+def test_a_run_on_a_gpu_has_the_losses_of_one_without(tmp_path, accumulate, what):
     logs = []
-    for offload in ("none", "optimizer"):
+    for offload in ("none", what.partition(",")[0]):
         how = {"device": "cuda", "precision": "mixed", "accumulate": accumulate, "run_dir": str(tmp_path / offload)}
-        logs.append(losses(tiny_run(tmp_path, parallel={"offload": offload}, log_to=[], **how))[0])
+        parallel = {"offload": offload}
+        if offload == "all" and what.endswith("disk"):
+            parallel["offload_path"] = str(tmp_path / "disk")
+        logs.append(losses(tiny_run(tmp_path, parallel=parallel, log_to=[], **how))[0])
     assert [loss for loss, _ in logs[1]] == pytest.approx([loss for loss, _ in logs[0]], abs=5e-3)
     assert [norm for _, norm in logs[1]] == pytest.approx([norm for _, norm in logs[0]], rel=2e-2)

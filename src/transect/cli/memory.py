@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
-    from ..parallel.training_memory import Spread, StageMemory
+    from ..parallel.spread import Spread
+    from ..parallel.training_memory import StageMemory
 
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
@@ -45,7 +46,7 @@ def command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, or fp8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, fp8, or int8 (CPU).")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
@@ -56,7 +57,7 @@ def command(
     ] = None,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="Stages of layers.")] = 1,
     ep: Annotated[
-        int, typer.Option("--ep", min=1, help="--serve: devices that share the experts; a multiple of --tp.")
+        int, typer.Option("--ep", min=1, help="Devices that share experts. --serve: a multiple of --tp; --train: --dp.")
     ] = 1,
     dp: Annotated[
         int, typer.Option("--dp", "--data-parallel-size", min=1, help="--train: ranks with other micro-batches.")
@@ -69,6 +70,7 @@ def command(
     sp: Annotated[bool, typer.Option("--sp", help="--train: --tp ranks share the tokens of norms too.")] = False,
     reduce: Annotated[str, typer.Option(help="--train: float32 or bfloat16, for sums of gradients.")] = "float32",
     offload: Annotated[bool, typer.Option("--offload", help="--train: optimizer and masters on the host.")] = False,
+    offload_all: Annotated[bool, typer.Option("--offload-all", help="--train: weights too, layer by layer.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
@@ -77,7 +79,7 @@ def command(
     from ..models.memory.terms import parse_bytes
     from ..models.presets import PRESETS
     from ..models.resolve import resolve
-    from ..parallel.training_memory import Spread
+    from ..parallel.spread import Spread
 
     if train == serve:
         raise ValueError("say which memory: --train or --serve")
@@ -97,8 +99,16 @@ def command(
             dp, zero = fsdp, 3 if fsdp > 1 else 0
         if reduce not in ("float32", "bfloat16"):
             raise ValueError(f"--reduce must be float32 or bfloat16, not {reduce!r}")
-        spread = Spread(data=dp, zero=zero or 0, tensor=tp, sequence=sp, pipeline=pp, context=cp,
-                        reduce=4 if reduce == "float32" else 2, host_state=offload)  # fmt: skip
+        if ep not in (1, dp):
+            raise ValueError(
+                f"--ep {ep} shares experts between the ranks of --dp in training: set both to {max(ep, dp)}"
+            )
+        level = 3 if offload_all and dp == 1 and zero is None else zero or 0
+        if offload_all and level != 3:
+            raise ValueError(f"--offload-all is for sharded weights: leave --zero {level} out, or set it to 3")
+        spread = Spread(data=dp, zero=level, tensor=tp, sequence=sp, pipeline=pp, context=cp, expert=ep > 1,
+                        reduce=4 if reduce == "float32" else 2, host_state=offload or offload_all,
+                        host_weights=offload_all)  # fmt: skip
         settings["accumulate"] = accumulate or dp * pp
         _train(source, settings, spread, kind, budget, json)
     else:
@@ -267,7 +277,7 @@ def _serve(
     plan = ServingPlan(
         weights=weights,
         element=element,
-        kv_element=1 if config.kv_cache_dtype == "fp8" else 4 if config.dtype == "float32" else 2,
+        kv_element=_cache_bytes(config.kv_cache_dtype, config.dtype, source.config.head_dim),
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         context=context or positions,
@@ -374,3 +384,10 @@ def _table(title: str, estimate: Estimate) -> None:
     for phase in estimate.phases:
         phases.add_row(phase.name + (" (peak)" if phase is estimate.worst else ""), gib(phase.bytes))
     console.print(phases, highlight=False)
+
+
+def _cache_bytes(kv_cache_dtype: str, dtype: str, head_dim: int) -> float:
+    """Of a number in the KV cache; in int8 with its part of the scale of its head."""
+    if kv_cache_dtype == "int8":
+        return 1 + 4 / head_dim
+    return 1 if kv_cache_dtype == "fp8" else 4 if dtype == "float32" else 2

@@ -79,7 +79,7 @@ def training(
     if json:
         _dump(result)
     else:
-        _show(result, source.config, source.name, found[0], tokens, top)
+        _show(result, source.name, found[0], tokens, top)
     if result.best is None:
         _nothing(result, source.config, plan, machine, tokens, allowed)
         return 1
@@ -95,7 +95,7 @@ def _plan(config: Any, model: Any) -> Any:
     return plan_of(config, model, torch.device("cuda"))
 
 
-def _show(result: Ranking, model: Any, name: str, gpu: str, tokens: int, top: int) -> None:
+def _show(result: Ranking, name: str, gpu: str, tokens: int, top: int) -> None:
     from ..models.memory.terms import gib
 
     print(f"training {name} on {result.gpus} x {gpu}, {tokens} tokens a step; shares are of a step's time")
@@ -119,34 +119,11 @@ def _show(result: Ranking, model: Any, name: str, gpu: str, tokens: int, top: in
         print(f"settings: {best.settings}")
         for line in result.reasons():
             print(f"  {line}")
-        _trained(best, result, model)
     for other in result.others[:top]:
         print(f"does not fit: {other.spread}: needs {gib(other.estimate.needed)} of {gib(result.budget)}")
     reasons = {reason: spread for spread, reason in result.refused}
     for reason, spread in list(reasons.items())[:3]:
         print(f"cannot be: {spread}: {reason}")
-
-
-def _trained(best: Candidate, result: Ranking, model: Any) -> None:
-    """Tell of a layout that the trainer refuses, and the best that it does not."""
-    from ..parallel.layout import Layout
-    from ..parallel.parallelize import Plan, refusal
-
-    def refused(candidate: Candidate) -> str | None:
-        spread = candidate.spread
-        layout = Layout(
-            tensor=spread.tensor, pipeline=spread.pipeline, data=spread.data, context=spread.context
-        )  # fmt: skip
-        return refusal(model, layout, Plan(zero=spread.zero, sequence=spread.sequence))
-
-    reason = refused(best)
-    if reason is None:
-        return
-    print(f"`transect train` refuses that: {reason}")
-    can = next((each for each in result.fitting if refused(each) is None), None)
-    if can is not None:
-        print(f"best of those that it runs: {can}: {can.time}")
-        print(f"settings: {can.settings}")
 
 
 def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: int, axes: list[str]) -> None:

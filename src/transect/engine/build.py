@@ -14,6 +14,7 @@ from ..models.resolve import ModelSource, resolve
 from ..models.storage import storage_for
 from ..models.streaming.plan import StreamPlan
 from ..models.weights.measure import storage_of_model
+from ..ops.attention.paged.cache_codes import stored_bits
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
@@ -174,18 +175,19 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.
         torch.set_num_threads(1)
     cache_type = cache_dtype(config.dtype, config.kv_cache_dtype)
+    cached_bits = stored_bits(model.config.head_dim, cache_type)
     free = free_memory()
     size = kv_size(
         config,
         model_positions=source.config.max_position,
-        bytes_per_token=kv_bytes_per_token(model.config, Storage(kv=cache_type.itemsize * 8)),
+        bytes_per_token=kv_bytes_per_token(model.config, Storage(kv=cached_bits)),
         free_bytes=free // on_host,
         default_bytes=default_cache_bytes(free) // on_host,
     )
     size = size if mesh is None else KVSize.least(mesh.world.exchange(size))
     caches = model.new_kv_cache(size.num_blocks, config.block_size, cache_type)
     computed = 32 if native or kv_dtype(config.dtype).itemsize == 4 else 16
-    storage = storage_of_model(model, activation=computed, kv=8 * cache_type.itemsize)
+    storage = storage_of_model(model, activation=computed, kv=cached_bits)
     if stream is not None:
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
     if mesh is not None and mesh.pipeline.size > 1:

@@ -47,7 +47,7 @@ class EngineConfig:
             multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
         kv_cache_dtype: ``auto``: keys and values are cached in the compute dtype. ``fp8``: in e4m3, at half the bytes
             of bfloat16, with a scale of 1; numbers beyond 448 become 448. By the Triton kernels on a GPU, by plain
-            torch on a CPU.
+            torch on a CPU. ``int8``: with a scale for each head of a token, by plain torch on a CPU alone.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
@@ -115,7 +115,7 @@ class EngineConfig:
     eos_token_ids: tuple[int, ...] | None = None
     dtype: str = "auto"
     quantization: Literal["int4", "fp8", "int8"] | None = None
-    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
@@ -161,11 +161,11 @@ class EngineConfig:
             raise ValueError(f"quantization must be int4, fp8 or int8, or left out, not {self.quantization!r}")
         if self.kv_cache_dtype == "fp8_e4m3":
             object.__setattr__(self, "kv_cache_dtype", "fp8")
-        if self.kv_cache_dtype not in ("auto", "fp8"):
-            raise ValueError(f"kv_cache_dtype must be auto or fp8 (e4m3), not {self.kv_cache_dtype!r}")
+        if self.kv_cache_dtype not in ("auto", "fp8", "int8"):
+            raise ValueError(f"kv_cache_dtype must be auto, fp8 (e4m3) or int8, not {self.kv_cache_dtype!r}")
         if self.kv_cache_dtype != "auto" and (self.native or self.deterministic):
             name = "native=True" if self.native else "deterministic"
-            raise ValueError(f"a KV cache in fp8 is not for {name}: leave out one of them")
+            raise ValueError(f"a KV cache in {self.kv_cache_dtype} is not for {name}: leave out one of them")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):

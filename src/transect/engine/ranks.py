@@ -277,7 +277,8 @@ def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
         found = world.sums[group.ranks]
     if isinstance(found, PeerSums):
         dependent = config.gpu.dependent_launch and has_dependent_launch(world.device)
-        group.sums = found.used(dependent_launch=dependent, exact=config.deterministic)
+        pushes = config.gpu.pushed_products and dependent
+        group.sums = found.used(dependent_launch=dependent, exact=config.deterministic, pushes=pushes)
         return str(group.sums)
     if config.deterministic and group.size > 2:
         raise ValueError(

@@ -16,7 +16,8 @@ Any PyTorch program:
 * ``trace_file``: reads traces piece by piece. ``trace``: their events as columns of numbers.
 * ``split``: the wall time by cause. ``op_floor``: the least time of an operator. ``gaps``: names for what lies between.
 * ``findings``: what to change, by predicted gain. ``report``: all of it as text and JSON; ``report_html``: as a page.
-* ``apply``: does what can be done from outside, and measures again. ``energy``: joules, kWh and CO2e of a run.
+* ``changes``: what can be changed from outside of a script. ``apply``: does it, and measures again.
+* ``energy``: joules, kWh and CO2e of a run.
 * ``roofline``: what a device allows, for a model, an operator, a trace. ``roofline_svg``: its picture.
 
 A backward pass:

@@ -1,7 +1,8 @@
-"""Does what findings say, where that can be done from outside of a script, and measures again.
+"""Does what findings say, where that can be done from outside of a script (``changes.py``), and measures again.
 
-Three changes need no edit: ``inference mode`` (the whole script runs under it), ``threads`` (torch uses all cores), and
-``tf32`` (float32 products on tensor cores). Each is measured alone, without the profiler, against the script as it is.
+Each change is measured alone, without the profiler, against the script as it is. What a change needs once (compiling,
+capturing, pinning) is measured beside, because a script that runs longer needs it no more often. A script that fails
+with a change, or for which it cannot be right, is left as it is, and the result says why.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import io
 import runpy
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..hardware.cores import usable_cores
+from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
 from .findings import Finding
 from .program import Explanation
 
 RUNS = 3
+Change = Callable[[], contextlib.AbstractContextManager[Running]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,72 +31,79 @@ class Applied:
     """One change: seconds that were predicted and obtained, of ``before``; ``failed`` where the script did not run."""
 
     finding: Finding
+    name: str
     before: float
     after: float
+    setup: float = 0.0
+    """Seconds of ``after`` that are needed once, however long the script runs."""
     failed: str = ""
 
     @property
     def obtained(self) -> float:
-        """Seconds saved."""
-        return self.before - self.after
+        """Seconds saved, without what is needed once."""
+        return self.before - (self.after - self.setup)
 
     def __str__(self) -> str:
         if self.failed:
-            return f"applied {self.finding.apply}: the script fails with it ({self.failed}): left out"
+            return f"applied {self.name}: left out, the script cannot have it ({self.failed})"
         share = self.obtained / self.before
+        once = f"; {1e3 * self.setup:.1f} ms more, once" if self.setup else ""
         return (
-            f"applied {self.finding.apply}: predicted {1e3 * self.finding.gain:.1f} ms ({self.finding.share:.0%}), "
-            f"obtained {1e3 * self.obtained:.1f} ms ({share:.0%}) of {1e3 * self.before:.1f}"
+            f"applied {self.name}: predicted {1e3 * self.finding.gain:.1f} ms ({self.finding.share:.0%}), "
+            f"obtained {1e3 * self.obtained:.1f} ms ({share:.0%}) of {1e3 * self.before:.1f}{once}"
         )
 
 
-@contextmanager
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(usable_cores())
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
-def _tf32() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
-CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[object]]] = {
-    "inference mode": torch.inference_mode,
-    "threads": _threads,
-    "tf32": _tf32,
-}
-"""Names in ``Finding.apply``."""
-
-
 def apply(path: Path, arguments: Sequence[str], explanation: Explanation) -> list[Applied]:
-    """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out."""
-    done = []
+    """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out. A
+    change that several findings name is made once, for the one that promises most."""
+    done: dict[str, Applied] = {}
     for finding in explanation.findings:
-        change = CHANGES.get(finding.apply)
-        if change is None:
-            continue
-        before = after = float("inf")
-        failed = ""
+        for name in filter(None, finding.apply.split(", ")):
+            if name not in done:
+                done[name] = _measured(path, arguments, finding, name)
+    return list(done.values())
+
+
+def _measured(path: Path, arguments: Sequence[str], finding: Finding, name: str) -> Applied:
+    before = after = float("inf")
+    setup = 0.0
+    try:
+        change = _batching(path, arguments) if name == "batching" else CHANGES[name]
         for _ in range(RUNS):
             before = min(before, _seconds(path, arguments))
-            try:
-                with change():
-                    after = min(after, _seconds(path, arguments))
-            except Exception as error:
-                failed = f"{type(error).__name__}: {error}"
-                break
-        done.append(Applied(finding, before, after, failed))
-    return done
+            with change() as running:
+                taken = _seconds(path, arguments)
+            if taken - running.setup_s < after - setup:
+                after, setup = taken, running.setup_s
+    except NotPossible as error:
+        return Applied(finding, name, before, after, failed=str(error))
+    except Exception as error:
+        return Applied(finding, name, before, after, failed=f"{type(error).__name__}: {error}")
+    return Applied(finding, name, before, after, setup)
+
+
+def _batching(path: Path, arguments: Sequence[str]) -> Change:
+    """See what the script's modules are called with, that batches give the same, and in which order they could be
+    computed: no module may be called with what depends on its own earlier results, by way of others or not."""
+    batched = Batched()
+    with batched.record():
+        _seconds(path, arguments)
+    if not any(len(calls) > 1 for calls in batched.calls.values()):
+        raise NotPossible("no module is called twice")
+    if len(batched.calls) > MOST_MODULES:
+        raise NotPossible(f"it calls more than {MOST_MODULES} modules")
+    depends: dict[int, set[int]] = {}
+    for module in batched.calls:
+        with batched.check(module, depends.setdefault(module, set())):
+            _seconds(path, arguments)
+    while depends:
+        free = [module for module, users in depends.items() if not users & set(depends)]
+        if not free:
+            raise NotPossible("what a module is called with depends on earlier results of its own, or on chance")
+        for module in free:
+            del depends[module]
+    return batched.apply
 
 
 def _seconds(path: Path, arguments: Sequence[str]) -> float:

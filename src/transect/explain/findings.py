@@ -36,7 +36,7 @@ class Finding:
         evidence: what in the trace says so.
         gain: seconds that the change is predicted to save.
         advice: what to do.
-        apply: the name of what ``--apply`` can do about it; empty: nothing.
+        apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.
     """
 
     kind: str
@@ -167,7 +167,15 @@ def launching(material: Material) -> Iterator[Finding]:
         f"{calls} operators; {most.key.name} {most.calls} times with {most.key.shapes}",
         seconds * (1 - 1 / most.calls),
         "do the loop's work in one batch; else torch.compile or a CUDA graph",
+        apply=_fewer_calls(material),
     )
+
+
+def _fewer_calls(material: Material) -> str:
+    """What makes fewer calls of operators, where no backward pass runs."""
+    if material.facts.get("backward", True):
+        return "compile"
+    return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
 
 
 def small_batch(material: Material) -> Iterator[Finding]:
@@ -194,6 +202,7 @@ def small_batch(material: Material) -> Iterator[Finding]:
             evidence,
             gain,
             f"compute {MANY} or more of them together: the weights are then read once for all",
+            apply="" if material.facts.get("backward", True) else "batching",
         )
 
 
@@ -268,7 +277,7 @@ def wide_numbers(material: Material) -> Iterator[Finding]:
             f"{1e3 * seconds:.1f} ms in float32 products",
             seconds * (1 - slow / fast),
             "torch.set_float32_matmul_precision('high'), or bfloat16",
-            apply="tf32",
+            apply="tf32, bfloat16",
         )
 
 
@@ -381,7 +390,8 @@ def transfers(material: Material) -> Iterator[Finding]:
         seconds = sum(op.seconds - op.calls * op.key.bytes / link for op in pageable)
         evidence = f"{sum(op.calls for op in pageable)} copies, {sum(op.calls * op.key.bytes for op in pageable)} bytes"
         advice = "pin_memory=True in the DataLoader or tensor.pin_memory(), and non_blocking=True"
-        yield Finding("pinned", "copies from pageable memory", evidence, max(0.0, seconds), advice)
+        gain = max(0.0, seconds)
+        yield Finding("pinned", "copies from pageable memory", evidence, gain, advice, apply="pinned memory")
     again = [op for op in ops if "HtoD (Pinned" in op.key.name and op.calls >= MANY and op.key.bytes >= 1 << 20]
     if again:
         seconds = sum(op.seconds * (1 - 1 / op.calls) for op in again)

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ..ops.attention.paged.cache_codes import stored_width
 from ..ops.opset import OpSet, resolve_ops
 from ..ops.position.embed_tokens import placed
 from .attention import Attention
@@ -179,12 +180,14 @@ class Decoder(nn.Module):
         return [None if rope is None else angles if rope is config.rope else local for rope in ropes]
 
     def new_kv_cache(self, blocks: int, block_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``; not filled.
+        """K and V caches ``[layers, blocks, kv heads, block size, head size]`` for a ``PagedContext``; not filled. In
+        int8 a head is longer by its scale (``ops/attention/paged/cache_codes.py``).
 
         A fused ``stack`` may want another memory layout under the same shape; it then has a ``new_cache`` of its own.
         """
         config = self.config
-        shape = (config.n_layers, blocks, config.n_kv_heads, block_size, config.head_dim)
+        width = stored_width(config.head_dim, dtype)
+        shape = (config.n_layers, blocks, config.n_kv_heads, block_size, width)
         layout = getattr(self.stack, "new_cache", None)
         if layout is not None:
             return layout(shape, dtype)

@@ -222,7 +222,8 @@ def kv_dtype(dtype: str) -> torch.dtype:
 
 def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
     """What the KV cache holds, as ``EngineConfig`` names it: ``auto`` is ``kv_dtype``."""
-    return torch.float8_e4m3fn if kv_cache_dtype == "fp8" else kv_dtype(dtype)
+    packed = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    return packed.get(kv_cache_dtype) or kv_dtype(dtype)
 
 
 def kernels(

@@ -38,6 +38,10 @@ class Spread(Protocol):
         """The tokens that the experts here are for: these, or those of other ranks too."""
         ...
 
+    def own(self, x: Tensor, tokens: int) -> Tensor:
+        """The rows of the own ``tokens``, of one for each that ``gather`` gave."""
+        ...
+
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
         """What all ranks' experts say of the own ``tokens``, from what those here say of all that were gathered."""
         ...
@@ -143,21 +147,27 @@ class MoE(Half):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         spread = self.spread
-        out_TD = self._routed(x_TD) if spread is None else spread.scatter(self._routed(spread.gather(x_TD)), len(x_TD))
+        tokens = len(x_TD)
+        if spread is None:
+            out_TD = self._routed(x_TD, tokens)
+        else:
+            out_TD = spread.scatter(self._routed(spread.gather(x_TD), tokens), tokens)
         if not len(x_TD):  # this rank has taken part in a step of others
             return out_TD
         if self.shared_gate_up is not None:
             out_TD = out_TD + self._shared(x_TD, self.shared_gate_up)
         return out_TD if spread is None else spread.sum(out_TD)
 
-    def _routed(self, x_TD: Tensor) -> Tensor:
-        """What the experts that are here say of tokens."""
+    def _routed(self, x_TD: Tensor, tokens: int) -> Tensor:
+        """What the experts that are here say of tokens, ``tokens`` of which are the own ones."""
         logits_TE = self.router(x_TD)
         first = 0 if self.spread is None else self.spread.first
         routed = self._route(logits_TE, self.router.score_bias, first=first)
         weights_Tk, experts_Tk, order_R, places_R, starts_E1 = routed
         if self.watch is not None:
-            self.watch(logits_TE, experts_Tk)
+            spread = self.spread
+            own = (logits_TE, experts_Tk)
+            self.watch(*(own if spread is None else (spread.own(each, tokens) for each in own)))
         y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, order_R), starts_E1)
         out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
         return out_TD

@@ -28,11 +28,13 @@ Training on them:
   which keys; ``ring_kernels.py``: the same by the attention kernels of a GPU
 * ``pulse.py``: what every rank is at, so that a run that hangs ends and says who waits for what
 * ``compressed.py``: sums of one bit a number, whose errors are made good
-* ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass
+* ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass; ``peer_pieces.py``: sharded weights
+  that other ranks read by them
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)
-* ``training_memory.py``: how a run may be spread, and what each rank then needs (no torch)
+* ``spread.py``: how a run is spread; ``refusals.py``: why it cannot be, and the nearest layout that can (no torch)
+* ``training_memory.py``: what each rank then needs (no torch)
 
 Beyond the memory of a device: ``offload/``, pinned host memory and files past the page cache
 """

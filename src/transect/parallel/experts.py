@@ -12,6 +12,10 @@ where, which no CUDA graph can. Gathered, every shape follows from the largest n
 step, which ``meet`` agrees on once, before the layers. A rank without tokens takes part with none of its own
 (``idle``).
 
+Training goes the same way, back too: the gradient of what was gathered is a reduce-scatter, and that of what was
+scattered a gather. So a rank has the gradients of its own experts for the tokens of all ranks, and those of the router
+for its own experts, which ranks add up as they do for all that they share.
+
 Shapes: T tokens of this rank, D model dim.
 """
 
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from ..models.decoder import Decoder, Layer
 from ..models.moe import MoE
+from .differentiable import gathered, scattered
 from .group import Group
 from .mesh import Mesh
 from .shards import Shard
@@ -52,11 +57,16 @@ class ExpertRanks:
         """The tokens of all ranks along the data axis, those of each filled up to ``size``: ``[ranks * size, D]``."""
         if self.data.size == 1:
             return x_TD
-        return self.data.all_gather(F.pad(x_TD, (0, 0, 0, self.size - len(x_TD)))).flatten(0, 1)
+        return gathered(F.pad(x_TD, (0, 0, 0, self.size - len(x_TD))), self.data)
+
+    def own(self, x: Tensor, tokens: int) -> Tensor:
+        """The rows of the own ``tokens``, of one for each that ``gather`` gave."""
+        begin = self.data.rank * self.size
+        return x if self.data.size == 1 else x[begin : begin + tokens]
 
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
         """``[ranks * size, D]`` of each rank along the data axis -> the sum, of the own ``tokens`` alone."""
-        return y if self.data.size == 1 else self.data.reduce_scatter(y)[:tokens]
+        return y if self.data.size == 1 else scattered(y, self.data)[:tokens]
 
     def sum(self, y_TD: Tensor) -> Tensor:
         """The sum over the ranks along the tensor axis."""

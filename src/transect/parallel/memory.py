@@ -15,8 +15,9 @@ from ..models.cost import weight_bytes
 from ..models.memory.serving import ServingEstimate, ServingPlan, serving
 from ..models.storage import Storage
 from ..models.streaming.plan import StreamPlan
+from ..ops.comm.lines import MOST_BYTES, lines_for, memory_bytes
 from .layout import Layout
-from .shards import Shard
+from .shards import Shard, vocabulary_share
 
 MOST_RANKS = 64
 Streams = Callable[[Mapping[str, tuple[int, ...]]], StreamPlan | None]
@@ -50,15 +51,24 @@ def stages(
         ValueError: the model cannot be cut so.
     """
     whole = weight_bytes(config, storage)
+    shared = shared_bytes(config.vocab_size, layout.tensor, plan)
     found = []
     for stage in range(layout.pipeline):
         sharing = layout.tensor * layout.data if layout.expert else 1
         shard = Shard(config, 0, layout.tensor, stage, layout.pipeline, 0, sharing)
         shapes = shard.shapes()
         share = weight_bytes(config, storage, shapes) / whole
-        own = replace(plan, weights=int(plan.weights * share), stream=streams(shapes))
+        own = replace(plan, weights=int(plan.weights * share), stream=streams(shapes), shared=shared)
         found.append(StageEstimate(shard, serving(shard.local, own, budget), own.stream))
     return found
+
+
+def shared_bytes(vocab: int, tensor: int, plan: ServingPlan) -> int:
+    """What a GPU shares with the others of its tensor group: memory for sums, and its logits."""
+    if tensor == 1 or plan.backend != "gpu":
+        return 0
+    logits = plan.max_num_seqs * vocabulary_share(vocab, tensor) * plan.element
+    return memory_bytes(lines_for(tensor, MOST_BYTES)) + logits
 
 
 def smallest_sharing(

@@ -8,7 +8,8 @@ for a checkpoint.
   (``split_loss.py``); with ``sequence`` the tokens between them are cut too (``differentiable.py``)
 * along ``pipeline`` each rank has some layers, or several runs of them (``schedule.py``, ``pipeline.py``)
 * along ``context`` each rank has some tokens of a micro-batch (``ring.py``)
-* along ``data`` whole micro-batches are shared (``replicas.py``, ``sharded.py``)
+* along ``data`` whole micro-batches are shared (``replicas.py``, ``sharded.py``), and with ``expert`` the experts of a
+  mixture too (``experts.py``)
 
 Parameters go by their names in the whole model, whatever the part.
 """
@@ -19,23 +20,26 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.load import fill
 from ..models.shapes import weight_shapes
 from ..models.stored import Stored, StoredWeights
 from .differentiable import entered, gathered, own_rows
+from .experts import meeting, spread_experts
 from .group import Group
 from .layout import Layout
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
 from .peer_copies import PeerCopies, shared_copies
+from .peer_pieces import PeerPieces, shared_pieces
 from .pipeline import Pipeline
+from .refusals import Run, refusal
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
 from .ring_pairs import own_tokens
@@ -43,6 +47,7 @@ from .schedule import Action, Name, schedule
 from .sharded import Sharded
 from .shards import Shard, vocabulary_share
 from .split_loss import split_cross_entropy
+from .spread import Spread
 from .tensor import GatheredShard, ShardedEmbedding, sharded_kinds
 
 log = logging.getLogger(__name__)
@@ -76,51 +81,21 @@ class Plan:
     device: torch.device | None = None
 
 
-def refusal(config: ModelConfig, layout: Layout, plan: Plan) -> str | None:
-    """Why such a model cannot be trained in a layout, and the nearest that works; None: it can."""
-    if layout.tensor > 1:
-        possible = [n for n in range(1, layout.tensor) if config.n_kv_heads % n == 0 and _cuts(config, n)]
-        nearest = f"set parallel.tensor to {possible[-1]}"
-        if config.moe is not None:
-            return "a model with experts is not cut between ranks for training: set parallel.tensor to 1"
-        if config.n_kv_heads % layout.tensor:
-            return f"{config.n_kv_heads} key heads cannot be cut for {layout.tensor} ranks: {nearest}"
-        if not _cuts(config, layout.tensor):
-            return (
-                f"{config.n_heads} heads and {config.ffn_dim} feed-forward units cannot be cut for {layout.tensor} "
-                f"ranks: {nearest}"
-            )
-        if config.qk_norm_whole or config.attention_sinks:
-            odd = "norms of queries over all heads" if config.qk_norm_whole else "attention sinks"
-            return f"a model with {odd} is not cut between ranks for training: set parallel.tensor to 1"
-        if plan.zero == 3:
-            return (
-                "parallel.zero = 3 cuts whole layers, and parallel.tensor has cut them already: set parallel.zero to 2"
-            )
-    if layout.context > 1 and (config.attention_softcap is not None or config.attention_sinks):
-        return "ring attention knows no caps on scores and no attention sinks: set parallel.context to 1"
-    if layout.context > 1 and config.moe is not None:
-        return "routers of a model with experts see whole micro-batches: set parallel.context to 1"
-    if layout.pipeline > 1:
-        if config.moe is not None:
-            return "a model with experts is not cut into stages for training: set parallel.pipeline to 1"
-        if layout.pipeline * plan.chunks > config.n_layers:
-            fitting = max(config.n_layers // plan.chunks, 1)
-            return (
-                f"{config.n_layers} layers cannot be cut into {layout.pipeline * plan.chunks} runs: set "
-                f"parallel.pipeline to {fitting}"
-            )
-        if plan.zero == 3:
-            return "parallel.zero = 3 gathers layers again for every micro-batch of a pipeline: set parallel.zero to 2"
-    return None
-
-
-def _cuts(config: ModelConfig, ranks: int) -> bool:
-    try:
-        config.local(ranks)
-    except ValueError:
-        return False
-    return True
+def spread_of(layout: Layout, plan: Plan) -> Spread:
+    """A layout and a plan as one."""
+    return Spread(
+        data=layout.data,
+        zero=plan.zero,
+        tensor=layout.tensor,
+        sequence=plan.sequence,
+        pipeline=layout.pipeline,
+        schedule=plan.schedule,
+        chunks=plan.chunks,
+        context=layout.context,
+        expert=layout.expert,
+        host_state=plan.host,
+        host_weights=plan.host,
+    )
 
 
 def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
@@ -132,7 +107,9 @@ def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
     """
-    reason = refusal(model.config, mesh.layout, plan)
+    stages = mesh.layout.pipeline if plan.schedule == "interleaved" else 1
+    run = Run(accumulate=mesh.layout.data * stages)  # the step itself is the caller's business
+    reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
         raise ValueError(reason)
     return Parallel(model, mesh, plan)
@@ -153,7 +130,9 @@ class Parallel:
         self._stages = layout.pipeline * plan.chunks
         self.shards = self._shards_of(mesh.rank)
         """What this rank has; several runs of layers with an interleaved schedule."""
-        self.cut = mesh.parts.size > 1
+        self.shares_experts = layout.expert
+        """Whether each rank along the data axis has some of the experts."""
+        self.cut = mesh.parts.size > 1 or self.shares_experts
         """Whether the model is cut."""
         self.spread: Replicas | Sharded | None = None
         self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
@@ -186,6 +165,7 @@ class Parallel:
             part.embed.sequence = self.plan.sequence
         part = fill(part.to_empty(device=device), shard_weights(_held(model), shard))
         part.requires_grad_(True)
+        spread_experts(part, shard, mesh)
         if mesh.tensor.size > 1:
             self._join_halves(part)
         return part
@@ -215,7 +195,14 @@ class Parallel:
         layout = self.mesh.layout
         place = layout.place(rank)
         stages = [chunk * layout.pipeline + place.pipeline for chunk in range(self.plan.chunks)]
-        return [Shard(self.whole_config, place.tensor, layout.tensor, stage, self._stages) for stage in stages]
+        experts = (place.data, layout.data) if layout.expert else (0, 1)
+        return [
+            Shard(self.whole_config, place.tensor, layout.tensor, stage, self._stages, *experts) for stage in stages
+        ]
+
+    def _own_experts(self, name: str) -> bool:
+        """Whether a parameter is of experts that no other rank has."""
+        return self.shares_experts and ".mlp.experts_" in name
 
     def _part_of(self, name: str, shards: Sequence[Shard]) -> tuple[slice, ...] | None:
         """Where in the whole parameter the part lies that is in some shards; None: nowhere."""
@@ -233,6 +220,8 @@ class Parallel:
         """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
             return False
+        if self.shares_experts:
+            return self._own_experts(name) or self.mesh.data.rank == 0
         return self.mesh.tensor.rank == 0 or not self._replicated(name)
 
     def _partial(self, name: str) -> bool:
@@ -252,6 +241,12 @@ class Parallel:
     def rows(self, tokens: int) -> int:
         """How many of the tokens of a micro-batch this rank has between layers."""
         return tokens // self.mesh.context.size // (self.mesh.tensor.size if self.plan.sequence else 1)
+
+    def meet(self, tokens: int) -> None:
+        """Before a micro-batch of so many tokens goes through a model whose experts ranks share; all call it."""
+        ranks = meeting(self.model) if self.shares_experts else None
+        if ranks is not None:
+            ranks.meet(tokens)
 
     def own_tokens(self, x_T: Tensor) -> Tensor:
         """The numbers of this rank's tokens, out of one for each token of a micro-batch."""
@@ -317,16 +312,33 @@ class Parallel:
                 device=plan.device,
                 host=plan.host,
                 folder=plan.folder,
+                copies=self._copies(group),
+                shared=partial(self._pieces, group),
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
+            alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies)
+            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone)
         return self.spread.owned
+
+    @property
+    def _may_copy(self) -> bool:
+        return self.plan.copies and self.model.device.type == "cuda" and self.mesh.replicas.size > 1
+
+    def _pieces(self, group: Group, nbytes: int) -> PeerPieces | None:
+        """Memory of sharded weights that other ranks read by copy engines, where they can. All ranks call it."""
+        if not self._may_copy:
+            return None
+        made = shared_pieces(self.mesh.world, group, nbytes)
+        if isinstance(made, PeerPieces):
+            return made
+        log.info("weights are gathered by NCCL: %s", made)
+        return None
 
     def _copies(self, group: Group) -> PeerCopies | None:
         """Sums by copy engines, where the ranks are GPUs of one host that can. All ranks call it."""
-        if not (self.plan.copies and self.model.device.type == "cuda"):
+        if not self._may_copy:
             return None
         made = shared_copies(self.mesh.world, group)
         if isinstance(made, PeerCopies):
@@ -378,7 +390,7 @@ class Parallel:
     def norm_of(self, square: Tensor) -> Tensor:
         """``norm`` of gradients whose squares add up to ``square`` on this rank."""
         square = square.reshape(1).to(self.model.device)
-        if self.spread is not None and self.plan.zero:
+        if (self.spread is not None and self.plan.zero) or self.shares_experts:
             self.mesh.replicas.all_reduce(square)
         return self.mesh.parts.all_reduce(square)[0].sqrt()
 
@@ -396,7 +408,7 @@ class Parallel:
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The optimizer's whole state (``name/kind``), as of a run on one rank, on the CPU of the first rank, nothing
         on others. All ranks call it."""
-        if self.spread is not None:
+        if self.spread is not None and not self.shares_experts:
             tensors = self.spread.whole_state(tensors)
         if not self.cut:
             return on_cpu(tensors) if self.mesh.rank == 0 else {}
@@ -418,7 +430,11 @@ class Parallel:
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of all parts, of the form of parameters and by their names, put together."""
         group = self.mesh.parts
-        if self.mesh.replicas.rank:  # the first ranks of all parts have everything between them
+        if self.shares_experts:
+            group = self.mesh.data
+            if group.rank:
+                tensors = {name: t for name, t in tensors.items() if self._own_experts(name)}
+        elif self.mesh.replicas.rank:  # the first ranks of all parts have everything between them
             return {}
         parts = gather_tensors(group, {f"{group.rank:06}/{name}": tensor for name, tensor in tensors.items()})
         found: dict[str, Tensor] = {}

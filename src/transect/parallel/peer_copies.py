@@ -80,7 +80,21 @@ class PeerCopies:
         """Begin to put the sum of all ranks' vectors ``x`` in its place; it must stay until the work is done."""
         self._begin()
         for chunk in x.split(self.part_bytes // x.itemsize * self.ranks):
-            self._sum(chunk)
+            step = ALIGN // x.itemsize
+            each = -(-chunk.numel() // (self.ranks * step)) * step
+            parts = [chunk[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
+            self._sum(parts, parts[self.rank], pull=True)
+        return self._end()
+
+    def start_scatter(self, out: Tensor, x: Tensor) -> Copied:
+        """Begin to put the own part of the sum of all ranks' vectors ``x`` ``[ranks * n]`` into ``out`` ``[n]``; both
+        must stay until the work is done."""
+        self._begin()
+        each, most = out.numel(), self.part_bytes // x.itemsize
+        for begin in range(0, each, most):
+            end = min(begin + most, each)
+            parts = [x[rank * each + begin : rank * each + end] for rank in range(self.ranks)]
+            self._sum(parts, out[begin:end], pull=False)
         return self._end()
 
     def _begin(self) -> None:
@@ -100,50 +114,51 @@ class PeerCopies:
         outbox."""
         return SIGNALS + (slot * self.ranks + source) * self.part_bytes
 
-    def _sum(self, x: Tensor) -> None:
-        """The sum of a chunk."""
-        copies, rank, push, pull = self.copies, self.rank, self._push, self._pull
+    def _sum(self, parts: Sequence[Tensor], out: Tensor, *, pull: bool) -> None:
+        """The sum of a chunk: the own part into ``out``; with ``pull`` the others into their places."""
+        copies, rank, pushing, pulling = self.copies, self.rank, self._push, self._pull
         turn, slot = divmod(self._chunks, SLOTS)
         turn, self._chunks = turn + 1, self._chunks + 1
-        step = ALIGN // x.itemsize
-        each = -(-x.numel() // (self.ranks * step)) * step
-        parts = [x[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
         for other in self._others:
-            copies.wait(self._signal(rank, FREE, slot, other), turn - 1, push)
+            copies.wait(self._signal(rank, FREE, slot, other), turn - 1, pushing)
             there = self.memory[other] + self._inbox(other, slot, rank)
             if parts[other].numel():
-                copies.copy(there, parts[other].data_ptr(), parts[other].nbytes, push)
-            copies.post(self._signal(other, ARRIVED, slot, rank), turn, push)
+                copies.copy(there, parts[other].data_ptr(), parts[other].nbytes, pushing)
+            copies.post(self._signal(other, ARRIVED, slot, rank), turn, pushing)
         for other in self._others:  # nobody reads the outbox any more, and the inbox is full
-            copies.wait(self._signal(rank, FREE, slot, other), turn - 1, pull)
-            copies.wait(self._signal(rank, ARRIVED, slot, other), turn, pull)
-        mine = parts[rank]
-        if mine.numel():
-            with copies.on(pull):
-                self._add(mine, slot)
+            copies.wait(self._signal(rank, FREE, slot, other), turn - 1, pulling)
+            copies.wait(self._signal(rank, ARRIVED, slot, other), turn, pulling)
+        if out.numel():
+            with copies.on(pulling):
+                self._add(parts[rank], out, slot, pull)
+        if not pull:
+            for other in self._others:
+                copies.post(self._signal(other, FREE, slot, rank), turn, pulling)
+            return
         for other in self._others:
-            copies.post(self._signal(other, SUMMED, slot, rank), turn, pull)
+            copies.post(self._signal(other, SUMMED, slot, rank), turn, pulling)
         for other in self._others:
-            copies.wait(self._signal(rank, SUMMED, slot, other), turn, pull)
+            copies.wait(self._signal(rank, SUMMED, slot, other), turn, pulling)
             there = self.memory[other] + self._inbox(other, slot, other)
             if parts[other].numel():
-                copies.copy(parts[other].data_ptr(), there, parts[other].nbytes, pull)
-            copies.post(self._signal(other, FREE, slot, rank), turn, pull)
+                copies.copy(parts[other].data_ptr(), there, parts[other].nbytes, pulling)
+            copies.post(self._signal(other, FREE, slot, rank), turn, pulling)
 
-    def _add(self, mine: Tensor, slot: int) -> None:
-        """The own part and the inbox, into the own part and the outbox."""
+    def _add(self, mine: Tensor, out: Tensor, slot: int, outbox: bool) -> None:
+        """The own part and the inbox, into ``out`` and the outbox."""
         boxes = []
         for source in range(self.ranks):
             begin = self._inbox(self.rank, slot, source)
             boxes.append(self._own[begin : begin + mine.nbytes].view(mine.dtype))
         if self.ranks == 2:
-            torch.add(boxes[1 - self.rank] if self.rank else mine, mine if self.rank else boxes[1], out=mine)
+            torch.add(boxes[1 - self.rank] if self.rank else mine, mine if self.rank else boxes[1], out=out)
         else:
             total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
             for source, box in enumerate(boxes):
                 total += mine if source == self.rank else box
-            mine.copy_(total)
-        boxes[self.rank].copy_(mine)
+            out.copy_(total)
+        if outbox:
+            boxes[self.rank].copy_(out)
 
 
 def part_bytes(ranks: int, chunk_bytes: int) -> int:

@@ -15,13 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ops.comm.all_reduce import MOST_RANKS, Peers, lines_for, memory_bytes
+from ..ops.comm.all_reduce import MOST_RANKS, Peers
+from ..ops.comm.lines import MOST_BYTES, lines_for, memory_bytes
 from .group import Group
 from .shared_memory import shared_memory
 from .world import World
 
-MOST_BYTES = 8 << 20
-"""The largest sum that the kernels are asked for."""
 TIMED = tuple(8 << 10 + 2 * power for power in range(6))
 """Bytes of the sums that are timed: 8 KiB to 8 MiB."""
 REPEATS, REPLAYS = 20, 5
@@ -44,6 +43,7 @@ class PeerSums:
         most_bytes: of a sum that our kernels are quicker with.
         times: what was measured.
         dependent_launch: sums begin while the kernel before still runs.
+        pushes: products of few rows give their results to the other ranks themselves.
         exact: every sum has the same bits whatever else is in the batch. Then norms are apart, and with more than two
             ranks (of two, NCCL adds in the same way) all sums go through our kernels, large ones in pieces.
     """
@@ -56,13 +56,16 @@ class PeerSums:
         *,
         dependent_launch: bool = False,
         exact: bool = False,
+        pushes: bool = False,
     ) -> None:
         self.peers, self.times, self.dependent_launch, self.exact = peers, tuple(times), dependent_launch, exact
+        self.pushes = pushes
         self.most_bytes = MOST_BYTES if exact and peers.ranks > 2 else most_bytes
 
-    def used(self, *, dependent_launch: bool, exact: bool) -> PeerSums:
+    def used(self, *, dependent_launch: bool, exact: bool, pushes: bool = False) -> PeerSums:
         """The same memory, for an engine of this kind."""
-        return PeerSums(self.peers, self.most_bytes, self.times, dependent_launch=dependent_launch, exact=exact)
+        how = {"dependent_launch": dependent_launch, "exact": exact, "pushes": pushes}
+        return PeerSums(self.peers, self.most_bytes, self.times, **how)
 
     def takes(self, x: Tensor, norm: bool = False) -> bool:
         """Whether our kernels sum ``x``."""
@@ -78,15 +81,20 @@ class PeerSums:
         least = 16 * self.peers.ranks
         return MOST_BYTES // least * least // x.itemsize
 
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over the ranks, in the place of ``x``."""
+    def sum(self, x: Tensor, pushed: bool = False) -> Tensor:
+        """The sum over the ranks, in the place of ``x``. ``pushed``: the product before has given it to the others."""
+        if pushed:
+            return self.peers.sum(x, x, dependent_launch=self.dependent_launch, pushed=True)
         for piece in x.view(-1).split(self._piece(x)) if x.nbytes > MOST_BYTES else (x,):
             self.peers.sum(piece, piece, dependent_launch=self.dependent_launch)
         return x
 
-    def add_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, pushed: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """(norm, residual + sum); see ``Peers.add_norm``."""
-        return self.peers.add_norm(x, residual, weight, eps, dependent_launch=self.dependent_launch)
+        how = {"dependent_launch": self.dependent_launch, **({"pushed": True} if pushed else {})}
+        return self.peers.add_norm(x, residual, weight, eps, **how)  # type: ignore[arg-type]
 
     def stop(self) -> None:
         """Have kernels that wait for a rank which is gone end; nothing can be summed any more."""

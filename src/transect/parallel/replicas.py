@@ -14,7 +14,7 @@ there, while the backward pass goes on. ``sharded.py`` has ``zero`` 3.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +28,7 @@ from .peer_copies import PeerCopies
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together: large enough for the links, small enough to start early."""
-COPIED_BUCKET_BYTES = 128 * 2**20
+COPIED_BUCKET_BYTES = 64 * 2**20
 """The same by copy engines, which take a little of the host's time for each."""
 
 
@@ -43,6 +43,7 @@ class Replicas:
         sizes: numbers of each parameter to hand them out by, where ranks of other groups have other parts of the same
             parameters and must hand them out alike; None: their own.
         copies: what sums, with ``zero`` 0 and 1; None: torch's collectives.
+        alone: parameters that no other rank has: their gradients are added up over micro-batches alone.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Replicas:
         reduce_dtype: torch.dtype = torch.float32,
         sizes: Mapping[str, int] | None = None,
         copies: PeerCopies | None = None,
+        alone: Collection[str] = (),
     ) -> None:
-        self.copies = copies
+        self.copies, self.alone = copies, frozenset(alone)
         self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
         self.parameters = dict(parameters)
         own = {name: parameter.numel() for name, parameter in self.parameters.items()}
@@ -62,7 +64,11 @@ class Replicas:
         self.owner = owners(sizes, group.size) if zero else dict.fromkeys(self.parameters, group.rank)
         self._sums: dict[str, Tensor] = {}
         size = BUCKET_BYTES if copies is None else COPIED_BUCKET_BYTES
-        self._buckets = _buckets(self.parameters, self.owner, zero == 2, size)
+        shared = {name: parameter for name, parameter in self.parameters.items() if name not in self.alone}
+        self._buckets = _buckets(shared, self.owner, zero == 2, size)
+        self._summed = len(self._buckets)
+        """Buckets that ranks sum; the others, which come last, are of parameters that no other rank has."""
+        self._buckets += [[name] for name in self.parameters if name in self.alone]
         self._bucket_of = {name: number for number, bucket in enumerate(self._buckets) for name in bucket}
         self._missing: list[int] | None = None
         """While the last micro-batch runs: gradients that each bucket waits for."""
@@ -187,38 +193,48 @@ class Replicas:
     def _send(self, end: int) -> None:
         """Start the sums of all buckets before ``end``."""
         for bucket in self._buckets[len(self._sent) : end]:
-            first = self.parameters[bucket[0]]
-            numbers = sum(self.parameters[name].numel() for name in bucket)
-            flat = torch.empty(numbers, dtype=self.reduce_dtype, device=first.device)
-            at = 0
-            for name in bucket:
-                parameter = self.parameters[name]
-                part = flat[at : at + parameter.numel()]
-                at += parameter.numel()
-                gradient, sums = parameter.grad, self._sums.pop(name, None)  # from here on the bucket has them
-                if sums is not None:
-                    gradient = sums if gradient is None else sums.add_(gradient)
-                if gradient is None:
-                    part.zero_()
-                else:
-                    part.copy_(gradient.reshape(-1))
-                    self._given.add(name)
-                parameter.grad = None
-            if self.zero == 2:
+            flat = self._filled(bucket)
+            work: Any = None
+            if bucket[0] in self.alone:
+                pass
+            elif self.zero == 2:
                 target = self.group.ranks[self.owner[bucket[0]]]
-                work: Any = dist.reduce(flat, target, group=self.group.group, async_op=True)
+                work = dist.reduce(flat, target, group=self.group.group, async_op=True)
                 for sent in self._sent[-2:-1]:
                     self._received(sent)
-            elif self.copies is not None and len(self._sent) + 1 < len(self._buckets):
+            elif self.copies is not None and len(self._sent) + 1 < self._summed:
                 # The last bucket has no work beside it that could want the multiprocessors, and NCCL is quicker alone.
                 work = self.copies.start_all_reduce(flat)
             else:
                 work = dist.all_reduce(flat, group=self.group.group, async_op=True)
             self._sent.append(_Sent(bucket, flat, work))
 
+    def _filled(self, bucket: Sequence[str]) -> Tensor:
+        """The gradients of a bucket one behind the other, from here on the bucket's. One alone stays where it is."""
+        found: list[Tensor | None] = []
+        for name in bucket:
+            parameter = self.parameters[name]
+            gradient, sums = parameter.grad, self._sums.pop(name, None)
+            if sums is not None:
+                gradient = sums if gradient is None else sums.add_(gradient)
+            parameter.grad = None
+            found.append(gradient)
+            if gradient is not None:
+                self._given.add(name)
+        alone = found[0]
+        if len(bucket) == 1 and alone is not None and alone.dtype == self.reduce_dtype and alone.is_contiguous():
+            return alone.view(-1)
+        sizes = [self.parameters[name].numel() for name in bucket]
+        device = self.parameters[bucket[0]].device
+        flat = torch.empty(sum(sizes), dtype=self.reduce_dtype, device=device)
+        for part, gradient in zip(flat.split(sizes), found, strict=True):
+            part.zero_() if gradient is None else part.copy_(gradient.reshape(-1))
+        return flat
+
     def _received(self, sent: _Sent) -> Tensor | None:
         """A bucket when its sum is there; what another rank updates is given back, and None."""
-        sent.work.wait()
+        if sent.work is not None:
+            sent.work.wait()
         if self.zero == 2 and self.owner[sent.names[0]] != self.group.rank:
             sent.flat = None
         return sent.flat
@@ -236,18 +252,25 @@ def _buckets(
     parameters: Mapping[str, nn.Parameter], owner: Mapping[str, int], by_owner: bool, bucket_bytes: int = BUCKET_BYTES
 ) -> list[list[str]]:
     """Names that travel together, in the order in which a backward pass is done with them: from the last to the
-    first. With ``by_owner`` each bucket has one owner."""
+    first. With ``by_owner`` each bucket has one owner. A parameter that fills a bucket has one to itself."""
     buckets: list[list[str]] = []
     open_: dict[int, tuple[list[str], int]] = {}
     for name in reversed(list(parameters)):
+        own = parameters[name].numel() * 4
+        if own >= bucket_bytes:
+            buckets.append([name])
+            continue
         who = owner[name] if by_owner else 0
-        names, size = open_.get(who, ([], 0))
-        if not names:
-            buckets.append(names)
+        names, size = open_.pop(who, ([], 0))
         names.append(name)
-        size += parameters[name].numel() * 4
-        open_[who] = ([], 0) if size >= bucket_bytes else (names, size)
-    return buckets
+        if size + own >= bucket_bytes:
+            buckets.append(names)
+        else:
+            open_[who] = names, size + own
+    rest = [names for names, _ in open_.values()]
+    if buckets and buckets[-1] == [next(iter(parameters))]:  # it is the last to be there
+        return [*buckets[:-1], *rest, buckets[-1]]
+    return buckets + rest
 
 
 def square_of(gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:

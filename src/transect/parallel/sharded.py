@@ -35,6 +35,8 @@ from ..models.weights.weight import Weight
 from .group import Group
 from .offload.pieces import FilePieces, FileUpload, HostPieces, Pieces
 from .part_names import part_name
+from .peer_copies import PeerCopies
+from .peer_pieces import PeerPieces, room
 from .replicas import gather_tensors
 
 Sink = Callable[[str, Tensor], None]
@@ -60,7 +62,10 @@ class Unit:
         device: torch.device,
         pieces: Pieces | None = None,
         number: int = 0,
+        peers: PeerPieces | None = None,
     ) -> None:
+        self.peers, self._at = peers, 0
+        """Memory of the piece that others read; None: it is sent to them. Where the piece is there."""
         self.group, self.reduce_dtype, self.number = group, reduce_dtype, number
         self.parameters = dict(parameters)
         first = next(iter(self.parameters.values()))
@@ -78,10 +83,14 @@ class Unit:
             at += parameter.numel()
         low = group.rank * self.each
         self.piece = self._whole[low : low + self.each].clone()
+        self.copies: PeerCopies | None = None
+        """What sums gradients; None: torch's collectives do."""
         self._home = pieces
         """Where the piece is, if not on the device."""
         self._link: torch.cuda.Stream | None = None
         """On which it comes from there."""
+        if peers is not None:
+            self.piece, self._at = peers.keep(self.piece)
         if pieces is not None:
             self.piece = pieces.keep(number, self.piece)
             self._link = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -112,6 +121,9 @@ class Unit:
             return
         self._begun = True
         self._whole.untyped_storage().resize_(self._whole.numel() * self._whole.element_size())
+        if self.peers is not None:
+            self._coming = self.peers.start_gather(self._whole, self._at)
+            return
         if self._home is None:
             self._coming = self.group.start_gather(self._whole, self.piece)
             return
@@ -130,6 +142,11 @@ class Unit:
         self.prefetch()
         self._arrive()
         self.whole = True
+
+    @property
+    def memory(self) -> int:
+        """Where the whole is, while it is there."""
+        return self._whole.untyped_storage().data_ptr()
 
     def release(self) -> None:
         """Give back the memory of the whole."""
@@ -168,7 +185,8 @@ class Unit:
                 parameter.grad = None
             flat[at:] = 0
         own = flat.new_empty(self.each)
-        self._going = self.group.start_scatter(own, flat), own, flat
+        start = self.group.start_scatter if self.copies is None else self.copies.start_scatter
+        self._going = start(own, flat), own, flat
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -216,6 +234,8 @@ class Sharded:
         device: that computes; the model may be in host memory until then.
         host: the pieces are in host memory. Each rank reads its own over its own link before all are gathered.
         folder: for a file that they are in, in place of host memory.
+        copies: sums gradients by copy engines; None: torch's collectives do.
+        shared: makes memory of so many bytes that other ranks read pieces from; None: they are sent.
 
     Raises:
         ValueError: a parameter is frozen, or there is not so much host memory.
@@ -233,6 +253,8 @@ class Sharded:
         device: torch.device | None = None,
         host: bool = False,
         folder: str = "",
+        copies: PeerCopies | None = None,
+        shared: Callable[[int], PeerPieces | None] | None = None,
     ) -> None:
         frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         if frozen:
@@ -252,15 +274,27 @@ class Sharded:
             self.pieces = FilePieces(folder, sizes, device)
         elif host:
             self.pieces = HostPieces(device)
+        element = model.norm.weight.element_size()
+        nbytes = sum(room(piece_size(each, group) * element) for each in (*inside, outside))
+        self.peers = None if shared is None or host else shared(nbytes)
         units = [
-            Unit(group, parameters, reduce_dtype, device, self.pieces, number)
+            Unit(group, parameters, reduce_dtype, device, self.pieces, number, self.peers)
             for number, parameters in enumerate([*inside, outside])
         ]
         self.layers, self.root = units[:-1], units[-1]
+        for unit in units:
+            unit.copies = copies
+        if self.peers is not None:
+            self.peers.stepped()  # when all pieces are there, others may read them
         model.to(device)  # what is no parameter
         self._summing: Unit | None = None
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the device for pieces that other ranks read, beside what torch's allocator counts."""
+        return 0 if self.peers is None else self.peers.nbytes
 
     @property
     def units(self) -> list[Unit]:
@@ -329,6 +363,10 @@ class Sharded:
             if isinstance(module, Weight):
                 module.unjoin()  # they have moved
         yield
+        memory = self.layers[number].memory
+        moved = [n for n, p in self.layers[number].parameters.items() if p.untyped_storage().data_ptr() != memory]
+        if moved:
+            raise RuntimeError(f"{moved[0]} was moved out of the memory in which it is gathered")
         self.layers[number].release()
 
     def begin(self, number: int, backward: bool) -> None:
@@ -388,7 +426,9 @@ class Sharded:
             parameter.grad = None
 
     def share(self) -> None:
-        """After a step: nothing, the pieces are gathered when they are needed."""
+        """After a step: say so; the pieces are gathered when they are needed."""
+        if self.peers is not None:
+            self.peers.stepped()
 
     @torch.no_grad()
     def state(self) -> dict[str, Tensor]:

@@ -30,9 +30,12 @@ from ..models.staging import Staging
 from ..models.storage import Layout, WeightFormat
 from ..models.weights.dense import Dense
 from ..models.weights.weight import Kinds, Product, TrainingPart, Ungathered, Unsummed, Values, Weight, WeightKind
+from ..ops.comm.all_reduce import MOST_NORM_BYTES
+from ..ops.linear.few_rows.pushed import MOST_ROWS as PUSHED_ROWS
 from ..ops.opset import OpSet
 from .differentiable import scattered, summed
 from .group import Group
+from .peer_sums import PeerSums
 from .shards import Shard, vocabulary_share
 
 
@@ -118,12 +121,37 @@ class SummedShard(ShardKind):
         sums = self.group.sums
         if sums is None or sums.exact or self.bias is not None:
             return None
-        found = sums
+        ended = _Ended(self.inner, self.group, sums)
+        return Unsummed(ended.product, ended.sum, ended.add_norm)
 
-        def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
-            return found.add_norm(x, residual, weight, eps) if found.takes(x, norm=True) else None
 
-        return Unsummed(self.inner.product(), self.group.all_reduce, add_norm)
+class _Ended:
+    """A product and the sum behind it. Where the product's kernel gives its result to the other ranks, the sum that
+    comes next is of that result, and does not give it again."""
+
+    def __init__(self, inner: Weight, group: Group, sums: PeerSums) -> None:
+        self._product, self._group, self._sums = inner.product(), group, sums
+        row = 2 * inner.out_features  # in bfloat16
+        pushes = sums.pushes and row <= MOST_NORM_BYTES and PUSHED_ROWS * row <= sums.most_bytes
+        self._pushed = inner.pushed_product(sums.peers.push) if pushes else None
+        self._given: Tensor | None = None
+
+    def product(self, x: Tensor) -> Tensor:
+        """This rank's part."""
+        self._given = None if self._pushed is None else self._pushed(x)
+        return self._product(x) if self._given is None else self._given
+
+    def sum(self, y: Tensor) -> Tensor:
+        """The sum alone."""
+        given, self._given = self._given, None
+        return self._sums.sum(y, pushed=True) if y is given else self._group.all_reduce(y)
+
+    def add_norm(self, y: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor] | None:
+        """See ``Unsummed``."""
+        given, self._given = self._given, None
+        if y is given:
+            return self._sums.add_norm(y, residual, weight, eps, pushed=True)
+        return self._sums.add_norm(y, residual, weight, eps) if self._sums.takes(y, norm=True) else None
 
 
 class GatheredShard(ShardKind):

@@ -13,13 +13,18 @@ from ..models.config import ModelConfig
 from ..models.memory.fit import PLANS
 from ..models.memory.terms import Estimate, gib
 from ..models.memory.training_plan import TrainingPlan
-from ..parallel.training_memory import Spread, estimator, for_rank
+from ..parallel.refusals import Run, reasons
+from ..parallel.schedule import Name
+from ..parallel.spread import Spread
+from ..parallel.training_memory import estimator, for_rank
 from .machine import Machine
 from .step import StepTime, predict
 
 MOST_GPUS = 4096
 SEQUENCES = (1, 2, 4, 8, 16)
 """Sequences of a micro-batch that are tried."""
+SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("gpipe", 1), *(("interleaved", n) for n in (2, 4, 8)))
+"""How micro-batches pass through stages, and the runs of layers of each."""
 AXES = ("data", "tensor", "pipeline", "context")
 
 
@@ -114,12 +119,11 @@ def spreads(gpus: int, machine: Machine, *, axes: Iterable[str] = AXES, host_sta
                 if data > 1 and "data" not in axes:
                     continue
                 for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                    if zero == 3 and (pipeline > 1 or tensor > 1):  # layers are gathered, or cut, not both
-                        continue
-                    yield Spread(
-                        data=data, zero=zero, tensor=tensor, pipeline=pipeline, context=context,
-                        sequence=tensor > 1, reduce=2, host_state=host_state,
-                    )  # fmt: skip
+                    for schedule, chunks in SCHEDULES if pipeline > 1 else SCHEDULES[:1]:
+                        yield Spread(
+                            data=data, zero=zero, tensor=tensor, pipeline=pipeline, context=context, schedule=schedule,
+                            chunks=chunks, sequence=tensor > 1, reduce=2, host_state=host_state,
+                        )  # fmt: skip
 
 
 def rank(
@@ -152,6 +156,10 @@ def rank(
     fitting, others, refused = [], [], []
     for spread in spreads(gpus, machine, axes=axes, host_state=host_state):
         account = estimator(spread)
+        why = next(reasons(replace(Run.of(plan), accumulate=spread.data * spread.pipeline), spread, config), None)
+        if why is not None:
+            refused.append((spread, why.why))
+            continue
         best: Candidate | None = None
         least: Candidate | None = None
         reason = f"a step of {tokens} tokens has no sequence for each of {spread.data} data ranks"

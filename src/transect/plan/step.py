@@ -8,9 +8,8 @@ does besides is the same for every layout: it steps the optimizer over what it o
 Data ranks sum gradients while the backward pass runs; what comes last, the embedding's bucket, has nothing beside it.
 ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each layer beside the one before, twice in a micro-batch.
 Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention, and wait for their
-gradients; their attention is counted like that of one rank, and torch's products in float32 (``parallel/ring.py``) are
-slower. A pipeline of p stages waits p - 1 micro-batches, v times fewer where each rank has v runs of layers
-(Narayanan et al. 2021, arXiv:2104.04473).
+gradients; their attention is counted like that of one rank. The slowest stage of a pipeline waits for one micro-batch
+of each other stage, v times less where each rank has v runs of layers (Narayanan et al. 2021, arXiv:2104.04473).
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ from ..models.memory.part import Part
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
 from ..models.shapes import linear_shapes
 from ..models.storage import Storage
-from ..parallel.training_memory import Spread, check, for_rank, part_of
+from ..parallel.spread import Spread
+from ..parallel.training_memory import check, for_rank, part_of
 from .collectives import Axis, Traffic, beside
 from .machine import Machine
 
@@ -112,13 +112,14 @@ def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Ma
     traffic += ends * micro
     owned = _owned(part, plan)
     optimizer, host = _optimizer(part, plan, spread, machine, owned)
-    waits = spread.pipeline - 1
+    # The slowest stage waits while the first micro-batch comes to it, and the last one goes back from it.
+    others = sum(each.forward + each.backward + each.again for i, each in enumerate(passes) if i != slow)
     return StepTime(
         compute=micro * (one.forward + one.backward),
         recompute=micro * one.again,
         gradients=_gradients(part, plan, machine, micro, owned),
         communication=traffic.exposed,
-        bubble=waits * (one.forward + one.backward + one.again) / spread.chunks,
+        bubble=others / spread.chunks,
         optimizer=optimizer,
         host=host,
         hidden=traffic.hidden,

@@ -25,18 +25,18 @@ from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, Plan, parallelize
 from ..parallel.pipeline import Pipeline
 from ..parallel.pulse import Pulse, default_store
+from ..parallel.refusals import Run, refusal
 from ..parallel.replicas import Replicas
-from ..parallel.schedule import schedule
 from ..parallel.sharded import Sharded
+from ..parallel.spread import Spread
 from ..parallel.world import World
 from .batches import Batch
 from .config import TrainConfig
-from .layer_drop import check as check_layers
+from .config.parallel import ParallelConfig
 from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
 from .optim import Offload, OneBitAdam, Optimizer
 
-ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -113,7 +113,7 @@ class Crew:
             schedule=parallel.schedule,
             chunks=parallel.runs,
             host=parallel.offload == "all",
-            copies=parallel.sums == "auto",
+            copies=parallel.sums == "auto" and parallel.offload == "none",
             folder=self._folder,
             device=trainable.device,
         )
@@ -266,7 +266,8 @@ class Crew:
         place, size = self.mesh.place.data, self.mesh.layout.data
         check_shares(len(batches), size)
         todo = list(enumerate(batches))[place::size]
-        if isinstance(spread, Sharded):  # every rank runs as many, also one whose share has no labels
+        together = self.parallel is not None and self.parallel.shares_experts
+        if isinstance(spread, Sharded) or together:  # every rank runs as many, also one whose share has no labels
             some = next(batch for batch in batches if batch.num_labels)
             todo = [(index, batch if batch.num_labels else some) for index, batch in todo]
         else:
@@ -336,79 +337,48 @@ class Crew:
 
 
 def check(config: TrainConfig) -> None:
-    """See that a run can be spread as it asks.
+    """See that a run can be spread as it asks, as far as that can be said without its model.
 
     Raises:
-        ValueError: it cannot; the message names the nearest way that works.
+        ValueError: it cannot; the message names the nearest way that works (``parallel/refusals.py``).
     """
-    check_layers(config)
-    parallel = config.parallel
-    if parallel.offload != "none":
+    if config.parallel.offload != "none":
         _check_offload(config)
-    if config.optimizer.name in ONE_BIT:
-        _check_signs(config)
     if config.optimizer.name == "zero_one_adam" and config.precision == "bfloat16":
         raise ValueError(
             'optimizer.name = "zero_one_adam" takes local steps, which weights in bfloat16 alone would round away: set '
             'precision to "mixed"'
         )
-    if parallel.layout.size == 1:
-        return
-    check_shares(config.accumulate, parallel.data)
-    if config.objective == "grpo":
-        raise ValueError('objective = "grpo" draws its answers on one device: leave out the sizes under parallel')
-    if parallel.tensor > 1:
-        _check_cut(config, f"parallel.tensor = {parallel.tensor}", "parallel.tensor")
-    if parallel.context > 1 and config.objective != "next_token":
-        raise ValueError(
-            f'parallel.context = {parallel.context} is for objective = "next_token", not {config.objective!r}: set '
-            "parallel.context to 1, and parallel.data to the number of ranks"
-        )
-    if parallel.context > 1 and config.samples.prompts:
-        raise ValueError("samples are drawn by one rank, and parallel.context shares tokens: set it to 1")
-    if parallel.pipeline > 1:
-        _check_cut(config, f"parallel.pipeline = {parallel.pipeline}", "parallel.pipeline")
-        schedule(parallel.schedule, parallel.pipeline, config.accumulate // parallel.data, parallel.runs)
-    if parallel.zero == 3 and config.task in ("lora", "qlora"):
-        raise ValueError("parallel.zero = 3 is for runs that train all weights: set parallel.zero to 2 for adapters")
-    if parallel.zero == 3 and config.samples.prompts:
-        raise ValueError("samples are drawn from a whole model, and parallel.zero = 3 cuts it: set parallel.zero to 2")
-    if parallel.zero == 3 and config.optimizer.name != "adamw":
-        raise ValueError(
-            f'parallel.zero = 3 updates pieces of matrices, which optimizer.name = "{config.optimizer.name}" cannot: '
-            'set parallel.zero to 2, or optimizer.name to "adamw"'
-        )
+    run = Run(
+        adapted=config.task in ("lora", "qlora"),
+        objective=config.objective,
+        optimizer=config.optimizer.name,
+        accumulate=config.accumulate,
+        samples=bool(config.samples.prompts),
+        keeps_layers=config.layer_keep == 1.0,
+    )
+    reason = refusal(run, asked(config.parallel))
+    if reason is not None:
+        raise ValueError(reason)
 
 
-def _check_signs(config: TrainConfig) -> None:
-    """See that an optimizer whose ranks exchange signs has what it needs."""
-    name, zero = config.optimizer.name, config.parallel.zero
-    if zero > 1:
-        raise ValueError(
-            f'optimizer.name = "{name}" needs the whole gradient on every rank, and parallel.zero = {zero} cuts it: '
-            "set parallel.zero to 1"
-        )
-    if name == "zero_one_adam" and zero:
-        raise ValueError(
-            'optimizer.name = "zero_one_adam" steps on every rank by itself, and parallel.zero = 1 cuts its state: set '
-            'parallel.zero to 0, or optimizer.name to "onebit_adam"'
-        )
-
-
-def _check_cut(config: TrainConfig, what: str, key: str) -> None:
-    """See that a run is one whose model can be cut; ``what`` cuts it, and ``key`` set to 1 would not."""
-    instead = f"set {key} to 1, and parallel.data to the number of ranks"
-    if config.task in ("lora", "qlora"):
-        raise ValueError(f"{what} is for runs that train all weights, and adapters stand beside whole ones: {instead}")
-    if config.objective != "next_token":
-        raise ValueError(f'{what} is for objective = "next_token", not {config.objective!r}: {instead}')
-    if config.optimizer.name != "adamw":
-        raise ValueError(
-            f'{what} updates parts of matrices, which optimizer.name = "{config.optimizer.name}" cannot: {instead}, '
-            'or optimizer.name to "adamw"'
-        )
-    if config.samples.prompts:
-        raise ValueError(f"samples are drawn from a whole model, and {what} cuts it: {instead}")
+def asked(parallel: ParallelConfig) -> Spread:
+    """How a configuration spreads a run, wherever what is offloaded then is."""
+    streams = parallel.offload == "all"
+    return Spread(
+        data=parallel.data,
+        zero=3 if parallel.sharded else parallel.zero,
+        tensor=parallel.tensor,
+        sequence=parallel.sequence,
+        pipeline=parallel.pipeline,
+        schedule=parallel.schedule,
+        chunks=parallel.runs,
+        context=parallel.context,
+        expert=parallel.expert > 1,
+        reduce=4 if parallel.reduce == "float32" else 2,
+        host_state=parallel.offload != "none",
+        host_weights=streams,
+    )
 
 
 def _check_offload(config: TrainConfig) -> None:

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder, Stack
-from .config import TrainConfig
 
 GAMMA = 100.0
 
@@ -66,19 +65,3 @@ def dropping(model: Decoder, seed: int, keep: float, place: Callable[[], tuple[i
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
     return run
-
-
-def check(config: TrainConfig) -> None:
-    """See that a run can drop layers.
-
-    Raises:
-        ValueError: it cannot; the message says what to change.
-    """
-    if config.layer_keep == 1.0:
-        return
-    parallel = config.parallel
-    if parallel.sharded or parallel.pipeline > 1:
-        raise ValueError(
-            'layer_keep leaves layers out, and parallel.zero = 3, parallel.pipeline and parallel.offload = "all" run '
-            'each in its turn: set parallel.zero to 2, the others to 1 and "none", or layer_keep to 1'
-        )

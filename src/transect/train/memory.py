@@ -16,9 +16,11 @@ from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training_plan import TrainingPlan
 from ..models.shapes import weight_shapes
-from ..parallel.training_memory import Spread, estimator
+from ..parallel.spread import Spread
+from ..parallel.training_memory import estimator
 from .config import TrainConfig
 from .config.adapters import MATRICES, TABLES
+from .crew import asked
 from .lora import matrices, saved_weights, selected, settled
 from .merged_layers import refusal as refusal_to_merge
 from .model import teacher_of
@@ -81,21 +83,9 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
     """How a configuration spreads a run. On a CPU, offloaded states are in its own memory, or on a disk."""
     parallel = config.parallel
     elsewhere = parallel.offload != "none" and (device.type == "cuda" or bool(parallel.offload_path))
-    away = elsewhere and parallel.offload == "all"
-    reduce = 4 if parallel.reduce == "float32" else 2
-    return Spread(
-        data=parallel.data,
-        zero=3 if away else parallel.zero,
-        tensor=parallel.tensor,
-        sequence=parallel.sequence,
-        pipeline=parallel.pipeline,
-        schedule=parallel.schedule,
-        chunks=parallel.runs,
-        context=parallel.context,
-        reduce=reduce,
-        host_state=elsewhere,
-        host_weights=away,
-    )
+    streams = elsewhere and parallel.offload == "all"
+    level = 3 if streams else parallel.zero
+    return replace(asked(parallel), zero=level, host_state=elsewhere, host_weights=streams)
 
 
 def _numbers(model: ModelConfig) -> int:

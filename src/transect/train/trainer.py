@@ -172,7 +172,7 @@ class Trainer:
         self.memory = fit(begun, source.config, device_of(config.device))
         self.trainable: Trainable = self.crew.cut(build(begun, self.told.append))
         self.model, self.device = self.trainable.model, self.trainable.device
-        sharded = config.parallel.zero == 3
+        sharded = config.parallel.sharded
         for part in self.crew.parts(self.model):
             part.stack = stack_of(part, self.memory.checkpointing, config.merged and not sharded, self.memory.whole)
         if config.layer_keep < 1:

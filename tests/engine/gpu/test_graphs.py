@@ -1,11 +1,17 @@
 """Captures of CUDA graphs: what must not happen in their midst."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
+from gpu_engine import TINY
 
 from transect.engine.gpu.graphs import GraphCache, without_collector
+from transect.engine.gpu.runner import GPURunner
+from transect.engine.gpu.step_inputs import StepLayout
+from transect.models.decoder import Decoder
+from transect.ops.opset import resolve_ops
 
 
 class Cycle:
@@ -26,6 +32,50 @@ def test_the_collector_is_off_within_and_as_before_afterwards():
     with pytest.raises(KeyError), without_collector():
         raise KeyError
     assert gc.isenabled()
+
+
+class Refusing(GraphCache):
+    """No graph can be captured."""
+
+    tried = 0
+
+    def _capture(self, key, work):
+        self.tried += 1
+        raise RuntimeError("no memory")
+
+
+def test_work_that_cannot_be_captured_goes_on_without_a_graph(caplog):
+    graphs = Refusing(stream=None)
+    assert [graphs.run("decode", lambda: 5) for _ in range(3)] == [5, 5, 5] and graphs.tried == 1
+    assert [graphs.run_rare("chunks", lambda: 6) for _ in range(4)] == [6, 6, 6, 6] and graphs.tried == 2
+    assert caplog.text.count("could not be captured, and its steps run kernel by kernel: no memory") == 2
+    with pytest.raises(RuntimeError, match="no memory"):
+        graphs.prepare("at the start", lambda: 7)
+
+
+@pytest.mark.parametrize(("own", "anyone"), [(False, False), (True, True), (False, True)])
+def test_all_ranks_run_a_step_again_where_one_could_not_capture_it(own, anyone):
+    model = Decoder(TINY, "cpu", torch.float32, ops=resolve_ops("cpu")).requires_grad_(False)
+    caches = model.new_kv_cache(5, 16, torch.float32)
+    said, steps, prepared = [], [], []
+    runner = GPURunner(
+        model, *caches, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64,
+        anyone=lambda failed: said.append(failed) or anyone,
+    )  # fmt: skip
+
+    def prepare(key, work):
+        prepared.append(key)
+        if own and len(prepared) == 1:
+            raise RuntimeError("a kernel was not loaded")
+
+    runner.graphs = SimpleNamespace(prepare=prepare)
+    runner._run_padding = lambda *_, **how: steps.append(how["eager"])
+    runner._warm(StepLayout(2, 2, 2, 1), run=False)
+    assert said == [own] and steps == [True] * anyone and len(prepared) == 1 + anyone
+    prepared.clear()
+    if anyone:
+        with pytest.raises(RuntimeError, match="not loaded" if own else "another rank"):
+            runner._warm(StepLayout(2, 2, 2, 1), run=True)
 
 
 @pytest.mark.gpu

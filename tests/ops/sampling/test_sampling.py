@@ -21,7 +21,7 @@ pytestmark = [
 ]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 DRAWS = 60 if INTERPRETED else 20_000
-MANY = 25 if INTERPRETED else 300
+MANY = 12 if INTERPRETED else 300
 torch.set_num_threads(1)
 
 WIDE = (
@@ -79,7 +79,7 @@ VOCABS, SCALES = (1, 2, 127, 128, 129, 777, 4099), (0.01, 3.0, 40.0)
 
 @pytest.mark.parametrize(
     ("vocab", "scale"),
-    quick_first(itertools.product(VOCABS, SCALES), list(zip(VOCABS, itertools.cycle(SCALES), strict=False))),
+    quick_first(itertools.product(VOCABS, SCALES), [(1, 0.01), (2, 3.0), (128, 0.01), (129, 40.0), (4099, 3.0)]),
 )
 def test_draws_are_those_of_the_engine(vocab: int, scale: float) -> None:
     made = sampling.inputs(normal(len(WIDE), vocab, seed=vocab, scale=scale), WIDE, seed=vocab)

@@ -131,14 +131,14 @@ def device_sampler(device: torch.device) -> DeviceSampler:
         rows = len(logits_RV)
         token, finite, raw_finite = (field[:rows] for field in drawn)
         final_RV = logits_RV
-        if adjusts or masks is not None:
+        if adjusts:
             torch.lt(logits_RV.amax(-1).abs_(), torch.inf, out=raw_finite)  # false for NaN; two small kernels, not six
         if adjusts:
             penalties = (fields.repetition, fields.frequency, fields.presence)
             final_RV = adjust(logits_RV, state.counts, state.bias, fields.state, *penalties)
         if masks is not None:
             final_RV = logits_RV.clone() if final_RV is logits_RV and wants_logprobs else final_RV
-            mask(final_RV, masks, fields.mask)
+            mask(final_RV, masks, fields.mask, None if adjusts else raw_finite)
         parameters = (fields.temperature, fields.top_k, fields.top_p, fields.min_p)
         key = (fields.seed, fields.choice, fields.draw_position)
         where = {} if spread is None else {"spread": spread}

@@ -8,6 +8,7 @@ between inputs and results.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -47,6 +50,7 @@ class GraphCache:
     _graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any]] = field(default_factory=dict)
     _rare: int = 0
     """Graphs of rare work that were captured when it came again."""
+    _refused: set[Hashable] = field(default_factory=set)
     _met: dict[Hashable, bool] = field(default_factory=dict)
     """Rare work that has run: True where it has a graph."""
 
@@ -61,6 +65,7 @@ class GraphCache:
         self.stream.synchronize()
         self._graphs.clear()
         self._met.clear()
+        self._refused.clear()
 
     def run(self, key: Hashable, work: Callable[[], Any]) -> Any:
         """Do ``work``, which must launch the same kernels on the same addresses whenever it has this key.
@@ -74,7 +79,7 @@ class GraphCache:
             held[0].replay()
             return held[1]
         result = work()
-        self._capture(key, work)
+        self._tried(key, work)
         return result
 
     def prepare(self, key: Hashable, work: Callable[[], Any]) -> None:
@@ -89,12 +94,26 @@ class GraphCache:
             if key not in self._met or self._rare >= self.most_rare:
                 self._met.setdefault(key, False)
                 return work()
-            self._capture(key, work)
+            if not self._tried(key, work):
+                return work()
             self._met[key] = True
             self._rare += 1
         graph, result = self._graphs[key]
         graph.replay()
         return result
+
+    def _tried(self, key: Hashable, work: Callable[[], Any]) -> bool:
+        """Capture ``work``; whether it has a graph then. Work that has none goes on kernel by kernel, and the log says
+        so: an error on one rank of several would leave the others waiting for the rest of its step."""
+        if key in self._refused:
+            return False
+        try:
+            self._capture(key, work)
+        except RuntimeError as error:
+            self._refused.add(key)
+            log.warning("a CUDA graph could not be captured, and its steps run kernel by kernel: %s", error)
+            return False
+        return True
 
     def _capture(self, key: Hashable, work: Callable[[], Any]) -> None:
         started = time.perf_counter()

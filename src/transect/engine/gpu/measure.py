@@ -58,6 +58,8 @@ def trial_runner(
 
 def runner_of(model: Decoder, caches: tuple[Tensor, Tensor], mesh: Mesh | None, **options: Any) -> GPURunner:
     """The executor of a model, or of a stage of one; ``options`` as for ``GPURunner``."""
+    if mesh is not None:
+        options.setdefault("anyone", lambda own: any(mesh.world.exchange(own)))
     if mesh is not None and mesh.pipeline.size > 1:
         return GPUStageRunner(model, *caches, mesh, **options)
     sharing = meeting(model)

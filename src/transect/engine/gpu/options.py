@@ -22,6 +22,8 @@ class GPUOptions:
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
+        pushed_products: products of up to 8 rows that end in such a sum give their results to the other GPUs themselves
+            (not measured yet, so only where it is asked for).
 
     Raises:
         ValueError: a switch is neither True nor False.
@@ -35,6 +37,7 @@ class GPUOptions:
     prune_last_layer: bool = True
     copy_kernels: bool = True
     peer_sums: bool = True
+    pushed_products: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -42,5 +45,6 @@ class GPUOptions:
                 raise ValueError(f"{field.name} must be True or False, not {value!r}")
 
     def __str__(self) -> str:
-        """The switches that are off."""
-        return ", ".join(f"{field.name}=False" for field in dataclasses.fields(self) if not getattr(self, field.name))
+        """The switches that are not as they are by default."""
+        changed = (field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default)
+        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in changed)

@@ -76,6 +76,7 @@ class GPURunner:
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
             kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
         in_flight: steps whose results are not taken yet, at the most.
+        anyone: whether any rank of the engine says so, asked of all of them at the same place.
     """
 
     def __init__(
@@ -97,9 +98,10 @@ class GPURunner:
         pad_tokens: int | None = None,
         fill_masks: MaskFiller = fill_each,
         in_flight: int = 2,
+        anyone: Callable[[bool], bool] = bool,
     ) -> None:
         pad_tokens = pad_tokens or (16 if k_cache.device.type == "cuda" else 1)
-        self._model = model
+        self._model, self._anyone = model, anyone
         self._k_cache, self._v_cache = k_cache, v_cache
         self._device = k_cache.device
         self._block_size = k_cache.shape[3]
@@ -234,11 +236,14 @@ class GPURunner:
             return
         with self._on_stream():
             key, work = self._key(plan, plan.variant, 0), partial(self._step, plan, False)
+            failed: RuntimeError | None = None
             try:
                 self.graphs.prepare(key, work)
-            except RuntimeError:  # a kernel that could not be loaded within a capture
+            except RuntimeError as error:  # a kernel that could not be loaded within a capture
+                failed = error
+            if self._anyone(failed is not None):  # a step takes all ranks
                 if run:
-                    raise
+                    raise failed or RuntimeError("another rank could not capture a CUDA graph")
                 self._run_padding(layout, starts, eager=True, **changes)
                 self.graphs.prepare(key, work)
 

@@ -99,6 +99,8 @@ def layer_kept(
     for each token, where ranks share it; what goes into matrices is whole all the same."""
     wide = max(4, element)
     dim, heads, q, kv, ffn = config.dim, config.n_heads, config.q_dim, config.kv_dim, config.widest_mlp
+    ranks = 1 if config.moe is None else config.moe.ranks  # there are rows for the tokens of all that share experts
+    ffn *= ranks
     stream = dim if stream is None else stream
     plain = backend == "cpu" and element != 4
 
@@ -123,7 +125,7 @@ def layer_kept(
         mlp += (3 * wide if backend == "cpu" else element) * ffn
     mlp += element * ffn * reads.down
     if config.moe is not None:  # what each expert says of a token, and the router's scores
-        mlp += element * dim * config.moe.per_token + 8 * config.moe.experts
+        mlp += ranks * (element * dim * config.moe.per_token + 8 * config.moe.experts)
     return LayerKept(attention, mlp, element * stream)
 
 

@@ -31,11 +31,12 @@ class ServingPlan:
         share: of the budget that the engine may fill.
         most_cache: bytes that the cache takes at the most; None: no such limit.
         stream: layers that live elsewhere, of which the device has slots alone.
+        shared: bytes that the GPUs of a tensor group read and write of each other.
     """
 
     weights: int
     element: int = 2
-    kv_element: int = 2
+    kv_element: float = 2
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     context: int = 8192
@@ -45,6 +46,7 @@ class ServingPlan:
     most_cache: int | None = None
     backend: Backend = "gpu"
     stream: StreamPlan | None = None
+    shared: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def serving(config: ModelConfig, plan: ServingPlan, budget: int | None = None) -
     kept = kept_for_graphs(config.vocab_size, plan.max_num_seqs, plan.graphs) if gpu else 0
     graphs = Term("graphs", kept, f"{plan.graphs} CUDA graphs and their pool; counts of requests with penalties")
     rest = [weights, tables, step, graphs]
+    if plan.shared:
+        rest.append(Term("shared memory", plan.shared, "sums between GPUs, logits that other GPUs read"))
     fixed = sum(term.bytes for term in rest)
     most = one * plan.max_num_seqs
     room = most if budget is None else int(budget * plan.share) - fixed

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.comm.peer_memory import Push
+from ...ops.linear.few_rows.pushed import pushed_rows
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
@@ -83,6 +85,9 @@ class Dense(Weight):
         op, weight, bias = self.ops.linear, self.weight, self.bias
         return lambda x: op(x, weight, bias)
 
+    def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
+        return None if self.bias is not None else pushed_rows(self.weight, push)
+
     def gated_product(self) -> Product:
         op, weight, bias = self.ops.gate_up, self.weight, self.bias
         return lambda x: op(x, weight, bias)
@@ -100,7 +105,7 @@ class Dense(Weight):
         weight = _together([part.weight.detach() for part in parts])
         for part, view in zip(parts, weight.split(sizes), strict=True):
             part.weight.data = view
-        bias = torch.cat([bias.detach() for bias in biases]) if biases else None
+        bias = _together([bias.detach() for bias in biases]) if biases else None
         if bias is not None:
             for own, view in zip(biases, bias.split(sizes), strict=True):
                 own.data = view
@@ -149,14 +154,14 @@ class DenseStream:
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
-    """Matrices ``[O, I]`` one below the other: where they are, if they lie so already, or copied."""
+    """Matrices ``[O, I]``, or biases ``[O]``, one behind the other: where they are, if they lie so, or copied."""
     first, at = weights[0], weights[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for weight in weights:
         if not (memory and weight.untyped_storage().data_ptr() == memory and weight.storage_offset() == at):
             return torch.cat([*weights])
         at += weight.numel()
-    return first.as_strided((sum(len(weight) for weight in weights), first.shape[1]), (first.shape[1], 1))
+    return first.as_strided((sum(len(weight) for weight in weights), *first.shape[1:]), first.stride())
 
 
 def _copy(weight: Tensor, place: Tensor) -> None:

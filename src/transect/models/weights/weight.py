@@ -43,6 +43,7 @@ from ..storage import Layout, WeightFormat
 from ..stored import Values
 
 if TYPE_CHECKING:
+    from ...ops.comm.peer_memory import Push
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import Size, Stream, StreamProducts
     from ...ops.sampling.sampling import Spread
@@ -258,6 +259,11 @@ class Weight(nn.Module):
 
     def unsummed(self) -> Unsummed | None:
         """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
+        return None
+
+    def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
+        """The product whose kernel gives its result to other ranks (``ops/comm/peer_memory.py``), None for an x where
+        none does; None: for no x."""
         return None
 
     def ungathered(self) -> Ungathered | None:

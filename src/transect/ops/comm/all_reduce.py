@@ -35,19 +35,17 @@ from ..lang.cuda import available, bind
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Op, register
+from .lines import STATE, in_two_shots, lines_for, memory_bytes
+from .peer_memory import Push
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MOST_RANKS = 8
 MOST_NORM_BYTES = 512 * 2 * 16
 """Bytes of the longest row that is normalised: what the registers of a block hold."""
-LINE, STATE, REGIONS = 16, 256, 4
-"""Bytes of a line, of a rank's state, and the number of regions of lines (``all_reduce.cu``)."""
-ONE_SHOT_BYTES = 256 << 10
-"""Up to which more than two ranks sum in one shot."""
 FLAT = 512
 """Vectors of 16 bytes that a block takes at a time where nothing is normalised."""
 
-SIGNATURE = "piiilpppppplifiiiiip"
+SIGNATURE = "piiilpppppplifiiiiiip"
 
 
 def reference(
@@ -63,24 +61,6 @@ def reference(
         return total.expand(parts.shape)
     found = add_rms_norm.reference(total, residual, weight, eps)
     return found[0].expand(parts.shape), found[1].expand(parts.shape)
-
-
-def memory_bytes(lines: int) -> int:
-    """Bytes of a rank's memory with regions of so many lines."""
-    return STATE + REGIONS * lines * LINE
-
-
-def in_two_shots(ranks: int, nbytes: int) -> bool:
-    """Whether a sum of so many bytes goes in two shots."""
-    return ranks > 2 and nbytes > ONE_SHOT_BYTES
-
-
-def lines_for(ranks: int, most_bytes: int) -> int:
-    """Lines of a region that takes sums of up to so many bytes."""
-    vectors = -(-most_bytes // 16)
-    if not in_two_shots(ranks, most_bytes):
-        return ranks * vectors
-    return ranks * max(-(-vectors // ranks), ONE_SHOT_BYTES // 16)
 
 
 def refusal(x: Tensor, ranks: int, lines: int, norm: bool) -> str | None:
@@ -124,18 +104,31 @@ class Peers:
         """Why the kernels do not take ``x`` ``[..., D]``, as a sentence, or None."""
         return refusal(x, self.ranks, self.lines, norm)
 
-    def sum(self, x: Tensor, out: Tensor | None = None, *, dependent_launch: bool = False, delay: int = 0) -> Tensor:
+    @property
+    def push(self) -> Push:
+        """What a product needs to give its result to the other ranks itself."""
+        return Push(ctypes.addressof(self._memory), self.ranks, self.rank, self.lines)
+
+    def sum(
+        self,
+        x: Tensor,
+        out: Tensor | None = None,
+        *,
+        dependent_launch: bool = False,
+        pushed: bool = False,
+        delay: int = 0,
+    ) -> Tensor:
         """The sum of every rank's ``x``; ``out`` may be ``x`` itself.
 
-        ``dependent_launch``: begin while the kernel before still runs (Hopper). ``delay``: the most nanoseconds to wait
-        at several places, for tests.
+        ``dependent_launch``: begin while the kernel before still runs (Hopper). ``pushed``: the product that made ``x``
+        has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
 
         Raises:
             ValueError: ``refusal`` says why.
         """
         self._check(x, False)
         out = torch.empty_like(x) if out is None else out
-        self._run(x, None, None, out, None, 0.0, dependent_launch, delay)
+        self._run(x, None, None, out, None, 0.0, dependent_launch, pushed, delay)
         return out
 
     def add_norm(
@@ -146,6 +139,7 @@ class Peers:
         eps: float,
         *,
         dependent_launch: bool = False,
+        pushed: bool = False,
         delay: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """(RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
@@ -159,7 +153,7 @@ class Peers:
         if weight.shape != x.shape[-1:] or weight.dtype != x.dtype or not weight.is_contiguous():
             raise ValueError(f"all_reduce: the weight must be [{x.shape[-1]}] {x.dtype}")
         normed, total = torch.empty_like(x), torch.empty_like(x)
-        self._run(x, residual, weight, normed, total, eps, dependent_launch, delay)
+        self._run(x, residual, weight, normed, total, eps, dependent_launch, pushed, delay)
         return normed, total
 
     def _check(self, x: Tensor, norm: bool) -> None:
@@ -175,6 +169,7 @@ class Peers:
         total: Tensor | None,
         eps: float,
         dependent_launch: bool,
+        pushed: bool,
         delay: int,
     ) -> None:
         nbytes = x.nbytes // self.played
@@ -183,7 +178,8 @@ class Peers:
         code = self._launch(
             ctypes.addressof(self._memory), self.ranks, self.rank, self.played, self.lines, self.stop.data_ptr(),
             *pointers, nbytes // 16, width, eps, DTYPES[x.dtype], residual is not None,
-            in_two_shots(self.ranks, nbytes), dependent_launch, delay, torch.cuda.current_stream(x.device).cuda_stream,
+            in_two_shots(self.ranks, nbytes), pushed, dependent_launch, delay,
+            torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"all_reduce.cu returned {code}" + (": not a shape it takes" * (code == -1)))

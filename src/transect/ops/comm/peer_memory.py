@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,18 @@ class PeerMemory:
     def free(self) -> None:
         """Give the memory back, when no other process has it open."""
         _check("freed", bind("all_reduce", "transect_peer_free", "p")(self.address))
+
+
+class Push(NamedTuple):
+    """Where a product leaves its result for the other ranks at once, before the sum (``all_reduce.py``) behind it."""
+
+    memory: int
+    """Where the addresses of all ranks' memory are, as a C array."""
+    ranks: int
+    rank: int
+    """The own place."""
+    lines: int
+    """Of a region."""
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:

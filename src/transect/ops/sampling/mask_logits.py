@@ -4,11 +4,14 @@ Row r of the logits has row m = index[r] of packed masks, 32 tokens in a word, o
 
     x[r, t] = -inf    where index[r] >= 0 and bit (t mod 32) of mask[m, t div 32] is 0
 
-Shapes: logits ``[R, V]``, float32 or 16-bit; mask int32 ``[M, ceil(V / 32)]``; index int32 ``[R]``. No gradient; no
-value is read on the host. Source: the packed form is the one of llguidance and xgrammar.
+On the way it can say of each row whether its own logits, before the mask, have a largest one that is finite
+(``sound``): a sampler that finds nothing to draw must know whether the model or the grammar is at fault.
+
+Shapes: logits ``[R, V]``, float32 or 16-bit; mask int32 ``[M, ceil(V / 32)]``; index int32 ``[R]``; sound bool ``[R]``.
+No gradient; no value is read on the host. Source: the packed form is the one of llguidance and xgrammar.
 
 Bound by bytes: V / 8 read of the mask, and what is written, at most 2 or 4 V a row: most tokens, where a grammar is
-tight.
+tight. With ``sound`` the logits are read too.
 """
 
 from __future__ import annotations
@@ -25,8 +28,10 @@ from ..numerics import sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 
 
-def reference(logits: Tensor, mask: Tensor, index: Tensor) -> None:
+def reference(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None = None) -> None:
     """Masked in place."""
+    if sound is not None:
+        sound.copy_(torch.isfinite(logits.amax(-1)))
     bits = torch.arange(32, device=mask.device, dtype=torch.int32)
     allowed_MV = (mask[:, :, None] >> bits & 1).flatten(1)[:, : logits.shape[1]].bool()
     banned_RV = ~allowed_MV[index.clamp(min=0).long()] if len(mask) else torch.zeros_like(logits, dtype=torch.bool)
@@ -34,20 +39,26 @@ def reference(logits: Tensor, mask: Tensor, index: Tensor) -> None:
 
 
 @kernel
-def _mask(logits, mask, index, V, row_stride, mask_stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A piece (axis 1) of one row (axis 0)."""
+def _mask(logits, mask, index, flags, V, row_stride, mask_stride, BLOCK: tl.constexpr, SOUND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A piece (axis 1) of one row (axis 0). ``flags``, for each piece: 2 if it has NaN or +inf, else 1 if it has a
+    finite number, else 0."""
     row = tl.program_id(0)
     line = tl.load(index + row).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < V
+    place = logits + row.to(tl.int64) * row_stride + column
+    if SOUND:
+        value = tl.load(place, inside, float("-inf")).to(tl.float32)
+        wrong = (value != value) | (value == float("inf"))
+        flag = tl.max(tl.where(wrong, 2, tl.where(value > float("-inf"), 1, 0)), 0)
+        tl.store(flags + row * tl.num_programs(1) + tl.program_id(1), flag.to(tl.int8))
     if line >= 0:
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < V
         word = tl.load(mask + line * mask_stride + column // 32, inside, -1)
         banned = inside & (((word >> (column % 32)) & 1) == 0)
-        place = logits + row.to(tl.int64) * row_stride + column
         tl.store(place, tl.full((BLOCK,), float("-inf"), tl.float32).to(logits.dtype.element_ty), banned)
 
 
-def triton_mask(logits: Tensor, mask: Tensor, index: Tensor) -> None:
+def triton_mask(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None = None) -> None:
     """``reference`` in Triton; can be captured in a CUDA graph."""
     require("mask_logits", logits)
     rows, vocab = logits.shape
@@ -55,11 +66,17 @@ def triton_mask(logits: Tensor, mask: Tensor, index: Tensor) -> None:
         raise ValueError("mask_logits: the elements of a row must lie side by side")
     if mask.dtype != torch.int32 or mask.shape[1] != -(-vocab // 32):
         raise ValueError(f"mask_logits: the mask must be int32 [rows, {-(-vocab // 32)}], not {list(mask.shape)}")
-    if logits.numel():
-        block = 256 if INTERPRETED else 2048
-        _mask[(rows, -(-vocab // block))](
-            logits, mask, index.contiguous(), vocab, logits.stride(0), mask.stride(0), BLOCK=block
-        )
+    if not logits.numel():
+        return
+    block = 256 if INTERPRETED else 2048
+    pieces = -(-vocab // block)
+    flags = torch.empty((rows, pieces), dtype=torch.int8, device=logits.device) if sound is not None else index
+    _mask[(rows, pieces)](
+        logits, mask, index.contiguous(), flags, vocab, logits.stride(0), mask.stride(0), BLOCK=block,
+        SOUND=sound is not None,
+    )  # fmt: skip
+    if sound is not None:
+        torch.eq(flags.amax(1), 1, out=sound)
 
 
 def cost(logits: Tensor, mask: Tensor, index: Tensor) -> Cost:
@@ -94,9 +111,13 @@ def _cases() -> Sequence[Case]:
 
 
 def _kernels() -> Sequence[Kernel]:
-    types = {"logits": "*bf16", "mask": "*i32", "index": "*i32"}
+    types = {"logits": "*bf16", "mask": "*i32", "index": "*i32", "flags": "*i8"}
     types |= dict.fromkeys(("V", "row_stride", "mask_stride"), "i32")
-    return [Kernel("mask", _mask, types, {"BLOCK": 2048}, ("V", "row_stride", "mask_stride"))]
+    numbers = "V", "row_stride", "mask_stride"
+    return [
+        Kernel(f"mask{', sound' * sound}", _mask, types, {"BLOCK": 2048, "SOUND": sound}, numbers)
+        for sound in (False, True)
+    ]
 
 
 register(

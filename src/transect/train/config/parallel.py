@@ -20,8 +20,9 @@ class ParallelConfig:
         zero: what is cut over these: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
             gathered layer by layer. Each needs less memory and sends more.
         reduce: what gradients are summed in over these: ``float32`` or ``bfloat16``.
-        sums: how gradients are summed over these where ``zero`` is 0 or 1: ``auto``, between GPUs of one host by copy
-            engines, beside the backward pass and without its multiprocessors, where that works; ``nccl``, by NCCL.
+        sums: what carries gradients, and with ``zero`` 3 weights, between these: ``auto``, between GPUs of one host the
+            copy engines, beside the passes and without their multiprocessors, where that works; ``nccl``. ``zero`` 2
+            and offloaded runs always take NCCL.
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
         sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
             them, and their results are kept once.
@@ -31,6 +32,8 @@ class ParallelConfig:
             forward passes first; ``interleaved``, ``1f1b`` with ``chunks`` runs of layers to a rank and shorter waits.
         chunks: runs of layers of each rank with ``interleaved``.
         context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
+        expert: ranks that share the experts of a mixture and have some of them each: as many as ``data``, or 1: every
+            rank has all.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
             weights to compute with too, which come to the device a layer at a time: on one device, or with ``zero`` 3
@@ -55,13 +58,19 @@ class ParallelConfig:
     schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
     chunks: int = 2
     context: int = 1
+    expert: int = 1
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        positive(self, "data", "tensor", "pipeline", "chunks", "context")
+        positive(self, "data", "tensor", "pipeline", "chunks", "context", "expert")
+        if self.expert not in (1, self.data):
+            raise ValueError(
+                f"parallel.expert = {self.expert} shares experts between the {self.data} ranks of parallel.data: set "
+                f"both to {max(self.expert, self.data)}, or parallel.expert to 1"
+            )
         if not (math.isfinite(self.timeout) and self.timeout >= 0):
             raise ValueError(f"parallel.timeout must be 0 or a number of seconds, not {self.timeout}")
         if self.zero and self.data == 1 and not (self.zero == 3 and self.offload == "all"):
@@ -94,4 +103,6 @@ class ParallelConfig:
     @property
     def layout(self) -> Layout:
         """The ranks along each axis."""
-        return Layout(tensor=self.tensor, pipeline=self.pipeline, data=self.data, context=self.context)
+        return Layout(
+            tensor=self.tensor, pipeline=self.pipeline, data=self.data, context=self.context, expert=self.expert > 1
+        )

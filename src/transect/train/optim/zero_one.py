@@ -7,11 +7,11 @@ The first ``VARIANCE_STEPS`` are all of them, the next as many are every second,
 Local steps: from ``freeze_step`` on a rank steps by its own momentum, and every ``sync_every`` steps all agree:
 
     z_i <- b1 z_i + (1 - b1) n g_i / d        w_i <- w_i - lr z_i        u_i <- u_i + lr z_i
-    agree:  u = S(u_i / n)        w <- (1 - (sum of lr) decay) w_0 - u        z <- u / (sum of lr)        u_i <- 0
+    agree:  z = S(u_i / (n L))        w <- (1 - L decay) w_0 - L z        u_i <- 0        L: the sum of lr since then
 
-d is sqrt(v) + eps, and z is m / d, as in ``onebit.py``. S is a sum of signs (``parallel/compressed.py``), w_0 the
-weights when the ranks last agreed. Between agreements their weights differ a little; a checkpoint makes them agree
-first. With ``sync_every`` 1 every step agrees.
+d is sqrt(v) + eps, and z is m / d, as in ``onebit.py``. S is a sum of signs (``parallel/compressed.py``), which owes
+errors in the unit of z, also from the steps before; w_0 the weights when the ranks last agreed. Between agreements
+their weights differ a little; a checkpoint makes them agree first. With ``sync_every`` 1 every step agrees.
 """
 
 from __future__ import annotations
@@ -101,13 +101,16 @@ class ZeroOneAdam(OneBitAdam):
         """Have the weights and the momentum of all ranks agree."""
         moved, before = self._moved, self._before
         assert moved is not None and before is not None and self.sums is not None
-        together = self.sums.sum(moved / self._group.size)
+        if not self._rates:  # no weight has moved
+            self._since = 0
+            return
+        # In the unit of the momentum, in which what earlier sums left out is still owed.
+        together = self.sums.sum(moved / (self._group.size * self._rates)) * self._rates
         for name, first, step in zip(self.everything, self._split(before), self._split(together), strict=True):
             kept = self._kept(name)
             weight = first.view_as(kept) * (1 - self._rates * self.decay(name))
             self._put(name, kept, weight.sub_(self.direction(name, step, 1.0)))
-        if self._rates > 0:
-            self._momentum = together / self._rates
+        self._momentum = together / self._rates
         moved.zero_()
         self._rates, self._since = 0.0, 0
 

@@ -6,5 +6,6 @@
 * ``tile.py``                   what the Triton kernels share
 * ``batch.py``                  the ragged batch of a step, and what is worked out from it once a step
 * ``kv_cache_write.py``         keys and values into the cache
+* ``cache_codes.py``            a cache in int8, with a scale for each head of a token
 * ``rotary_kv_write.py``        rotation, QK norm and the write to the cache in one kernel
 """

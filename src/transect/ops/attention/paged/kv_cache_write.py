@@ -27,14 +27,17 @@ from ...lang.tiles import after_previous, also
 from ...numerics import sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from .batch import PagedBatch
+from .cache_codes import encode
 
 
 def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
     """Copy k, v ``[T, K, d]`` into the slots of the batch's tokens, in the cache's dtype; in fp8 what is beyond its
-    largest number becomes that."""
+    largest number becomes that, and in int8 a head of a token has a scale (``cache_codes.py``)."""
     blocks, offsets = batch.slots_T
     for x, cache in ((k, k_cache), (v, v_cache)):
-        if cache.dtype == torch.float8_e4m3fn:
+        if cache.dtype == torch.int8:
+            x = encode(x)
+        elif cache.dtype == torch.float8_e4m3fn:
             x = x.clamp(-448, 448)
         cache[blocks, :, offsets] = x.to(cache.dtype)
 

@@ -45,6 +45,7 @@ from . import decode_hopper as paged_decode_hopper
 from . import prefill as paged_prefill
 from . import prefill_hopper as hopper
 from .batch import PagedBatch
+from .cache_codes import values_of
 from .decode import DECODE_CHOICES, decode_rule
 from .decode_hopper import PagedDecode
 from .kv_cache_write import BLOCK_SIZE, example_batch, numbers
@@ -65,8 +66,8 @@ def reference(
         position = torch.arange(length, device=q.device)
         block = batch.block_tables[row].long()[position // batch.block_size]
         offset = position % batch.block_size
-        keys = k_cache[block, :, offset].to(dtype).repeat_interleave(group, dim=1)
-        values = v_cache[block, :, offset].to(dtype).repeat_interleave(group, dim=1)
+        keys = values_of(k_cache[block, :, offset], dtype).repeat_interleave(group, dim=1)
+        values = values_of(v_cache[block, :, offset], dtype).repeat_interleave(group, dim=1)
         scores = torch.einsum("thd,shd->hts", q[start:end].to(dtype), keys) * scale
         distance = position[length - new :, None] - position[None]
         hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
@@ -161,8 +162,9 @@ def cost(
     for new, length in batch.lengths():
         pairs += visible_pairs(new, length, window)
         cached += visible_keys(new, length, window)
-    _, kv_heads, _, size = k_cache.shape
-    read = cached * kv_heads * size * (k_cache.element_size() + v_cache.element_size())
+    kv_heads, size = k_cache.shape[1], q.shape[2]
+    stored = k_cache.shape[3]
+    read = cached * kv_heads * stored * (k_cache.element_size() + v_cache.element_size())
     return Cost(4 * pairs * q.shape[1] * size, q.nbytes + read, q.nbytes)
 
 

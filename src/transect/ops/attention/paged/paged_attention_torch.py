@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...numerics import compute_dtype
 from .batch import PagedBatch, WorkGroup
+from .cache_codes import values_of
 
 TILE = 64
 """Positions of a tile; rounded to whole blocks."""
@@ -64,8 +65,8 @@ def _attend(
     """Attention of one group of work items, written into ``out`` ``[T, H, d]``."""
     dtype = compute_dtype(q.dtype)
     items, queries = group.tokens_WQ.shape
-    _, kv_heads, block_size, size = k_cache.shape
-    heads = q.shape[1]
+    _, kv_heads, block_size, _ = k_cache.shape
+    heads, size = q.shape[1:]
     per_tile = max(1, TILE // block_size)
     tile = per_tile * block_size
     # Whole tiles, however wide the batch's block table is: the length of a sum decides how its terms are grouped.
@@ -123,4 +124,4 @@ def _gather(cache: Tensor, blocks_WN: Tensor, dtype: torch.dtype) -> Tensor:
     items, count = blocks_WN.shape
     _, kv_heads, block_size, size = cache.shape
     tile = cache[blocks_WN].transpose(1, 2)
-    return tile.reshape(items, kv_heads, count * block_size, size).to(dtype)
+    return values_of(tile.reshape(items, kv_heads, count * block_size, size), dtype)

@@ -1,0 +1,81 @@
+"""``Spread``: how a run is spread over ranks. Plain arithmetic, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .schedule import Name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How a run is spread. The sizes of the axes multiply to the number of ranks.
+
+    Attributes:
+        data: ranks that compute other micro-batches.
+        zero: what is cut over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
+        tensor: ranks that share each layer. sequence: they share the tokens of norms too.
+        pipeline: stages of layers.
+        schedule, chunks: how micro-batches pass through them, see ``schedule.py``.
+        context: ranks that share the tokens of a sequence.
+        expert: the data ranks share the experts.
+        reduce: bytes of a number while gradients are summed: 4 or 2.
+        host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
+            too, with zero 3, on one rank or several.
+
+    Raises:
+        ValueError: a size is not at least 1, or settings exclude each other.
+    """
+
+    data: int = 1
+    zero: int = 0
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    schedule: Name = "1f1b"
+    chunks: int = 1
+    context: int = 1
+    expert: bool = False
+    reduce: int = 4
+    host_state: bool = False
+    host_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("data", "tensor", "pipeline", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"parallel.{name} must be at least 1, not {getattr(self, name)}")
+        if self.zero not in (0, 1, 2, 3):
+            raise ValueError(f"parallel.zero is 0, 1, 2 or 3, not {self.zero}")
+        if self.zero and self.data == 1 and not (self.zero == 3 and self.host_weights):
+            raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
+        if self.sequence and self.tensor == 1:
+            raise ValueError("sequence parallelism is between tensor ranks: set parallel.tensor to 2 or more")
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def settings(self) -> str:
+        """The settings that differ from one device, as the file of a run names them."""
+        sizes = ("data", "zero", "tensor", "pipeline", "context")
+        found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
+        found = [each for each in found if self.data > 1 or not each.startswith("zero")]
+        found += [f"expert = {self.data}"] if self.expert else []
+        found += [f'schedule = "{self.schedule}"'] if self.schedule != "1f1b" else []
+        found += [f"chunks = {self.chunks}"] if self.schedule == "interleaved" else []
+        found += ["sequence = true"] if self.sequence else []
+        found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data * self.context > 1 else []
+        found += [f'offload = "{"all" if self.host_weights else "optimizer"}"'] if self.host_state else []
+        return ", ".join(found)
+
+    def __str__(self) -> str:
+        names = (("dp", self.data), ("tp", self.tensor), ("pp", self.pipeline), ("cp", self.context))
+        found = [f"{name} {size}" for name, size in names if size > 1] or ["one device"]
+        found += [f"zero {self.zero}"] if self.zero else []
+        found += ["experts shared"] if self.expert else []
+        found += [self.schedule] if self.schedule == "gpipe" else []
+        found += [f"interleaved {self.chunks}"] if self.schedule == "interleaved" else []
+        found += ["sp"] if self.sequence else []
+        return ", ".join([*found, *(["states on the host"] if self.host_state else [])])
