@@ -15,7 +15,7 @@ from .cuda import CudaRows, CudaTiling, cuda_refusal, quicker
 
 log = logging.getLogger(__name__)
 MOST_ROWS = 8
-"""Of X: beyond, lines are pushed by few threads at a time, and the sum does it as well."""
+"""The most rows of X: beyond, lines are pushed by few threads at a time, and the sum does it as well."""
 
 
 def tiling_for(x: Tensor, weight: Tensor) -> CudaTiling | str | None:
