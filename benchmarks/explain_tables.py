@@ -1,0 +1,58 @@
+"""Tables of what ``examples/explain`` and ``explain_sums.py`` recorded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import record
+
+PARTS = {
+    "floor": "at the floor",
+    "kernels above it": "kernels above their floor",
+    "launch": "launching",
+    "host": "Python",
+    "sync": "waiting for the GPU",
+    "copies": "copies",
+}
+
+
+def _made(result: dict[str, Any]) -> str:
+    machine = result["environment"]
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+    return f"`{result['command']}` on {where}, {record.made_at([machine])}."
+
+
+def generate(result: dict[str, Any]) -> str:
+    """A token's time with transformers and with the engine, part by part."""
+    engines, difference = result["engines"], result["difference_ms"]
+    lines = ["| ms a token | transformers, eager | Transect | difference |", "|---|---:|---:|---:|"]
+    for part, said in PARTS.items():
+        theirs, ours = (engines[name]["parts_ms"].get(part, 0.0) for name in ("transformers", "transect"))
+        if max(theirs, ours) >= 0.005:
+            lines.append(f"| {said} | {theirs:.2f} | {ours:.2f} | {difference.get(part, 0.0):+.2f} |")
+    theirs, ours = (engines[name]["ms_a_token"] for name in ("transformers", "transect"))
+    lines.append(f"| together | {theirs:.2f} | {ours:.2f} | {theirs - ours:+.2f} |")
+    lines.append(f"| tokens/s | {1e3 / theirs:.0f} | {1e3 / ours:.0f} | |")
+    return "\n".join(lines) + f"\n\n{result['model']}, {_made(result)}\n"
+
+
+def product(result: dict[str, Any]) -> str:
+    """One product on one roofline."""
+    lines = ["| | ms | floor, ms | TFLOP/s | of the roof |", "|---|---:|---:|---:|---:|"]
+    for row in result["products"]:
+        seconds, least = row["seconds"], row["floor_s"]
+        rate = 1e-12 * row["flops"] / seconds
+        lines.append(
+            f"| {row['name']} | {1e3 * seconds:.2f} | {1e3 * least:.2f} | {rate:.1f} | {least / seconds:.0%} |"
+        )
+    return "\n".join(lines) + f"\n\n{_made(result)}\n"
+
+
+def recommender(result: dict[str, Any]) -> str:
+    """Before and after, promised and obtained."""
+    return (
+        f"Slow {1e3 * result['slow_s']:.1f} ms, fast {1e3 * result['fast_s']:.2f} ms: {result['times']:.0f} times. "
+        f"Of the slow time {result['at_the_floor']:.1%} is at the floor; the findings promise "
+        f"{result['predicted_share']:.0%} of it, the fast version saves {result['obtained_share']:.0%}. "
+        f"{_made(result)}\n"
+    )
