@@ -22,6 +22,7 @@ import cpu_vs_llamacpp
 import data_formats
 import engine_tables
 import format_tables
+import formats_quality
 import grammars
 import hostile_schemas
 import http_vs_offline
@@ -87,6 +88,11 @@ def batching_table() -> str:
 def precision_table() -> str:
     """Pretraining in bfloat16 beside float32."""
     return precisions.table(_load("cpu/precisions.json"))
+
+
+def formats_by_quality() -> str:
+    """Perplexity and bits of number formats on a processor."""
+    return formats_quality.table(_load("cpu/formats_quality.json"))
 
 
 def step_policies() -> str:
@@ -227,6 +233,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "llamacpp": llamacpp,
     "batching": batching_table,
     "precisions": precision_table,
+    "formats-quality": formats_by_quality,
     "step-policy": step_policies,
     "lora": lora,
     "lora-parts": lora_parts,
