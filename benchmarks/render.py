@@ -247,6 +247,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
     "zero-inference": lambda: streaming_tables.table(_load("h200/zero_inference.json")),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
+    "scaling-layouts": lambda: scaling_tables.layouts_table(
+        _load("h200/tp_llama-3.1-8b.json")["sections"], _load("h200/layouts_llama-3.1-8b.json")["sections"]
+    ),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),

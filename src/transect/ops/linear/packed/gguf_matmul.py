@@ -187,13 +187,13 @@ def cost(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | No
 
 
 def random_blocks(name: str, outputs: int, inputs: int, device: torch.device | str = "cpu", seed: int = 1) -> Tensor:
-    """Rows of whole blocks, uint8 ``[O, bytes]`` as in a file, of random codes whose values are about a tenth to one;
+    """Rows of whole blocks, uint8 ``[O, bytes]`` as in a file, of random codes whose values are small;
     for tests and measurements."""
     block = BLOCK_TYPES[name]
     generator = torch.Generator(device).manual_seed(seed)
     random: dict[str, Any] = {"dtype": torch.uint8, "device": device, "generator": generator}
     blocks = torch.randint(0, 256, (outputs, inputs // block.block, block.nbytes), **random)
-    small = {"Q8_0": 0x18, "IQ4_NL": 0x18, "Q6_K": 0x04, "Q2_K": 0x2C, "Q3_K": 0x20}.get(name, 0x24)
+    small = {"Q8_0": 0x18, "IQ4_NL": 0x18, "Q6_K": 0x04, "Q2_K": 0x20, "Q3_K": 0x18}.get(name, 0x10)
     for at in block.halves:
         blocks[..., at + 1] = small
     if name == "MXFP4":
