@@ -22,7 +22,6 @@ import cpu_vs_llamacpp
 import data_formats
 import engine_tables
 import explain_sums
-import explain_tables
 import format_tables
 import grammars
 import hostile_schemas
