@@ -43,6 +43,7 @@ import scaling_tables
 import serve_load
 import shapes_gpu
 import step_policy
+import step_prediction
 import streaming_tables
 import structured_cost
 import structured_masks
@@ -271,6 +272,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),
     "large-trace": lambda: large_trace.table(_load("cpu/large_trace.json")),
+    "step-prediction": lambda: step_prediction.table(_load("h200/step_prediction.json")),
     "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
