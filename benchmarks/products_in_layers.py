@@ -43,68 +43,14 @@ from transect.ops.linear.few_rows import cuda as cuda_rows
 from transect.ops.linear.few_rows.choices import Choice
 from transect.ops.linear.few_rows.gluon import GluonTiling
 from transect.ops.linear.few_rows.hopper import HopperTiling
+from transect.ops.linear.few_rows.search import cuda_tilings, hopper_tilings, triton_tilings
 from transect.ops.linear.few_rows.triton import TritonTiling
 from transect.ops.linear.stream_products import StreamProducts
 
 UNITS = 132
-SHARED = 220 * 1024
-"""Bytes of shared memory that a kernel's ring may take."""
 ORDER = ("down", "gate_up", "o", "qkv")
 FAR = 0.04
 """How far the result of all layers may be from the first one, relative."""
-
-
-def cuda_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Tilings of ``small_matmul.cu`` that give every multiprocessor, or every half of one, a share."""
-    found = []
-    for columns, stages in cuda_rows.KERNELS:
-        for warps in (4, 8):
-            for ranks in (1,) if gated else (1, 2, 4, 8):
-                for blocks in (UNITS, 2 * UNITS):
-                    per = max(1, -(-n // 16 * ranks // blocks))
-                    tiling = cuda_rows.CudaTiling(columns, stages, per, warps, ranks)
-                    chunks = -(-k // 64 // (warps * ranks)) * -(-per // columns)  # that a warp takes
-                    if columns <= per and stages <= chunks + 1 and cuda_rows.shared_bytes(tiling, m) <= 200 * 1024:
-                        found.append(Choice("cuda", tiling))
-    return list(dict.fromkeys(found))
-
-
-def hopper_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Those of ``candidates``, and the same with rings that leave room for another kernel's."""
-    found = []
-    for tiling in hopper.candidates(m, n // 2 if gated else n, k, gated=gated):
-        share = -(-k // hopper.CHUNK // max(1, abs(tiling.ranks)))
-        half = min((hopper.SHARED // 2 - 2048) // (tiling.ring // tiling.stages), 16)
-        for stages in {tiling.stages, min(tiling.stages, share), min(tiling.stages, half, share)}:
-            tried = dataclasses.replace(tiling, stages=max(2, stages))
-            if not tried.refusal(m, n // 2 if gated else n, k):
-                found.append(Choice("hopper", tried))
-    return list(dict.fromkeys(found))
-
-
-def triton_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:
-    """Tilings of ``few_rows/triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of
-    wide weights up to six times."""
-    found = []
-    outputs = n // 2 if gated else n
-    for bm, bn, bk, split in itertools.product((64, 128, 256), (16, 32, 64, 128), (64, 128), (1, 2, 4)):
-        width = 2 * bn if gated else bn  # columns of the product
-        programs = -(-m // bm) * -(-outputs // bn) * split
-        most = 2.05 * UNITS if n < 16384 else 6 * UNITS
-        if bm >= 2 * m or not 0.45 * UNITS <= programs <= most or (gated and split > 1):
-            continue
-        warps = 4 if bm * width <= 64 * 128 else 8
-        steps, step = -(-k // bk // split), (bm + width) * bk * 2
-        for swap in (False, True) if width >= 64 else (False,):
-            if (width if swap else bm) < 16 * warps or bm * width > 256 * 128:
-                continue
-            for room in (SHARED // 2, SHARED):
-                stages = min(room // step, steps, 6)
-                if stages >= 2:
-                    found.append(
-                        Choice("triton", TritonTiling(bm, bn, bk, split, warps, stages, swap, True, True, gated))
-                    )
-    return list(dict.fromkeys(found))
 
 
 def gluon_tilings(m: int, n: int, k: int, gated: bool) -> list[Choice]:

@@ -40,6 +40,14 @@ def test_training_on_several_devices_is_per_rank(capsys):
     assert code == 0 and "dp 2, tp 2, pp 2, cp 2, zero 1" in out and "activations in flight" in out
     code, out, _ = run(capsys, "llama-3.1-8b", *few, "--offload")
     assert code == 0 and "optimizer state (host)" in out
+    small = ("--train", "--precision", "mixed", "--device-memory", "12GB", "--micro-batch", "4096", "--offload-all")
+    code, out, _ = run(capsys, "llama-3.1-8b", *small, "--checkpointing", "full", "--json")
+    found = json.loads(out)
+    assert code == 0 and found["fits"] and {term["name"] for term in found["host"]} >= {"weights", "gradients"}
+    assert "set it to 3" in run(capsys, "llama-3.1-8b", *small, "--dp", "2", "--zero", "1")[2]
+    code, out, _ = run(capsys, "qwen3-30b-a3b", *few, "--dp", "8", "--ep", "8", "--json")
+    assert code == 0 and json.loads(out)["layout"] == "dp 8, experts shared"
+    assert "set both to 4" in run(capsys, "qwen3-30b-a3b", *few, "--dp", "4", "--ep", "2")[2]
 
 
 def test_serving(capsys):

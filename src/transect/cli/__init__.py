@@ -11,8 +11,8 @@
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
   ``roofline.py``: what a device allows.
-* ``inspect.py``: what an operator's kernels compile to. ``tune.py``: finds its fastest configuration here.
-  ``trace.py``: follows a kernel through the interpreter.
+* ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_model.py``: find the fastest of
+  them here. ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
   ``session.py``: an engine for the length of a command.
   ``demo_view.py``, ``demo_picture.py``: what the demo shows.

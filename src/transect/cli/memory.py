@@ -57,7 +57,7 @@ def command(
     ] = None,
     pp: Annotated[int, typer.Option("--pp", "--pipeline-parallel-size", min=1, help="Stages of layers.")] = 1,
     ep: Annotated[
-        int, typer.Option("--ep", min=1, help="--serve: devices that share the experts; a multiple of --tp.")
+        int, typer.Option("--ep", min=1, help="Devices that share experts. --serve: a multiple of --tp; --train: --dp.")
     ] = 1,
     dp: Annotated[
         int, typer.Option("--dp", "--data-parallel-size", min=1, help="--train: ranks with other micro-batches.")
@@ -70,6 +70,7 @@ def command(
     sp: Annotated[bool, typer.Option("--sp", help="--train: --tp ranks share the tokens of norms too.")] = False,
     reduce: Annotated[str, typer.Option(help="--train: float32 or bfloat16, for sums of gradients.")] = "float32",
     offload: Annotated[bool, typer.Option("--offload", help="--train: optimizer and masters on the host.")] = False,
+    offload_all: Annotated[bool, typer.Option("--offload-all", help="--train: weights too, layer by layer.")] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
@@ -98,8 +99,16 @@ def command(
             dp, zero = fsdp, 3 if fsdp > 1 else 0
         if reduce not in ("float32", "bfloat16"):
             raise ValueError(f"--reduce must be float32 or bfloat16, not {reduce!r}")
-        spread = Spread(data=dp, zero=zero or 0, tensor=tp, sequence=sp, pipeline=pp, context=cp,
-                        reduce=4 if reduce == "float32" else 2, host_state=offload)  # fmt: skip
+        if ep not in (1, dp):
+            raise ValueError(
+                f"--ep {ep} shares experts between the ranks of --dp in training: set both to {max(ep, dp)}"
+            )
+        level = 3 if offload_all and dp == 1 and zero is None else zero or 0
+        if offload_all and level != 3:
+            raise ValueError(f"--offload-all is for sharded weights: leave --zero {level} out, or set it to 3")
+        spread = Spread(data=dp, zero=level, tensor=tp, sequence=sp, pipeline=pp, context=cp, expert=ep > 1,
+                        reduce=4 if reduce == "float32" else 2, host_state=offload or offload_all,
+                        host_weights=offload_all)  # fmt: skip
         settings["accumulate"] = accumulate or dp * pp
         _train(source, settings, spread, kind, budget, json)
     else:
@@ -378,7 +387,7 @@ def _table(title: str, estimate: Estimate) -> None:
 
 
 def _cache_bytes(kv_cache_dtype: str, dtype: str, head_dim: int) -> float:
-    """Of a number in the KV cache; in int8 with its part of the scale of its head."""
+    """Bytes of a number in the KV cache; in int8 with its part of the scale of its head."""
     if kv_cache_dtype == "int8":
         return 1 + 4 / head_dim
     return 1 if kv_cache_dtype == "fp8" else 4 if dtype == "float32" else 2

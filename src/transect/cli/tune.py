@@ -1,4 +1,5 @@
-"""``transect tune``: find the fastest configuration of an operator's launchers on this machine's GPU, and keep it."""
+"""``transect tune``: find the fastest configuration of an operator's launchers, or the kernels for a model's products
+(``tune_model.py``), on this machine's GPU, and keep it."""
 
 from __future__ import annotations
 
@@ -12,19 +13,45 @@ if TYPE_CHECKING:
 
 
 def command(
-    ops: Annotated[list[str], typer.Argument(metavar="OP...", help="Operators, as `bench ops --list` names them.")],
+    ops: Annotated[
+        list[str],
+        typer.Argument(metavar="OP...|MODEL", help="Operators, as `bench ops --list` names them, or a model."),
+    ],
     shapes: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     launcher: Annotated[str, typer.Option(help="Only launchers whose name contains this.")] = "",
-    seconds: Annotated[float, typer.Option(min=1, help="At most this long at each shape.")] = 60.0,
+    seconds: Annotated[
+        float, typer.Option(min=1, help="At most this long at each shape; of a model, begin no product after it.")
+    ] = 60.0,
+    rows: Annotated[str, typer.Option(help="Of a model: numbers of rows, 1 to 256, with commas between them.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile configurations first.")] = 0,
     keep: Annotated[bool, typer.Option(help="Keep the best in the user's tuning file.")] = True,
     ship: Annotated[bool, typer.Option("--ship", help="Keep it in the source tree instead, for everyone.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write every trial here.")] = None,
 ) -> None:
-    """Try operators' knobs (tile sizes, warps, stages, ...) on this GPU, show what each is worth, keep the best."""
+    """Try operators' knobs (tile sizes, warps, stages, ...), or the kernels for a model's products, on this GPU; show
+    what each is worth, keep the best."""
     from ..ops.registry import all_ops, get
 
-    all_ops()
+    if len(ops) == 1 and ops[0] not in {op.name for op in all_ops()}:
+        from ..models.resolve import resolve
+        from . import tune_model
+
+        try:
+            try:
+                source = resolve(ops[0], load_format="dummy")  # a preset or a folder: its sizes are enough
+            except ValueError:
+                source = resolve(ops[0], allow_download=False)
+        except ValueError as error:
+            raise ValueError(
+                f"{ops[0]!r} is no operator (`transect bench ops --list`), and no model: {error}"
+            ) from None
+        try:
+            wanted = [int(each) for each in rows.split(",") if each] or list(tune_model.ROWS)
+        except ValueError:
+            raise ValueError(f"--rows takes whole numbers with commas between them, not {rows!r}") from None
+        return tune_model.tune(source.config, wanted, seconds, keep, ship, json)
+    if rows:
+        raise ValueError("--rows is for a model; an operator has its shapes: --shapes")
     chosen = []
     for op in ops:
         entry = get(op)

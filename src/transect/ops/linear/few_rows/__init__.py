@@ -3,6 +3,7 @@
 * ``small_matmul.py``  the operator, and which kernel runs
 * ``choices.py``       which kernel runs a size: measured, or by its shape
 * ``rule.py``          the time of a tiling, from the shape
+* ``search.py``        measures which kernel is quickest on this GPU
 * ``triton.py``        its Triton kernels
 * ``gluon.py``         small weights on Hopper, read before the input is there
 * ``cuda.py`` (``small_matmul.cu``, ``small_rows.cuh``)  up to 16 rows, or 32 of a small weight

@@ -67,7 +67,7 @@ class BlockFormat:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """The type of scales that are no bytes."""
+        """The dtype of the scales that are no bytes."""
         return torch.bfloat16 if self.name == "MXFP4" else torch.float16
 
     @property
@@ -119,7 +119,7 @@ def units_of(outputs: int, inputs: int) -> tuple[int, int]:
 
 
 def arranged_shape(kind: BlockFormat, outputs: int, inputs: int) -> tuple[int, int, int]:
-    """The shape of a matrix's bytes: units down, units across, bytes of one."""
+    """How the bytes of a matrix lie: units down, units across, bytes of one."""
     return *units_of(outputs, inputs), kind.unit
 
 

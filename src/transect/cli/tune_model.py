@@ -1,0 +1,107 @@
+"""``transect tune MODEL``: find the quickest kernel for each product of a model's decode steps here, and keep it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..models.config import ModelConfig
+    from ..ops.linear.few_rows.search import Measured, Product
+
+ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
+
+
+def products(config: ModelConfig) -> list[Product]:
+    """The products of a decode step in 16 bits, each size once: those of the layers, and the head. Experts are not
+    among them; their kernels have rules of their own."""
+    from ..models.shapes import PROJECTIONS, linear_shapes
+    from ..ops.linear.few_rows.search import Product
+
+    found: dict[tuple[int, int, bool], Product] = {}
+    for layer in range(config.n_layers):
+        shapes = linear_shapes(config, layer)
+        for name, parts in PROJECTIONS.items():
+            sizes = [shapes[part][0] for part in parts if part in shapes]
+            if sizes:
+                n, k, gated = sum(rows for rows, _ in sizes), sizes[0][1], name == "gate_up" and len(sizes) == 2
+                found.setdefault((n, k, gated), Product(name, n, k, gated))
+    head = (config.vocab_size, config.dim, False)
+    found.setdefault(head, Product("head", *head))
+    return list(found.values())
+
+
+def tune(config: ModelConfig, rows: list[int], seconds: float, keep: bool, ship: bool, out: Path | None) -> None:
+    """Measure, show and keep.
+
+    Raises:
+        ValueError: no Hopper GPU, or rows out of range.
+    """
+    import torch
+
+    from ..ops.linear.few_rows import search
+    from ..ops.linear.few_rows.choices import FOLDER, MOST_ROWS
+    from ..ops.tools.timing import time_graph
+
+    if not rows or not all(1 <= each <= MOST_ROWS for each in rows):
+        raise ValueError(
+            f"--rows takes numbers from 1 to {MOST_ROWS} with commas between them; more rows need no tuning"
+        )
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        raise ValueError("the products of a model are tuned on a Hopper GPU, and torch finds none here")
+    device, name = torch.device("cuda", torch.cuda.current_device()), torch.cuda.get_device_name()
+    units = torch.cuda.get_device_properties(device).multi_processor_count
+    multiply, found = search.multiplier(), list[search.Measured]()
+    end, path = time.monotonic() + seconds, None
+    for product in products(config):
+        if time.monotonic() > end:
+            print(f"no time was left for {product.name}: --seconds")
+            continue
+        mine = list(search.search(product, rows, multiply, time_graph, device, units))
+        found += mine
+        _show(product, mine)
+        if keep:
+            path = search.save(name, search.entries(mine), FOLDER if ship else None)
+        if out is not None:
+            _write(out, name, found)
+        torch.cuda.empty_cache()
+    _sum(config, found)
+    if path is not None:
+        print(f"kept in {path}")
+
+
+def _show(product: Product, found: list[Measured]) -> None:
+    kind = ", with the gate" if product.gated else ""
+    print(f"{product.name}: {product.k} by {product.n}{kind}")
+    for each in found:
+        gained = each.before_seconds / each.seconds
+        change = "" if each.choice == each.before else f", by {each.choice.by}: {gained:.2f} times as fast"
+        times = f"{each.before_seconds * 1e6:7.1f} us ({each.before.by}) -> {each.seconds * 1e6:7.1f} us"
+        print(f"  {each.rows:4} rows: {times}{change}; {each.tried} tried", flush=True)
+
+
+def _sum(config: ModelConfig, found: list[Measured]) -> None:
+    """What a decode step's products take in all, before and now."""
+    times: dict[int, list[float]] = {}
+    for each in found:
+        count = 1 if each.product.name == "head" else config.n_layers
+        both = times.setdefault(each.rows, [0.0, 0.0])
+        both[0] += count * each.before_seconds
+        both[1] += count * each.seconds
+    for rows, (before, now) in times.items():
+        gained = f"{before * 1e3:.2f} -> {now * 1e3:.2f} ms ({before / now - 1:.1%} gained)"
+        print(f"products of a step of {rows} rows: {gained}")
+
+
+def _write(path: Path, device: str, found: list[Measured]) -> None:
+    from dataclasses import asdict
+    from json import dumps
+
+    from ..hardware.environment import commit, environment
+
+    rows: list[dict[str, Any]] = [asdict(each) for each in found]
+    where = environment(("torch", "triton"))
+    path.write_text(
+        dumps({"device": device, "environment": where, "commit": commit(), "products": rows}, indent=1) + "\n"
+    )

@@ -1,0 +1,263 @@
+"""Measures which kernel runs a weight's products of up to 256 rows quickest on this GPU: ``transect tune MODEL``.
+
+Every launch follows another of its kind, on weights that the L2 cache no longer holds, and asks for its weights before
+that one has ended, as in a decode step. A contender is left out if it is further from float32 sums than rounding to
+bfloat16 goes, or if two runs differ. What runs today is among the contenders, and is kept unless another takes at least
+``WORTH`` less time: less is within the spread.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...tuning import file_name, user_folder
+from . import choices, cuda, hopper
+from .choices import FOLDER, Choice
+from .cuda import CudaTiling
+from .hopper import HopperTiling
+from .triton import TritonTiling
+
+WORTH = 1.02
+REPLAYS = 9
+SHARED = 220 * 1024
+"""Bytes of shared memory that a ring may take."""
+TURN = 300_000_000
+"""Bytes of weights that calls go through in turn."""
+FAR = 0.02
+"""How far a result may be from float32 sums, relative."""
+SMALL, MOST_COMPILED = 1 << 23, 12
+"""Numbers of a weight up to which so many of Triton's tilings are tried."""
+Multiply = Callable[[Choice, Tensor, Tensor, bool], Tensor]
+"""(choice, x, weight, whether it has a gate) -> the result."""
+
+
+class Product(NamedTuple):
+    """A weight's product."""
+
+    name: str
+    n: int
+    """Rows of the weight; with a gate both halves'."""
+    k: int
+    gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What was found for one product and number of rows."""
+
+    product: Product
+    rows: int
+    before: Choice
+    before_seconds: float
+    choice: Choice
+    seconds: float
+    tried: int
+    """Contenders that ran."""
+
+
+def cuda_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
+    """Tilings of ``small_matmul.cu`` that give every multiprocessor, or every half of one, a share."""
+    found = []
+    for columns, stages in cuda.KERNELS:
+        for warps in (4, 8):
+            for ranks in (1,) if gated else (1, 2, 4, 8):
+                for blocks in (units, 2 * units):
+                    per = max(1, -(-n // 16 * ranks // blocks))
+                    tiling = CudaTiling(columns, stages, per, warps, ranks)
+                    chunks = -(-k // 64 // (warps * ranks)) * -(-per // columns)  # that a warp takes
+                    if columns <= per and stages <= chunks + 1 and cuda.shared_bytes(tiling, m) <= 200 * 1024:
+                        found.append(Choice("cuda", tiling))
+    return list(dict.fromkeys(found))
+
+
+def hopper_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
+    """Those of ``hopper.candidates``, and the same with rings that leave room for another kernel's."""
+    found = []
+    columns = n // 2 if gated else n
+    for tiling in hopper.candidates(m, columns, k, gated=gated, units=units):
+        share = -(-k // hopper.CHUNK // max(1, abs(tiling.ranks)))
+        half = min((hopper.SHARED // 2 - 2048) // (tiling.ring // tiling.stages), 16)
+        for stages in {tiling.stages, min(tiling.stages, share), min(tiling.stages, half, share)}:
+            tried = dataclasses.replace(tiling, stages=max(2, stages))
+            if not tried.refusal(m, columns, k):
+                found.append(Choice("hopper", tried))
+    return list(dict.fromkeys(found))
+
+
+def triton_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
+    """Tilings of ``triton.py`` into about as many tiles as there are multiprocessors, or twice as many; of wide weights
+    up to six times."""
+    found = []
+    outputs = n // 2 if gated else n
+    for bm, bn, bk, split in itertools.product((64, 128, 256), (16, 32, 64, 128), (64, 128), (1, 2, 4)):
+        width = 2 * bn if gated else bn  # columns of the product
+        programs = -(-m // bm) * -(-outputs // bn) * split
+        most = 2.05 * units if n < 16384 else 6 * units
+        if bm >= 2 * m or not 0.45 * units <= programs <= most or (gated and split > 1):
+            continue
+        warps = 4 if bm * width <= 64 * 128 else 8
+        steps, step = -(-k // bk // split), (bm + width) * bk * 2
+        for swap in (False, True) if width >= 64 else (False,):
+            if (width if swap else bm) < 16 * warps or bm * width > 256 * 128:
+                continue
+            for room in (SHARED // 2, SHARED):
+                stages = min(room // step, steps, 6)
+                if stages >= 2:
+                    tiling = TritonTiling(bm, bn, bk, split, warps, stages, swap, True, True, gated)
+                    found.append(Choice("triton", tiling))
+    return list(dict.fromkeys(found))
+
+
+def contenders(m: int, product: Product, before: Choice, units: int = 132) -> list[Choice]:
+    """What may run a product of m rows, what runs today first. Tilings of Triton's, each of which must be compiled, are
+    tried for small weights alone, where they win."""
+    _, n, k, gated = product
+    found = [before, Choice("cublas")]
+    if m <= cuda.CUDA_ROWS:
+        found += cuda_tilings(m, n, k, gated, units)
+    if m > 16:
+        found += hopper_tilings(m, n, k, gated, units)
+    if m > cuda.CUDA_ROWS and n * k < SMALL:
+        found += triton_tilings(m, n, k, gated, units)[:MOST_COMPILED]
+    return list(dict.fromkeys(found))
+
+
+def in_use(m: int, product: Product, device: torch.device) -> Choice:
+    """What runs a product today; kernels' own rules by name. For a gate: one launch, or what runs the product before
+    the launch of the gate."""
+    _, n, k, gated = product
+    found = choices.chosen(m, n, k, device, gated=gated)
+    if found is None or (gated and found.by == "cublas"):
+        found = choices.chosen(m, n, k, device)
+    if found is not None:
+        return found
+    if m > cuda.CUDA_ROWS:
+        return Choice("cublas")
+    return Choice("cuda") if cuda.quicker(m, n, k) else Choice("triton")
+
+
+def gates(choice: Choice) -> bool:
+    """Whether a tiling applies the gate itself."""
+    tiling = choice.tiling
+    return isinstance(tiling, CudaTiling) or (isinstance(tiling, HopperTiling | TritonTiling) and bool(tiling.gated))
+
+
+def multiplier() -> Multiply:
+    """Runs a choice on the GPU, as a decode step does.
+
+    Raises:
+        Unavailable: no GPU with these kernels, or no nvcc.
+    """
+    from ..gate_up import gate_halves
+    from .cuda import CudaRows
+    from .triton import TritonRows
+
+    rows, wide, triton = CudaRows(), hopper.HopperRows(), TritonRows()
+
+    def multiply(choice: Choice, x: Tensor, weight: Tensor, gated: bool) -> Tensor:
+        inside = gated and gates(choice)
+        if choice.by == "hopper":
+            y = wide(x, weight, dependent_launch=True, tiling=choice.tiling)
+        elif choice.by == "cuda":
+            y = rows(x, weight, dependent_launch=True, tiling=choice.tiling, gated=inside)
+        elif choice.by == "triton":
+            y = triton(x, weight, tiling=choice.tiling)
+        else:
+            y = F.linear(x, weight)
+        return gate_halves(y, dependent_launch=True) if gated and not inside else y
+
+    return multiply
+
+
+def search(
+    product: Product,
+    rows: Iterable[int],
+    multiply: Multiply,
+    timer: Callable[[list[Callable[[], Any]], int], list[float]],
+    device: torch.device,
+    units: int = 132,
+) -> Iterator[Measured]:
+    """The quickest choice for each number of rows.
+
+    Args:
+        timer: seconds of a call for each of so many replays of calls one after another, as
+            ``ops.tools.timing.time_graph``.
+    """
+    _, n, k, gated = product
+    copies = max(2, min(16, -(-TURN // (2 * n * k)))) if device.type == "cuda" else 1
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    generator = torch.Generator(device).manual_seed(0)
+    weights = [torch.randn(n, k, generator=generator, **made) * k**-0.5 for _ in range(copies)]
+    for m in rows:
+        x = torch.randn(m, k, generator=generator, **made)
+        wanted = (x.float() @ weights[0].float().T) if n * k < 1 << 28 else F.linear(x, weights[0]).float()
+        if gated:
+            gate, up = wanted.chunk(2, 1)
+            wanted = F.silu(gate) * up
+        before = in_use(m, product, device)
+        times: dict[Choice, float] = {}
+        for choice in contenders(m, product, before, units):
+            try:
+                y = multiply(choice, x, weights[0], gated)
+                steady = torch.equal(y, multiply(choice, x, weights[0], gated))
+                if not steady or (y.float() - wanted).norm() > FAR * wanted.norm():
+                    continue
+
+                call = partial(_turned, multiply, choice, x, gated)
+                times[choice] = statistics.median(timer([partial(call, weight) for weight in weights], REPLAYS))
+            except (RuntimeError, ValueError):
+                continue
+        if before not in times:
+            continue
+        best = min(times, key=lambda choice: times[choice])
+        best = best if times[before] >= WORTH * times[best] else before
+        yield Measured(product, m, before, times[before], best, times[best], len(times))
+
+
+def _turned(multiply: Multiply, choice: Choice, x: Tensor, gated: bool, weight: Tensor) -> Tensor:
+    return multiply(choice, x, weight, gated)
+
+
+def entries(found: Iterable[Measured]) -> dict[str, dict[str, Any]]:
+    """Lines of a file of choices. A gate that is a launch of its own follows the product that was measured with it."""
+    lines: dict[str, dict[str, Any]] = {}
+    for each in found:
+        _, n, k, gated = each.product
+        tiling = each.choice.tiling
+        line = {"by": each.choice.by} | ({} if tiling is None else {"tiling": dataclasses.asdict(tiling)})
+        if gated and not gates(each.choice):
+            lines[choices.key(each.rows, n, k, gated=True)] = {"by": "cublas"}  # no launch with the gate inside
+            lines[choices.key(each.rows, n, k)] = line
+        else:
+            lines[choices.key(each.rows, n, k, gated=gated)] = line
+        if each.rows == 1 and isinstance(tiling, CudaTiling) and n % 16 == k % 64 == 0:  # with norms in it, too
+            lines[choices.key(1, n, k, gated=gated, stream=True)] = line
+    return lines
+
+
+def save(device_name: str, lines: Mapping[str, Mapping[str, Any]], folder: Path | None = None) -> Path:
+    """Add lines to the user's file of choices for a device (or to that of ``folder``); returns its path."""
+    path = (folder or user_folder() / FOLDER.name) / file_name(device_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(path.read_text())["choices"] if path.is_file() else {}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(
+        json.dumps({"device": device_name, "choices": {**known, **lines}}, indent=1, sort_keys=True) + "\n"
+    )
+    temporary.replace(path)
+    choices.choices.cache_clear()
+    choices.chosen.cache_clear()
+    return path
