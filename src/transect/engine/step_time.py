@@ -79,8 +79,9 @@ class StepTimes:
         """What was unknown of each at first."""
 
     def predict(self, load: StepLoad) -> float:
-        """How long a step will take; 0 before the first was measured."""
-        return self._expected(_parts_of(load))
+        """How long a step will take; 0 before the first was measured. More work never takes less time: where few steps
+        were seen, what was learned of a part may be below zero."""
+        return sum(share * max(self._parts[part], 0.0) for part, share in _parts_of(load))
 
     def soonest(self, load: StepLoad) -> float:
         """When a step may be over already: the prediction less ``DEVIATIONS`` of its standard deviation."""
