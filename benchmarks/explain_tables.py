@@ -6,7 +6,7 @@ from typing import Any
 
 import record
 
-PARTS = {
+TOKEN_PARTS = {
     "floor": "at the floor",
     "kernels above it": "kernels above their floor",
     "launch": "launching",
@@ -26,7 +26,7 @@ def generate(result: dict[str, Any]) -> str:
     """A token's time with transformers and with the engine, part by part."""
     engines, difference = result["engines"], result["difference_ms"]
     lines = ["| ms a token | transformers, eager | Transect | difference |", "|---|---:|---:|---:|"]
-    for part, said in PARTS.items():
+    for part, said in TOKEN_PARTS.items():
         theirs, ours = (engines[name]["parts_ms"].get(part, 0.0) for name in ("transformers", "transect"))
         if max(theirs, ours) >= 0.005:
             lines.append(f"| {said} | {theirs:.2f} | {ours:.2f} | {difference.get(part, 0.0):+.2f} |")
@@ -56,3 +56,18 @@ def recommender(result: dict[str, Any]) -> str:
         f"{result['predicted_share']:.0%} of it, the fast version saves {result['obtained_share']:.0%}. "
         f"{_made(result)}\n"
     )
+
+
+def xor_to_llm(result: dict[str, Any]) -> str:
+    """What each example uses of the machine, and what the rest of its time is."""
+    lines = ["| | of the peak FLOP/s | at the floor | the rest, mostly |", "|---|---:|---:|---|"]
+    for row in result["rows"]:
+        rest = ", ".join(f"{share:.0%} {cause}" for cause, share in _named(row["chief"]))
+        lines.append(f"| {row['name']} | {row['of_peak']:.2%} | {row['at_the_floor']:.1%} | {rest} |")
+    return "\n".join(lines) + f"\n\n{_made(result)}\n"
+
+
+def _named(parts: dict[str, float]) -> list[tuple[str, float]]:
+    from transect.explain.split import PARTS
+
+    return [(PARTS[part].partition(":")[0], share) for part, share in parts.items()]

@@ -14,6 +14,8 @@ NAMES = {
     "fp8-kv8": "fp8, KV cache in fp8",
     "int8": "int8",
     "int4": "int4",
+    "q4_k_m": "GGUF Q4_K_M",
+    "q8_0": "GGUF Q8_0",
 }
 """Formats of ``formats_gpu.py`` in the order of the table."""
 BATCHES = (1, 8, 64, 256)

@@ -21,13 +21,16 @@ import cpu_lora
 import cpu_vs_llamacpp
 import data_formats
 import engine_tables
+import explain_sums
 import format_tables
+import formats_quality
 import grammars
 import hostile_schemas
 import http_vs_offline
 import issue_rates
 import jump_ahead
 import ladder_tables
+import large_trace
 import long_prompts
 import moe_tables
 import numerics
@@ -41,6 +44,7 @@ import scaling_tables
 import serve_load
 import shapes_gpu
 import step_policy
+import step_prediction
 import streaming_tables
 import structured_cost
 import structured_masks
@@ -87,6 +91,11 @@ def batching_table() -> str:
 def precision_table() -> str:
     """Pretraining in bfloat16 beside float32."""
     return precisions.table(_load("cpu/precisions.json"))
+
+
+def formats_by_quality() -> str:
+    """Perplexity and bits of number formats on a processor."""
+    return formats_quality.table(_load("cpu/formats_quality.json"))
 
 
 def step_policies() -> str:
@@ -227,6 +236,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "llamacpp": llamacpp,
     "batching": batching_table,
     "precisions": precision_table,
+    "formats-quality": formats_by_quality,
     "step-policy": step_policies,
     "lora": lora,
     "lora-parts": lora_parts,
@@ -244,12 +254,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu-deterministic": gpu_engine(engine_tables.deterministic_table),
     "zero-inference": lambda: streaming_tables.table(_load("h200/zero_inference.json")),
     "scaling": lambda: scaling_tables.table(scaling_tables.load()),
+    "scaling-layouts": lambda: scaling_tables.layouts_table(
+        _load("h200/tp_llama-3.1-8b.json")["sections"], _load("h200/layouts_llama-3.1-8b.json")["sections"]
+    ),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
+    "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
@@ -264,6 +278,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
+    "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),
+    "large-trace": lambda: large_trace.table(_load("cpu/large_trace.json")),
+    "step-prediction": lambda: step_prediction.table(_load("h200/step_prediction.json")),
     "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),

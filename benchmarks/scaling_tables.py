@@ -105,6 +105,25 @@ def _row(
     )
 
 
+def layouts_table(tensor: dict[str, Any], others: dict[str, Any]) -> str:
+    """The throughput protocol of the 8B on two GPUs in three layouts, predicted, and measured where it was."""
+    said = others["predicted"]["result"]
+    found = {name: others.get(f"{name} throughput", {"result": {}})["result"] for name in said}
+    rows = [
+        ("tensor parallelism", tensor["predicted"]["result"]["2"]["tokens_per_s"], tensor["tp2 throughput"]["result"])
+    ]
+    names = {"stages": "two stages", "shares": "two engines"}
+    rows += [(names[name], rate, found[name]) for name, rate in said.items()]
+    kept = [tensor["tp2 throughput"], *others.values()]
+    return (
+        engine_tables._rows(
+            ("layout", "predicted", "measured"),
+            [(name, _rate(rate), _rate(result.get("tokens_per_s"))) for name, rate, result in rows],
+        )
+        + f"\n`python benchmarks/engine_tp.py`, `python benchmarks/engine_layouts.py`, {record.made_at(kept)}.\n"
+    )
+
+
 def sums_table(kept: dict[str, Any]) -> str:
     """A sum over two GPUs inside a CUDA graph, by NCCL and by our kernel, beside the floor of the link."""
     found = {(row["collective"], row["bytes"]): row for row in kept["rows"] if row["in_place"]}

@@ -28,7 +28,10 @@ def race(result: dict[str, Any]) -> str:
     ]
     ours = {row["work"]: row["tokens_per_second"] for row in result["rows"] if row["contender"] == "transect"}
     for row in result["rows"]:
-        name = f"| {NAMES[row['work']]} | {CONTENDERS[row['contender']]} |"
+        contender = CONTENDERS[row["contender"]]
+        if row["contender"] == "liger" and "lora" in row["work"]:
+            contender = "transformers + PEFT + Liger-Kernel"
+        name = f"| {NAMES[row['work']]} | {contender} |"
         if "error" in row:
             lines.append(f"{name} did not run: {' '.join(row['error'])} | | | | |")
             continue
@@ -150,10 +153,11 @@ def origin(result: dict[str, Any]) -> str:
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     count = max([row.get("ranks", 1) for row in result["rows"]])
+    apart = [row for row in result.get("rows", ()) if "commit" in row]  # measured later than the others
     gpus = f"{'one' if count == 1 else count} {result.get('gpu', 'NVIDIA H200')}"
     return (
         f"`{result['command']}` on {gpus}, Python {machine['python']}, {versions}, "
-        f"{record.made_at([machine])}: {result['method']}."
+        f"{record.made_at([machine, *apart])}: {result['method']}."
     )
 
 
@@ -167,6 +171,6 @@ def families(result: dict[str, Any]) -> str:
             f"| {row['work']} | {row['contender']} | {rate:,.0f} | {rate / ours[row['work']]:.2f} | "
             f"{row['peak_bytes'] / 1e9:.2f} GB | {row['mfu']:.0%} |"
         )
-    made = record.made_at([result["environment"]])
+    made = record.made_at([result["environment"], *(row for row in result["rows"] if "commit" in row)])
     lines.append(f"\n`{result['command']}` on one {result['gpu']}, 2 x 4096 tokens a step, {made}.\n")
     return "\n".join(lines)

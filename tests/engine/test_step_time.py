@@ -41,6 +41,19 @@ def test_another_scale_is_learned_as_well():
     assert times.predict(work) == pytest.approx(1000 * device(work), rel=0.1)
 
 
+def test_a_part_below_zero_makes_no_large_step_look_short():
+    """A few steps of some 2,000 tokens seemed to take no longer than those of 1,000: no larger ones do for that."""
+    times = StepTimes()
+    for tokens in (4, 4, 100, 250, 500, 1000) * 40:
+        times.learn(StepLoad(tokens), max(4e-3, 22e-6 * tokens))
+    for tokens in (1600, 2000, 2400) * 3:
+        times.learn(StepLoad(tokens), 9e-3)
+    assert min(times._parts) < 0
+    assert times.most_tokens(12e-3, StepLoad(4), 0, 8192) < 700
+    found = [times.predict(StepLoad(tokens)) for tokens in range(1, 4096, 50)]
+    assert found == sorted(found)
+
+
 def test_a_device_that_gets_slower_is_followed():
     rng, times = random.Random(2), StepTimes()
     for step in range(1500):

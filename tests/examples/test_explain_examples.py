@@ -1,8 +1,10 @@
 """The worked cases of explain: what they claim comes true, on a processor."""
 
+import json
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from planted_faults import ceilings, seconds
 
 from transect.explain.apply import apply
 from transect.explain.program import Explain, explain_script
+from transect.explain.split import PARTS, Split
+from transect.explain.trace import Trace
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "explain"
 
@@ -62,3 +66,39 @@ def test_what_can_be_applied_is_measured_again(tmp_path):
     script.write_text(script.read_text() + "y.sum().backward()\n")
     (broken,) = apply(script, [], found)
     assert "left out" in str(broken)
+
+
+def run_main(monkeypatch, name, *arguments):
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    monkeypatch.setattr("transect.explain.program.machine_ceilings", ceilings)
+    monkeypatch.setattr(
+        "transect.ops.cpu.ceilings.device_measurement", lambda device: SimpleNamespace(ceilings=ceilings())
+    )
+    return runpy.run_path(str(FOLDER / name), run_name="__main__")
+
+
+def test_a_product_on_one_roofline(monkeypatch, capsys, tmp_path):
+    run_main(monkeypatch, "matmul.py", "--size", 64, "--json", tmp_path / "m.json", "--svg", tmp_path / "m.svg")
+    (*_, host) = json.loads((tmp_path / "m.json").read_text())["products"]
+    assert host["flops"] == 2 * 64**3 and host["seconds"] > 0
+    assert host["floor_s"] == pytest.approx(max(2 * 64**3 / 100e9, 12 * 64**2 / 20e9))
+    assert "TFLOP/s" in capsys.readouterr().out and "<svg" in (tmp_path / "m.svg").read_text()
+
+
+@pytest.mark.prove
+def test_small_examples_use_little_of_the_peak(monkeypatch, capsys, tmp_path):
+    run_main(monkeypatch, "xor_to_llm.py", "--only", "xor", "--json", tmp_path / "x.json")
+    (row,) = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert 0 < row["of_peak"] < 0.05 and row["at_the_floor"] < 0.2 and len(row["chief"]) == 2
+    assert "of the peak" in capsys.readouterr().out
+
+
+def test_a_token_is_divided_without_rest(capsys):
+    """The measured time, by the proportions of a run under the profiler; the floor is taken out of what computes."""
+    divided = runpy.run_path(str(FOLDER / "generate.py"))["divided"]
+    parts = dict.fromkeys(PARTS, 0.0) | {"unrated": 0.5, "launch": 0.25, "sync": 0.15, "profiler": 0.1}
+    found = divided("x", 2.0, 10, 0.05, SimpleNamespace(split=Split(1.0, 0.0, parts, [], [], True, 0, Trace())))
+    assert sum(found["parts_ms"].values()) == pytest.approx(found["ms_a_token"]) == pytest.approx(200.0)
+    assert found["parts_ms"]["floor"] == pytest.approx(50) and found["parts_ms"]["launch"] == pytest.approx(
+        200 * 0.25 / 0.9
+    )

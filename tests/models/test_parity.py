@@ -123,6 +123,19 @@ def make_configs() -> dict[str, transformers.PreTrainedConfig]:
             **SMALL, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6, attention_multiplier=0.4
         ),
         "smollm3": t.SmolLM3Config(**SMALL, no_rope_layers=[1, 0, 1], bos_token_id=1, eos_token_id=2, pad_token_id=0),
+        "llama4": t.Llama4TextConfig(
+            **SMALL,
+            head_dim=16,
+            intermediate_size_mlp=40,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+            moe_layers=[0, 2],
+            no_rope_layers=[1, 0, 1],
+            attention_chunk_size=16,
+            floor_scale=8,
+            attn_scale=0.5,
+            rope_parameters=LLAMA3,
+        ),
         "gpt2": t.GPT2Config(vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256),
         "gpt2-exact-gelu": t.GPT2Config(
             vocab_size=101, n_embd=32, n_layer=3, n_head=4, n_positions=256, n_inner=40, activation_function="gelu"
@@ -171,13 +184,19 @@ def canonical(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, 
         for part in ("weight", "bias"):
             out[f"norm.{part}"] = state[f"transformer.ln_f.{part}"]
     else:
-        renames = {"model.layers.": "layers.", "self_attn.": "attention.", "_proj": "", "model.norm": "norm"}
+        renames = {
+            "model.layers.": "layers.",
+            "feed_forward.": "mlp.",
+            "self_attn.": "attention.",
+            "_proj": "",
+            "model.norm": "norm",
+        }
         renames |= {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
         renames |= {"model.embed_tokens": "embed", "lm_head": "head"}
         if config.norm_order != "pre":
             renames |= {"post_attention_layernorm": "attention_post_norm"}
             renames |= {"pre_feedforward_layernorm": "mlp_norm", "post_feedforward_layernorm": "mlp_post_norm"}
-        state = apart(state, config)
+        state = llama4(state, config) if config.architecture == "llama4_text" else apart(state, config)
         out = {}
         for name, value in (state if config.moe is None else with_experts(state, config)).items():
             for old, new in renames.items():
@@ -185,6 +204,24 @@ def canonical(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, 
             out[name] = value
         if config.tied_embeddings:
             del out["head.weight"]
+    return out
+
+
+def llama4(state: dict[str, torch.Tensor], config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Llama 4's rows of q and k, which turn in neighbouring pairs, with the first of all pairs before the second; its
+    stacks of experts, one below the other and turned round."""
+    out = {}
+    for name, value in state.items():
+        if "q_proj" in name or "k_proj" in name:
+            first, second = value.unflatten(0, (-1, config.head_dim // 2, 2)).unbind(2)
+            out[name] = torch.stack([first, second], 1).flatten(0, 2)
+        elif name.endswith("experts.gate_up_proj"):
+            for part, own in zip(("gate", "up"), value.chunk(2, dim=-1), strict=True):
+                out[name.replace("experts.gate_up_proj", f"experts_{part}.weight")] = own.mT.flatten(0, 1)
+        elif name.endswith("experts.down_proj"):
+            out[name.replace("experts.down_proj", "experts_down.weight")] = value.mT.flatten(0, 1)
+        else:
+            out[name.replace("shared_expert.", "shared_")] = value
     return out
 
 
@@ -376,6 +413,9 @@ def test_greedy_paged(family: str) -> None:
         ("granite", {"embed_scale": 1.0}),
         ("granite", {"logit_scale": 1.0}),
         ("smollm3", {"no_rope_layers": ()}),
+        ("llama4", {"attention_chunk": None}),
+        ("llama4", {"attention_temperature": None}),
+        ("llama4", {"qk_l2_norm": False}),
         ("gpt2", {"activation": "gelu"}),
         ("gpt2", {"norm_eps": 1e-2}),
     ],

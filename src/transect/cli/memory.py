@@ -387,7 +387,7 @@ def _table(title: str, estimate: Estimate) -> None:
 
 
 def _cache_bytes(kv_cache_dtype: str, dtype: str, head_dim: int) -> float:
-    """Of a number in the KV cache; in int8 with its part of the scale of its head."""
+    """Bytes of a number in the KV cache; in int8 with its part of the scale of its head."""
     if kv_cache_dtype == "int8":
         return 1 + 4 / head_dim
     return 1 if kv_cache_dtype == "fp8" else 4 if dtype == "float32" else 2

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from .batch import ScheduledBatch
 
-KNOTS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+KNOTS = (1, 16, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 """Tokens of a step between which its time is taken to rise in a straight line."""
 NOISE = 0.05
 """How far one measured step may be off, as a share of its time."""
@@ -79,8 +79,9 @@ class StepTimes:
         """What was unknown of each at first."""
 
     def predict(self, load: StepLoad) -> float:
-        """How long a step will take; 0 before the first was measured."""
-        return self._expected(_parts_of(load))
+        """How long a step will take; 0 before the first was measured. More work never takes less time: where few steps
+        were seen, what was learned of a part may be below zero."""
+        return sum(share * max(self._parts[part], 0.0) for part, share in _parts_of(load))
 
     def soonest(self, load: StepLoad) -> float:
         """When a step may be over already: the prediction less ``DEVIATIONS`` of its standard deviation."""

@@ -129,7 +129,7 @@ def _pack(x: np.ndarray, type_name: str, weights: np.ndarray | None = None) -> n
 
 
 def _kept(scale: np.ndarray, type_name: str) -> np.ndarray:
-    """As the file will hold it: codes that were searched for are taken with that."""
+    """The scale that the file will hold: codes that were searched for are taken with that."""
     return _to_half(scale, type_name).astype(np.float32)
 
 

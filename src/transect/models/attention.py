@@ -64,6 +64,10 @@ class Attention(Half):
         self.k_norm = head_norm(config.kv_dim)
         self.norm_whole = config.qk_norm_whole
         self.softcap = config.attention_softcap
+        self.chunk = config.layer_chunk(layer)
+        rotates = config.layer_rope(layer) is not None
+        self.l2_eps = config.norm_eps if config.qk_l2_norm and rotates else None
+        self.temperature = None if rotates else config.attention_temperature
         sinks = torch.empty(config.n_heads, device=device, dtype=dtype) if config.attention_sinks else None
         self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
 
@@ -77,10 +81,27 @@ class Attention(Half):
             q_THd, k_TKd = self.q_norm(q_THd), self.k_norm(k_TKd)
         if rotation is not None:
             q_THd, k_TKd = self.rotary(q_THd, k_TKd, *rotation)
+        if self.l2_eps is not None:
+            q_THd, k_TKd = (_by_root_mean_square(x, self.l2_eps) for x in (q_THd, k_TKd))
+        if self.temperature is not None:
+            q_THd = (q_THd * _sharper(context.positions(), *self.temperature)[:, None, None]).to(q_THd.dtype)
         how: dict[str, Any] = {}
         if self.softcap is not None:
             how["softcap"] = self.softcap
         if self.sinks is not None:
             how["sinks"] = self.sinks
+        if self.chunk is not None:
+            how["chunk"] = self.chunk
         out_THd = context.attend(self.layer, q_THd, k_TKd, v_TKd, self.scale, self.window, **how)
         return self.o(out_THd.flatten(-2))
+
+
+def _by_root_mean_square(x_THd: Tensor, eps: float) -> Tensor:
+    """Each head divided by its root mean square, in float32."""
+    wide = x_THd if x_THd.dtype == torch.float64 else x_THd.float()
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x_THd.dtype)
+
+
+def _sharper(positions_T: Tensor, scale: float, floor: int) -> Tensor:
+    """What queries are multiplied by, ``[T]`` float32: see ``ModelConfig.attention_temperature``."""
+    return torch.log1p(torch.floor((positions_T.float() + 1) / floor)) * scale + 1

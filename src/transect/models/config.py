@@ -17,7 +17,7 @@ from .config_moe import MoEConfig
 ARCHITECTURES = (
     "gpt2", "llama", "mistral", "qwen2", "qwen3",
     "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "gpt_oss",
-    "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3",
+    "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "llama4_text",
 )  # fmt: skip
 """What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``; Phi-4 is ``phi3``."""
 
@@ -117,6 +117,13 @@ class ModelConfig:
     """What attention scores are multiplied by; None: ``head_dim ** -0.5``."""
     attention_softcap: float | None = None
     """Scores s become ``softcap * tanh(s / softcap)``."""
+    qk_l2_norm: bool = False
+    """Rotated heads of q and k are divided by their root mean square (Llama 4)."""
+    attention_chunk: int | None = None
+    """In layers that rotate a query sees the tokens of its own chunk of so many positions (Llama 4)."""
+    attention_temperature: tuple[float, int] | None = None
+    """(a, f): in layers that do not rotate the query at position p is multiplied by ``1 + a log(1 + floor((p + 1) /
+    f))`` (Nakanishi 2025, arXiv:2501.19399)."""
     attention_sinks: bool = False
     """A learned score for each head takes part in the softmax and has no value (gpt-oss)."""
     embed_scale: float = 1.0
@@ -169,6 +176,10 @@ class ModelConfig:
                 f"rope_freqs has {len(self.rope.frequency_factors)} numbers; head_dim {self.head_dim} needs "
                 f"{self.head_dim // 2}"
             )
+        if self.attention_chunk is not None and (self.attention_chunk <= 0 or self.sliding_window is not None):
+            raise ValueError(f"attention_chunk must be greater than 0, without a window, not {self.attention_chunk}")
+        if self.attention_temperature is not None:
+            _check_positive("the floor of the attention temperature", self.attention_temperature[1])
         if self.moe is not None and not self.gated_mlp:
             raise ValueError("experts are gated MLPs: a plain MLP cannot be a mixture of experts")
         if self.sliding_window is not None and self.sliding_window <= 0:
@@ -195,6 +206,9 @@ class ModelConfig:
             "a gate with GELU": self.gated_mlp and self.activation != "silu",
             "rotary frequencies of sliding layers": self.local_rope is not None,
             "layers without positions": bool(self.no_rope_layers),
+            "attention in chunks": self.attention_chunk is not None,
+            "a norm after rotation": self.qk_l2_norm,
+            "queries scaled by position": self.attention_temperature is not None,
             "soft-capped scores": self.attention_softcap is not None,
             "attention sinks": self.attention_sinks,
             "scaled embeddings": self.embed_scale != 1.0,
@@ -221,7 +235,7 @@ class ModelConfig:
     @property
     def plain_attention(self) -> bool:
         """Whether only torch's attention operators compute its scores."""
-        return self.attention_sinks or self.attention_softcap is not None
+        return self.attention_sinks or self.attention_softcap is not None or self.attention_chunk is not None
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
         """The rotary frequencies of a layer, or None where it does not rotate."""
@@ -293,6 +307,10 @@ class ModelConfig:
     def layer_moe(self, layer: int) -> MoEConfig | None:
         """The experts of a layer, or None where it has one MLP."""
         return None if self.moe is None or layer in self.moe.dense_layers else self.moe
+
+    def layer_chunk(self, layer: int) -> int | None:
+        """Positions of the chunks that a layer attends in, or None where it sees the whole past."""
+        return self.attention_chunk if self.layer_rope(layer) is not None else None
 
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None where the layer sees the whole past."""

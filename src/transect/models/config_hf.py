@@ -45,17 +45,21 @@ _CLASSES = {
     "olmo2": "Olmo2ForCausalLM",
     "granite": "GraniteForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
 }
 _KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4, "gemma2": 4, "gemma3_text": 4, "smollm3": 4}
-_KV_HEADS["gpt_oss"] = 8
-_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64}
+_KV_HEADS |= {"gpt_oss": 8, "llama4_text": 8}
+_HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "llama4_text": 128}
 _MAX_POSITION = {"mistral": 131072, "mixtral": 131072, "olmoe": 4096, "gemma2": 8192, "gemma3_text": 131072}
 _MAX_POSITION |= dict.fromkeys(("llama", "dots1", "olmo2", "granite"), 2048) | {"phi3": 4096, "gpt_oss": 131072}
-_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "smollm3": 2e6, "gpt_oss": 150000.0}
-_EPS = dict.fromkeys(("mixtral", "olmoe", "phi3", "olmo2", "gpt_oss"), 1e-5)
+_MAX_POSITION["llama4_text"] = 131072
+_THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "smollm3": 2e6, "gpt_oss": 150000.0, "llama4_text": 500000.0}
+_EPS = dict.fromkeys(("mixtral", "olmoe", "phi3", "olmo2", "gpt_oss", "llama4_text"), 1e-5)
 _TIED = ("gemma2", "gemma3_text", "smollm3")
 _GEMMA = ("gemma2", "gemma3_text")
-_BIAS_SWITCH = ("llama", "qwen3", "qwen3_moe", "olmoe", "dots1", "gpt_oss", "olmo2", "granite", "smollm3", *_GEMMA)
+_BIAS_SWITCH = (
+    "llama", "llama4_text", "qwen3", "qwen3_moe", "olmoe", "dots1", "gpt_oss", "olmo2", "granite", "smollm3", *_GEMMA,
+)  # fmt: skip
 """Families whose ``attention_bias`` puts a bias on q, k, v and o."""
 _QK_NORM = ("qwen3", "qwen3_moe", "olmoe", "dots1", "gemma3_text", "olmo2")
 _WHOLE_NORM = ("olmoe", "olmo2")
@@ -172,7 +176,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
             "full_attention" if config.layer_window(layer) is None else "sliding_attention"
             for layer in range(config.n_layers)
         ]
-    return values if config.moe is None else values | moe_to_hf(config.architecture, config.moe)
+    return values if config.moe is None else values | moe_to_hf(config.architecture, config.moe, config.n_layers)
 
 
 def _gpt2(read: Fields) -> dict[str, Any]:
@@ -224,7 +228,7 @@ def _llama_like(architecture: str, read: Fields) -> dict[str, Any]:
         "n_heads": heads,
         "n_kv_heads": read.integer("num_key_value_heads", default_heads),
         "head_dim": head_dim,
-        "ffn_dim": read.integer("intermediate_size"),
+        "ffn_dim": read.integer("intermediate_size_mlp" if architecture == "llama4_text" else "intermediate_size"),
         "max_position": max_position,
         "norm_eps": read.number("rms_norm_eps", _EPS.get(architecture, 1e-6)),
         "activation": _activation(read, act, default_act),
@@ -256,7 +260,7 @@ def _activation(read: Fields, key: str, default: str) -> str:
 
 def _window(architecture: str, read: Fields, layers: int) -> tuple[int | None, tuple[int, ...]]:
     """The sliding window and the layers that do without it."""
-    if architecture in ("llama", "olmoe", "olmo2", "granite"):
+    if architecture in ("llama", "olmoe", "olmo2", "granite", "llama4_text"):
         return None, ()
     if architecture in ("mistral", "mixtral", "phi3"):
         # A Mistral's file without the key means 4096, one with null means none.

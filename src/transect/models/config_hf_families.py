@@ -1,4 +1,5 @@
-"""What sets single families apart in a Hugging Face ``config.json``: Gemma 2 and 3, OLMo 2, Granite, SmolLM3, gpt-oss.
+"""What sets single families apart in a Hugging Face ``config.json``: Gemma 2 and 3, OLMo 2, Granite, SmolLM3, gpt-oss
+and Llama 4.
 
 Each function gives fields of ``ModelConfig`` beside those that all families share.
 """
@@ -24,6 +25,7 @@ def family_from_hf(architecture: str, read: Fields, layers: int) -> dict[str, An
         "granite": _granite,
         "smollm3": _smollm3,
         "gpt_oss": _gpt_oss,
+        "llama4_text": _llama4,
     }.get(architecture)
     return {} if reader is None else reader(read, layers)
 
@@ -77,7 +79,7 @@ def _not_zero(read: Fields, key: str) -> float:
 
 def _smollm3(read: Fields, layers: int) -> dict[str, Any]:
     listed = read.values.get("no_rope_layers")  # 1: the layer rotates
-    if listed is None:
+    if not listed:
         step = read.integer("no_rope_layer_interval", 4, low=1)
         listed = [int((layer + 1) % step != 0) for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) != layers or any(flag not in (0, 1) for flag in listed):
@@ -87,6 +89,26 @@ def _smollm3(read: Fields, layers: int) -> dict[str, Any]:
 
 def _gpt_oss(read: Fields, layers: int) -> dict[str, Any]:
     return {"attention_sinks": True}
+
+
+def _llama4(read: Fields, layers: int) -> dict[str, Any]:
+    found = _smollm3(read, layers)
+    still = found["no_rope_layers"]
+    kinds = ["full_attention" if layer in still else "chunked_attention" for layer in range(layers)]
+    if read.values.get("layer_types") not in (None, kinds):
+        raise ValueError(
+            "layer_types in config.json must be chunked_attention for the layers that rotate and full_attention for "
+            "the others (no_rope_layers); nothing else is supported for Llama 4"
+        )
+    has_chunks = read.values.get("attention_chunk_size", 8192) is not None
+    tuned = bool(read.flag("attn_temperature_tuning", True))
+    return found | {
+        "qk_l2_norm": read.flag("use_qk_norm", True),
+        "attention_chunk": read.integer("attention_chunk_size", 8192) if has_chunks else None,
+        "attention_temperature": (
+            (read.number("attn_scale", 0.1), read.integer("floor_scale", 8192)) if tuned else None
+        ),
+    }
 
 
 def layer_types(architecture: str, layers: int, read: Fields) -> list[str]:
@@ -121,6 +143,17 @@ def family_to_hf(config: ModelConfig) -> dict[str, Any]:
         return {"rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta}}
     if architecture == "phi3":
         return {"pad_token_id": None}
+    if architecture == "llama4_text":
+        scale, floor = config.attention_temperature or (0.1, 8192)
+        return {
+            "intermediate_size_mlp": config.ffn_dim,
+            "no_rope_layers": [int(layer not in config.no_rope_layers) for layer in range(config.n_layers)],
+            "use_qk_norm": config.qk_l2_norm,
+            "attention_chunk_size": config.attention_chunk,
+            "attn_temperature_tuning": config.attention_temperature is not None,
+            "attn_scale": scale,
+            "floor_scale": floor,
+        }
     if architecture == "smollm3":
         return {
             "pad_token_id": None,

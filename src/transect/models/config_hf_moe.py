@@ -7,7 +7,7 @@ from typing import Any
 from ..formats.fields import Fields
 from .config_moe import MoEConfig
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "gpt_oss")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "gpt_oss", "llama4_text")
 
 
 def moe_from_hf(architecture: str, read: Fields, layers: int) -> MoEConfig | None:
@@ -30,6 +30,18 @@ def moe_from_hf(architecture: str, read: Fields, layers: int) -> MoEConfig | Non
             router_bias=True,
             bias=True,
             clamp=read.number("swiglu_limit", 7.0),
+        )
+    if architecture == "llama4_text":
+        width = read.integer("intermediate_size", 8192)
+        return MoEConfig(
+            _experts(read, 16),
+            read.integer("num_experts_per_tok", 1),
+            width,
+            score="sigmoid",
+            renormalize=False,
+            weighs_inputs=True,
+            shared_dim=width,
+            dense_layers=_llama4_dense(read, layers),
         )
     if architecture == "olmoe":
         if read.values.get("clip_qkv") is not None:
@@ -86,12 +98,26 @@ def _dense_layers(read: Fields, layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
 
 
-def moe_to_hf(architecture: str, moe: MoEConfig) -> dict[str, Any]:
+def _llama4_dense(read: Fields, layers: int) -> tuple[int, ...]:
+    """A list of the layers with experts, or a step."""
+    listed = read.values.get("moe_layers")
+    if listed is None:
+        step = read.integer("interleave_moe_layer_step", 1, low=1)
+        listed = list(range(step - 1, layers, step))
+    if not isinstance(listed, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in listed):
+        raise ValueError(f"'moe_layers' in config.json must be a list of layer numbers, not {listed!r}")
+    return tuple(layer for layer in range(layers) if layer not in listed)
+
+
+def moe_to_hf(architecture: str, moe: MoEConfig, layers: int) -> dict[str, Any]:
     """The keys of ``config.json`` that ``moe_from_hf`` reads."""
     common = {"num_experts_per_tok": moe.per_token}
     if architecture == "gpt_oss":
         own = {"num_local_experts": moe.experts, "intermediate_size": moe.expert_dim, "swiglu_limit": moe.clamp}
         return common | own
+    if architecture == "llama4_text":
+        own = {"num_local_experts": moe.experts, "intermediate_size": moe.expert_dim}
+        return common | own | {"moe_layers": [layer for layer in range(layers) if layer not in moe.dense_layers]}
     if architecture == "mixtral":
         return common | {"num_local_experts": moe.experts, "intermediate_size": moe.expert_dim}
     if architecture == "olmoe":

@@ -34,6 +34,8 @@ class MoEConfig:
     """Width of the shared experts together; 0: none."""
     shared_gate: bool = False
     """The shared experts count with a sigmoid weight of their own (Qwen2-MoE)."""
+    weighs_inputs: bool = False
+    """The router's weights multiply what goes into an expert, not what comes out (Llama 4)."""
     bias: bool = False
     """Experts have biases."""
     clamp: float | None = None

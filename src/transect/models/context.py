@@ -10,7 +10,7 @@ Shapes: T tokens of the step, H query heads, K key heads, d head size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,10 @@ from ..ops.opset import OpSet, resolve_ops
 
 class AttentionContext(Protocol):
     """What ``Attention`` needs to know about the batch."""
+
+    def positions(self) -> Tensor:
+        """The position of each token in its sequence, ``[T]`` int64."""
+        ...
 
     @property
     def wanted(self) -> Wanted | None:
@@ -40,8 +44,10 @@ class AttentionContext(Protocol):
         *,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
-        """Causal attention of one layer -> ``[T, H, d]``; ``softcap`` and ``sinks`` as in ``ModelConfig``."""
+        """Causal attention of one layer -> ``[T, H, d]``; ``softcap``, ``sinks`` and ``chunk`` (the layer's) as
+        in ``ModelConfig``."""
         ...
 
 
@@ -103,10 +109,12 @@ class VarlenContext:
         *,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """See ``AttentionContext.attend``."""
-        if softcap is not None or sinks is not None:
-            return by_document(q_THd, k_TKd, v_TKd, self.cu_seqlens, scale, window, softcap=softcap, sinks=sinks)
+        if softcap is not None or sinks is not None or chunk is not None:
+            how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
+            return by_document(q_THd, k_TKd, v_TKd, self.cu_seqlens, scale, window, **how)
         return self.ops.attention(q_THd, k_TKd, v_TKd, self.cu_seqlens, scale, window)
 
 
@@ -180,12 +188,14 @@ class PagedContext:
         *,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """See ``AttentionContext.attend``; k and v are written to the cache first."""
         self.ops.kv_cache_write(k_TKd, v_TKd, self.k_cache[layer], self.v_cache[layer], self.batch)
-        if softcap is not None or sinks is not None:
+        if softcap is not None or sinks is not None or chunk is not None:
             caches = self.k_cache[layer], self.v_cache[layer]
-            return tiled_uniform(q_THd, *caches, self.batch, scale, window, softcap=softcap, sinks=sinks)
+            how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
+            return tiled_uniform(q_THd, *caches, self.batch, scale, window, **how)
         return self.attend_written(layer, q_THd, k_TKd, v_TKd, scale, window)
 
     def attend_written(

@@ -23,11 +23,11 @@ from ..formats.ggml_blocks import QuantizedTensor, block_type
 from ..formats.ggml_quantize import WRITABLE, quantize
 from ..formats.gguf_write import Planned
 from .config import ModelConfig, RopeConfig
-from .rope import frequencies
+from .rope import frequencies, half_rotation_rows
 from .shapes import weight_shapes
 from .staging import dense_values
 from .stored import Stored, StoredWeights
-from .weights_gguf import FUSED, IN_LAYER, OUTER, half_rotation_rows
+from .weights_gguf import FUSED, IN_LAYER, OUTER
 
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16,

@@ -26,7 +26,7 @@ from .decoder import Decoder
 from .quantized_grid import HIGHEST, LOWEST, Grid, grid_of
 
 DAMPING = 0.01
-"""Of the mean of the diagonal, added to it."""
+"""The share of the mean of the diagonal that is added to it."""
 BLOCK = 128
 """Columns after which what is to the right of them is moved at once."""
 

@@ -168,11 +168,16 @@ class MoE(Half):
             spread = self.spread
             own = (logits_TE, experts_Tk)
             self.watch(*(own if spread is None else (spread.own(each, tokens) for each in own)))
-        y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, order_R), starts_E1)
+        sorted_by: Tensor | None = order_R
+        if self.moe.weighs_inputs:
+            pairs = order_R.long()
+            x_TD = (x_TD[pairs // self.moe.per_token] * weights_Tk.flatten()[pairs, None]).to(x_TD.dtype)
+            weights_Tk, sorted_by = torch.ones_like(weights_Tk), None
+        y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, sorted_by), starts_E1)
         out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
         return out_TD
 
-    def _inner(self, x_TD: Tensor, starts_E1: Tensor, order_R: Tensor) -> Tensor:
+    def _inner(self, x_TD: Tensor, starts_E1: Tensor, order_R: Tensor | None) -> Tensor:
         """The first half of the experts, ``[R, F]``."""
         gated = self.experts_gate.grouped_gate_up(self.experts_up) if self.moe.clamp is None else None
         if gated is not None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -75,3 +76,8 @@ class Rope:
             self.frequencies = self.frequencies.to(positions_T.device)
         angles = positions_T[:, None].float() * self.frequencies
         return angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
+
+
+def half_rotation_rows(heads: int, head_dim: int) -> np.ndarray:
+    """For each row in half-rotation order the row of the file that holds it, int64 [heads * head_dim]."""
+    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)

@@ -19,6 +19,7 @@ from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from ..ops.linear.packed.gguf_layout import FORMATS
 from .config import ModelConfig
+from .rope import half_rotation_rows
 from .shapes import weight_shapes
 from .storage import Layout
 from .stored import ALL, Blocks, Stored, StoredWeights, Values, is_whole, within
@@ -126,11 +127,6 @@ def _places(file: GGUFFile, config: ModelConfig) -> dict[str, _Place]:
             "the file is of another model family, or was converted wrongly"
         )
     return places
-
-
-def half_rotation_rows(heads: int, head_dim: int) -> np.ndarray:
-    """For each row in half-rotation order the row of the file that holds it, int64 [heads * head_dim]."""
-    return np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
 
 
 def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...]) -> None:

@@ -11,11 +11,12 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -26,10 +27,11 @@ from .config_hf import to_hf
 from .config_moe import MoEConfig
 from .quantize_out import encoded
 from .quantized_grid import Grid
+from .rope import half_rotation_rows
 from .safetensors_out import shards, write_json, write_shard
 from .shapes import projection_shapes, weight_shapes
-from .stored import Stored, StoredWeights, is_whole, within
-from .weights_hf_moe import expert_tensor
+from .stored import ALL, Stored, StoredWeights, is_whole, within
+from .weights_hf_moe import LLAMA4_MLP, expert_tensor
 from .weights_hf_quantized import packed_reader, with_values
 
 MAX_SHARD_BYTES = 5 * 10**9
@@ -89,7 +91,8 @@ class Place:
     The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
     file's shape. With ``experts`` it is so many tensors, one below the other: ``tensor`` has ``{}`` for the expert, and
     ``stored`` is the shape of one. ``stacked``: one tensor holds all experts; ``step`` 2: of each, every other row from
-    ``first`` on (gpt-oss).
+    ``first`` on (gpt-oss). ``paired``: the head size of rows that stand in the order that rotates neighbouring pairs
+    (Llama 4); here they stand in that of halves.
     """
 
     tensor: str
@@ -100,6 +103,7 @@ class Place:
     experts: int = 0
     stacked: bool = False
     step: int = 1
+    paired: int = 0
 
     @property
     def tensors(self) -> list[str]:
@@ -124,6 +128,8 @@ def places(config: ModelConfig) -> dict[str, Place]:
         names = names | _POST_NORMS
     if architecture == "phi3":
         names = names | _PHI3
+    if architecture == "llama4_text":
+        names = names | LLAMA4_MLP
     joined = {"phi3": ("qkv", "gate_up"), "gpt2": ("qkv",)}.get(architecture, ())
     out = {}
     for name, shape in weight_shapes(config).items():
@@ -133,8 +139,8 @@ def places(config: ModelConfig) -> dict[str, Place]:
             continue
         _, layer, inner = module.split(".", 2)
         moe = config.layer_moe(int(layer))
-        if architecture == "gpt_oss" and inner.startswith("mlp.experts_") and moe is not None:
-            out[name] = _gpt_oss_place(f"{stack}.{layer}.mlp.experts", inner, kind, config, moe)
+        if architecture in ("gpt_oss", "llama4_text") and inner.startswith("mlp.experts_") and moe is not None:
+            out[name] = _stacked_place(f"{stack}.{layer}", inner, kind, config, moe)
             continue
         expert = expert_tensor(architecture, inner, kind)
         if moe is not None and expert is not None:
@@ -147,7 +153,8 @@ def places(config: ModelConfig) -> dict[str, Place]:
         first, whole = _within_joined(config, inner, shape[0], joined)
         stored = (whole, *shape[1:])
         size = None if whole == shape[0] else shape[0]
-        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size)
+        paired = config.head_dim if architecture == "llama4_text" and inner in ("attention.q", "attention.k") else 0
+        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
     return out
 
 
@@ -162,14 +169,19 @@ def _within_joined(config: ModelConfig, inner: str, rows: int, joined: tuple[str
     return 0, rows
 
 
-def _gpt_oss_place(prefix: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> Place:
-    """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one."""
+def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> Place:
+    """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one (gpt-oss), or
+    stand one after the other (Llama 4)."""
+    turns = config.architecture == "gpt_oss"
+    prefix = f"{layer}.{'mlp' if turns else 'feed_forward'}.experts"
     up = inner.endswith("_up")
     down = inner.endswith("_down")
     width, inputs = (config.dim, moe.expert_dim) if down else (2 * moe.expert_dim, config.dim)
     tensor = f"{prefix}.{'down_proj' if down else 'gate_up_proj'}{'_bias' if kind == 'bias' else ''}"
     shape = (moe.experts, width) if kind == "bias" else (moe.experts, inputs, width)
-    return Place(tensor, shape, transposed=kind != "bias", first=int(up), stacked=True, step=1 if down else 2)
+    first = int(up) * (1 if turns else moe.expert_dim)
+    step = 2 if turns and not down else 1
+    return Place(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
 
 
 # ---- in
@@ -217,7 +229,8 @@ def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack
             elif place.stacked:
                 yield name, Stored(shape, partial(_read_stack, found[place.tensor], place, shape))
             else:
-                layout, codes = packed_reader(found[place.tensor], place.first, shape[0], place.transposed)
+                moved = place.transposed or bool(place.paired)
+                layout, codes = packed_reader(found[place.tensor], place.first, shape[0], moved)
                 yield name, Stored(shape, partial(_read, found[place.tensor], place, shape), layout, codes)
 
 
@@ -232,6 +245,8 @@ def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slic
             last = min(each, wanted.stop - expert * each)
             # From the first to the last of these rows, and those of the other matrix between them.
             near = slice(place.step * first, min(place.stored[-1], place.step * last))
+            if place.step == 1:
+                near = slice(place.first + first, place.first + last)
             one = tensor[expert, columns, near].t() if place.transposed else tensor[expert, near]
             parts.append(one[place.first :: place.step] if place.step > 1 else one)
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -250,6 +265,9 @@ def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], ro
 
 
 def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+    if place.paired:
+        whole = _read(where, replace(place, paired=0), shape, ALL, columns)
+        return whole[half_rotation_rows(shape[0] // place.paired, place.paired)[within(shape[0], rows)]]
     parts = [within(size, part) for size, part in zip(shape, (rows, columns), strict=False)]
     if place.size is not None:
         parts[0] = slice(place.first + parts[0].start, place.first + parts[0].stop)
@@ -465,14 +483,16 @@ def by_hf_name(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
             parts.setdefault(place.tensor, []).append((place.first, values.mT if place.transposed else values))
             interleaved[place.tensor] = place.step
             continue
+        if place.paired:
+            whole = whole[np.argsort(half_rotation_rows(len(whole) // place.paired, place.paired))]
         own = [whole] if not place.experts else whole.unflatten(0, (place.experts, -1)).unbind()
         for tensor, values in zip(place.tensors, own, strict=True):
             parts.setdefault(tensor, []).append((place.first, values))
             transposed[tensor] = place.transposed
     ordered = {name: [values for _, values in sorted(found, key=lambda part: part[0])] for name, found in parts.items()}
     stacks = {
-        name: (torch.stack(ordered.pop(name), -1).flatten(-2) if step == 2 else ordered.pop(name)[0]).contiguous()
-        for name, step in interleaved.items()
+        name: (torch.stack(each, -1).flatten(-2) if step == 2 else torch.cat(each, -1)).contiguous()
+        for name, step, each in ((name, step, ordered.pop(name)) for name, step in interleaved.items())
     }
     joined = {name: tensors[0] if len(tensors) == 1 else torch.cat(tensors) for name, tensors in ordered.items()}
     return stacks | {name: (tensor.t() if transposed[name] else tensor).contiguous() for name, tensor in joined.items()}

@@ -252,8 +252,8 @@ def _of_heads(spread: Spread, model: ModelConfig) -> Iterator[Reason]:
         if model.qk_norm_whole or model.attention_sinks:
             odd = "norms of queries over all heads" if model.qk_norm_whole else "attention sinks"
             yield Reason(f"a model with {odd} is not cut between ranks for training")
-    if spread.context > 1 and (model.attention_softcap is not None or model.attention_sinks):
-        yield Reason("ring attention knows no caps on scores and no attention sinks")
+    if spread.context > 1 and (model.plain_attention or model.attention_temperature is not None):
+        yield Reason("ring attention knows no caps on scores, no attention sinks and no chunks")
 
 
 def _of_layers(spread: Spread, model: ModelConfig) -> Iterator[Reason]:

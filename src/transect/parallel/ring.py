@@ -61,6 +61,10 @@ class RingContext:
             self._seen[window] = [visible(self.ends, rank, other, ranks, window) for other in others]
         return self._seen[window]
 
+    def positions(self) -> Tensor:
+        """Not known here: refused before a run, for models that ask for it."""
+        raise ValueError("ring attention scales no queries by position: set parallel.context to 1")
+
     def attend(
         self,
         layer: int,
@@ -72,10 +76,11 @@ class RingContext:
         *,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        chunk: int | None = None,
     ) -> Tensor:
         """See ``AttentionContext.attend``; all ranks call it together."""
-        if softcap is not None or sinks is not None:
-            raise ValueError("ring attention knows no caps on scores and no sinks: set parallel.context to 1")
+        if softcap is not None or sinks is not None or chunk is not None:
+            raise ValueError("ring attention knows no caps on scores, sinks or chunks: set parallel.context to 1")
         if q_THd.is_cuda and q_THd.dtype != torch.float64:
             found: Tensor = _KernelRing.apply(q_THd, k_TKd, v_TKd, scale, window, self.kernels)
             return found

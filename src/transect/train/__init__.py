@@ -24,7 +24,7 @@
   ``stored_state.py``: their tensors. ``health.py``: NaN and loss spikes.
   ``identity.py``: what a run is of, compared when it goes on.
 * ``best.py``: the best checkpoint, and early stopping. ``samples.py``: answers while training.
-* ``export.py``: adapters and merged models for other programs.
+* ``export.py``: adapters and merged models for other programs; ``quantize.py``: models in fewer bits.
 * ``crew.py``: the ranks that train together, as the loop sees them; ``follow.py``: how they are started, and what all
   but the first do.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.

@@ -11,7 +11,7 @@ from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
-from transect.ops.moe import combining, gating, grouped_linear, ordering, router, routing
+from transect.ops.moe import combining, gating, grouped_gate_up, grouped_linear, ordering, router, routing
 from transect.ops.moe.triton import triton_grouped_gate_up
 from transect.ops.opset import resolve_ops
 
@@ -149,6 +149,24 @@ def test_gradients_are_those_of_the_reference():
         found.append([x.grad.cpu(), *(weight.grad.cpu() for weight in moe.parameters())])
     for mine, want in zip(*found, strict=True):
         torch.testing.assert_close(mine, want, rtol=1e-3, atol=1e-3 * float(want.abs().max()))
+
+
+def test_gradients_in_bfloat16_at_the_sizes_of_a_model():
+    """Gate and up of experts with many rows, some and none: errors are those of rounding to bfloat16."""
+    experts, dim, width, tokens, k = 6, 512, 384, 700, 2
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.tensor([[0, 1]] * 600 + [[0, 3]] * 97 + [[4, 3]] * 3, dtype=torch.int32)
+    order, _, starts = ordering.reference(chosen, experts)
+    x, g = torch.randn(tokens, dim, generator=generator), torch.randn(tokens * k, width, generator=generator)
+    weights = [0.05 * torch.randn(experts * width, dim, generator=generator) for _ in range(2)]
+    rounded = [t.bfloat16() for t in (x, *weights, g)]
+    wide = [t.cuda().double().requires_grad_() for t in rounded]
+    narrow = [t.cuda().requires_grad_() for t in rounded]
+    grouped_gate_up.reference(*wide[:3], starts.cuda(), order.cuda()).backward(wide[3].detach())
+    grouped_gate_up.with_gradient(*narrow[:3], starts.cuda(), order.cuda()).backward(narrow[3].detach())
+    for mine, want in zip(narrow[:3], wide[:3], strict=True):
+        assert (mine.grad.double() - want.grad).norm() < 8e-3 * want.grad.norm()
+    assert not narrow[1].grad.unflatten(0, (experts, -1))[[2, 5]].any()
 
 
 @torch.inference_mode()

@@ -153,7 +153,8 @@ def check_model(config: EngineConfig, model: ModelConfig) -> None:
         ValueError: attention or experts that only the CPU computes.
     """
     if model.plain_attention:
-        what = "attention sinks" if model.attention_sinks else "soft-capped scores"
+        what = "attention in chunks" if model.attention_chunk is not None else "soft-capped scores"
+        what = "attention sinks" if model.attention_sinks else what
         raise ValueError(f"{model.architecture} has {what}, which no kernel on a GPU computes: give device='cpu'")
     if model.moe is not None and config.deterministic:
         raise ValueError("experts on a GPU add up in another order for other batches: leave out deterministic")

@@ -54,7 +54,7 @@ class Dense(Weight):
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         return self.ops.grouped_linear(x, self.weight, starts, order, self.bias)
 
-    def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
         if not isinstance(up, Dense) or self.bias is not None or up.bias is not None:
             return None
         return lambda x, starts, order: self.ops.grouped_gate_up(x, self.weight, up.weight, starts, order)

@@ -270,7 +270,7 @@ class Weight(nn.Module):
         """The product without the logits of other ranks; None: it has all of them, or there is no way to read those."""
         return None
 
-    def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
         """The gate of experts: ``(x, starts, order) -> silu(gate) * up`` of each row's expert, in one operator."""
         return None
 

@@ -61,7 +61,7 @@ class Push(NamedTuple):
     rank: int
     """The own place."""
     lines: int
-    """Of a region."""
+    """Lines of a region."""
 
 
 def memory_at(address: int, nbytes: int) -> Tensor:

@@ -56,7 +56,7 @@ def _product(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr, BLOCKED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """As ``triton._grouped_product``. BLOCKED: BK divides 128, and a scale is for 128 by 128 codes."""
+    """See ``triton._grouped_product``. BLOCKED: BK divides 128, and a scale is for 128 by 128 codes."""
     expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r = row + tl.arange(0, BM)
@@ -136,7 +136,7 @@ def cost(
     bias: Tensor | None = None,
     fp8: bool = True,
 ) -> Cost:
-    """As of ``grouped_linear``: the experts that random routing touches."""
+    """The cost, as ``grouped_linear`` has it: the experts that random routing touches."""
     experts = len(starts) - 1
     rows, outputs = len(x) if order is None else len(order), len(codes) // experts
     share = touched(rows, 1, experts) / experts

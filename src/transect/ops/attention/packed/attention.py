@@ -62,18 +62,21 @@ def by_document(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """``reference``, one document after another through torch's fused attention, so it holds the scores of one document
     at a time.
 
     With ``softcap``, scores become ``softcap * tanh(s / softcap)`` first (Gemma 2, arXiv:2408.00118). ``sinks`` ``[H]``
-    are scores of their own that take part in the softmax and have no value (gpt-oss, arXiv:2508.10925)."""
+    are scores of their own that take part in the softmax and have no value (gpt-oss, arXiv:2508.10925). With ``chunk``
+    a query sees the tokens of its own chunk of so many positions (Llama 4)."""
     outputs = []
     bounds = cu_seqlens.tolist()
     for start, end in pairwise(bounds):
         mask = None
-        if softcap is not None or sinks is not None:
-            outputs.append(_with_scores(q[start:end], k[start:end], v[start:end], scale, window, softcap, sinks))
+        if softcap is not None or sinks is not None or chunk is not None:
+            own = q[start:end], k[start:end], v[start:end]
+            outputs.append(_with_scores(*own, scale, window, softcap, sinks, chunk))
             continue
         q_HTd, k_KTd, v_KTd = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         if window is not None and end - start > window:
@@ -93,9 +96,16 @@ def by_document(
 
 
 def _with_scores(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    chunk: int | None,
 ) -> Tensor:
-    """One document whose scores are capped, or share the softmax with sinks."""
+    """One document whose scores are capped, share the softmax with sinks, or end with chunks."""
     dtype = compute_dtype(q.dtype)
     group = q.shape[1] // k.shape[1]
     keys, values = (x.to(dtype).repeat_interleave(group, dim=1) for x in (k, v))
@@ -103,7 +113,10 @@ def _with_scores(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(len(q), device=q.device)
-    scores = scores.masked_fill(~_band(position, position, window), -torch.inf)
+    seen = _band(position, position, window)
+    if chunk is not None:
+        seen &= (position // chunk)[:, None] == (position // chunk)[None]
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks.to(dtype)[:, None, None].expand(-1, len(q), 1)
         scores = torch.cat([scores, column], dim=-1)

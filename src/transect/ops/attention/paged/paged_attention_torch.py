@@ -42,12 +42,13 @@ def tiled_uniform(
     *,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch. ``softcap`` and
-    ``sinks`` as in ``packed/attention.by_document``."""
+    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch. ``softcap``,
+    ``sinks`` and ``chunk`` as in ``packed/attention.by_document``."""
     out = torch.empty_like(q)
     for group in batch.uniform_work:
-        _attend(group, q, k_cache, v_cache, scale, window, out, softcap, sinks)
+        _attend(group, q, k_cache, v_cache, scale, window, out, softcap, sinks, chunk)
     return out
 
 
@@ -61,6 +62,7 @@ def _attend(
     out: Tensor,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> None:
     """Attention of one group of work items, written into ``out`` ``[T, H, d]``."""
     dtype = compute_dtype(q.dtype)
@@ -81,13 +83,15 @@ def _attend(
     position_W1R1 = group.positions_WQ.repeat_interleave(heads // kv_heads, dim=1)[:, None, :, None]
     last_W11 = group.positions_WQ[:, -1, None, None]
     oldest = torch.zeros_like(group.positions_WQ) if window is None else group.positions_WQ - window + 1
+    if chunk is not None:
+        oldest = torch.maximum(oldest, group.positions_WQ // chunk * chunk)
     oldest_W1R1 = oldest.repeat_interleave(heads // kv_heads, dim=1)[:, None, :, None]
     oldest_W11 = oldest[:, 0, None, None]
 
     m = torch.full_like(q_WKRd[..., :1], -torch.inf)
     l = torch.zeros_like(m)
     o = torch.zeros_like(q_WKRd)
-    first_tile = 0 if window is None else max(0, int(oldest_W11.min())) // tile
+    first_tile = 0 if window is None and chunk is None else max(0, int(oldest_W11.min())) // tile
     for index in range(first_tile, group.last_positions[0] // tile + 1):
         # Items stand in order of how far they see, so those that reach this tile are the first n.
         n = bisect.bisect_right(group.last_positions, -index * tile, key=lambda position: -position)

@@ -584,7 +584,6 @@ extern "C" int transect_small_matmul_hopper(const void* x, const void* weight, c
   TRANSECT_CUT(1, 0, 192, 1, 1, 1, 2)
   TRANSECT_CUT(1, 0, 160, 2, 1, 1, 1)
   TRANSECT_CUT(1, 0, 208, 2, 1, 2, 1)
-  TRANSECT_CUT(1, 0, 256, 2, 1, 2, 1)
   TRANSECT_CUT(0, 0, 96, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 112, 1, 1, 1, 2)
   TRANSECT_CUT(0, 0, 128, 1, 1, 1, 2)

@@ -89,8 +89,8 @@ def cublas_is_quicker(x: Tensor, weight: Tensor) -> bool:
     """Whether cuBLAS multiplies these quicker than the kernels here: 16-bit products whose operands lie as ``[M, K]``
     and ``[N, K]``, on Hopper.
 
-    Of 56 such products of 272 to 8192 rows on an H200 it was quicker than the tiling by the rule in 53, by 2 to 49%
-    (docs/results/products.md).
+    Of 48 such products of 272 to 1024 rows on an H200 it was quicker than the tiling by the rule in 45, by 2 to 49%
+    (``benchmarks/products_by_shape.py``).
     """
     if x.device.type != "cuda" or torch.version.hip is not None or x.element_size() != 2:
         return False

@@ -35,7 +35,7 @@ from torch import Tensor
 from ....formats.ggml_blocks import BLOCK_TYPES, CHOSEN
 
 ROWS, COLUMNS = 16, 256
-"""Of a unit."""
+"""The size of a unit."""
 PIECE = 1 << 24
 """Numbers that are arranged at a time."""
 
@@ -67,7 +67,7 @@ class BlockFormat:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Of the scales that are no bytes."""
+        """The dtype of the scales that are no bytes."""
         return torch.bfloat16 if self.name == "MXFP4" else torch.float16
 
     @property
@@ -119,7 +119,7 @@ def units_of(outputs: int, inputs: int) -> tuple[int, int]:
 
 
 def arranged_shape(kind: BlockFormat, outputs: int, inputs: int) -> tuple[int, int, int]:
-    """Of the bytes of a matrix: units down, units across, bytes of one."""
+    """How the bytes of a matrix lie: units down, units across, bytes of one."""
     return *units_of(outputs, inputs), kind.unit
 
 

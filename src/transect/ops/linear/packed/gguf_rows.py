@@ -21,7 +21,7 @@ from .gguf_layout import FORMATS, ROWS, arranged_shape
 MOST_ROWS = 64
 """More rows are quicker with a weight that is rebuilt."""
 X_BYTES = 2 * 256 + 32
-"""Of a row of x in a buffer."""
+"""Bytes of a row of x in a buffer."""
 
 
 @dataclass(frozen=True, slots=True)
