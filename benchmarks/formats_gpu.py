@@ -112,7 +112,7 @@ def storage(name: str) -> Storage:
 
 def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -> dict[str, Any]:
     """Seconds of a step beside the floor of the format's bytes."""
-    spare = -(-batch * 512 // 8192) + 2
+    spare = batch // 2 + 16  # what decodes while others are still in prefill, where a format cuts that into small steps
     found = [decode_steps(llm, prompts(batch, seed), steps, spare) for seed in range(runs)]
     floor = step_floor(PRESETS[model], [Row(1, n) for n in found[0].middle], RATES, storage(name)).seconds
     times = record.summary([each.per_token for each in found])

@@ -23,6 +23,7 @@ import data_formats
 import engine_tables
 import explain_sums
 import format_tables
+import formats_quality
 import grammars
 import hostile_schemas
 import http_vs_offline
@@ -44,6 +45,7 @@ import scaling_tables
 import serve_load
 import shapes_gpu
 import step_policy
+import step_prediction
 import streaming_tables
 import structured_cost
 import structured_masks
@@ -90,6 +92,11 @@ def batching_table() -> str:
 def precision_table() -> str:
     """Pretraining in bfloat16 beside float32."""
     return precisions.table(_load("cpu/precisions.json"))
+
+
+def formats_by_quality() -> str:
+    """Perplexity and bits of number formats on a processor."""
+    return formats_quality.table(_load("cpu/formats_quality.json"))
 
 
 def step_policies() -> str:
@@ -230,6 +237,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "llamacpp": llamacpp,
     "batching": batching_table,
     "precisions": precision_table,
+    "formats-quality": formats_by_quality,
     "step-policy": step_policies,
     "lora": lora,
     "lora-parts": lora_parts,
@@ -258,6 +266,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
+    "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
@@ -274,6 +283,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),
     "large-trace": lambda: large_trace.table(_load("cpu/large_trace.json")),
+    "step-prediction": lambda: step_prediction.table(_load("h200/step_prediction.json")),
     "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
     "int4-variants": int4_variants,
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
