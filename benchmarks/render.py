@@ -38,6 +38,7 @@ import offload_tables
 import ops_tables
 import precisions
 import pretrain_tables
+import products_by_shape
 import record
 import request_walk
 import scaling_tables
@@ -259,6 +260,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "products-by-shape": lambda: products_by_shape.page(_load("h200/products_by_shape.json")),
+    "products-many": lambda: products_by_shape.many_page(_load("h200/products_many.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
