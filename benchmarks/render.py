@@ -264,6 +264,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "products-many": lambda: products_by_shape.many_page(_load("h200/products_many.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
+    "train-moe": lambda: train_tables.families(_load("h200/train_moe.json")),
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
     "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
