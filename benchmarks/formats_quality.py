@@ -68,6 +68,7 @@ def main() -> None:
     from transect.bench.compare_formats import formats_of, measure_all
     from transect.train.quantize import Calibration
 
+    threads = torch.get_num_threads()  # an engine on the C++ kernels leaves torch one
     began, rows, left_out = time.perf_counter(), [], []
     with tempfile.TemporaryDirectory() as place:
         calibration, judged = texts(Path(place), arguments.characters)
@@ -83,10 +84,10 @@ def main() -> None:
                 rows.append(asdict(row))
                 print(f"{time.perf_counter() - began:.0f} s", rows[-1], file=sys.stderr, flush=True)
     result = {
-        "command": f"python benchmarks/formats_quality.py --characters {arguments.characters} --calibrate-tokens "
-        f"{arguments.calibrate_tokens}",
+        "command": f"python benchmarks/formats_quality.py --formats {arguments.formats} --characters "
+        f"{arguments.characters} --calibrate-tokens {arguments.calibrate_tokens}",
         "model": arguments.model,
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "commit": commit(),
         "version": release(),
         "environment": environment(),

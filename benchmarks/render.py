@@ -24,6 +24,7 @@ import engine_tables
 import explain_sums
 import explain_tables
 import format_tables
+import formats_quality
 import grammars
 import hostile_schemas
 import http_vs_offline
@@ -38,6 +39,7 @@ import offload_tables
 import ops_tables
 import precisions
 import pretrain_tables
+import products_by_shape
 import record
 import request_walk
 import scaling_tables
@@ -91,6 +93,11 @@ def batching_table() -> str:
 def precision_table() -> str:
     """Pretraining in bfloat16 beside float32."""
     return precisions.table(_load("cpu/precisions.json"))
+
+
+def formats_by_quality() -> str:
+    """Perplexity and bits of number formats on a processor."""
+    return formats_quality.table(_load("cpu/formats_quality.json"))
 
 
 def step_policies() -> str:
@@ -231,6 +238,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "llamacpp": llamacpp,
     "batching": batching_table,
     "precisions": precision_table,
+    "formats-quality": formats_by_quality,
     "step-policy": step_policies,
     "lora": lora,
     "lora-parts": lora_parts,
@@ -253,10 +261,14 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "products-by-shape": lambda: products_by_shape.page(_load("h200/products_by_shape.json")),
+    "products-many": lambda: products_by_shape.many_page(_load("h200/products_many.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
+    "train-moe": lambda: train_tables.families(_load("h200/train_moe.json")),
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
+    "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),

@@ -90,11 +90,21 @@ def slow_links(result: dict[str, Any]) -> str:
 WAYS = {
     "one": "Transect, one GPU",
     "ddp": "Transect, `data = 2`",
+    "ddp nccl": 'Transect, `data = 2, sums = "nccl"`',
+    "zero 1": "Transect, `data = 2, zero = 1`",
+    "zero 2": "Transect, `data = 2, zero = 2`",
     "zero 3": "Transect, `data = 2, zero = 3`",
+    "zero 3 nccl": 'Transect, `data = 2, zero = 3, sums = "nccl"`',
+    "tensor": "Transect, `tensor = 2`",
+    "tensor sequence": "Transect, `tensor = 2, sequence = true`",
+    "pipeline": "Transect, `pipeline = 2`, 4 micro-batches",
+    "one, one document": "Transect, one GPU, one document of 32,768 tokens",
+    "context, one document": "Transect, `context = 2`, one document of 32,768 tokens",
     "mixed zero 3": 'Transect, `data = 2, zero = 3`, `precision = "mixed"`',
     "fsdp2": "transformers + Liger-Kernel, FSDP2, not compiled",
+    "fsdp2 compiled": "transformers + Liger-Kernel, FSDP2, layers compiled",
 }
-MODELS = {"1b": "Llama-3.2-1B", "8b": "Llama-3.1-8B"}
+MODELS = {"1b": "Llama-3.2-1B", "3b": "Llama-3.2-3B", "8b": "Llama-3.1-8B"}
 
 
 def spread(*results: dict[str, Any]) -> str:
@@ -105,6 +115,9 @@ def spread(*results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for row in (row for result in results for row in result["rows"]):
+        if "error" in row:
+            lines.append(f"| {MODELS[row['work']]} | {WAYS[row['way']]} | did not run: {row['error']} | | | | |")
+            continue
         step, times = row["step_seconds"], row.get("times_one")
         links = "" if row["ranks"] == 1 else f"{row['communication_ms']:.1f} ({row['exposed_ms']:.1f})"
         lines.append(
@@ -113,6 +126,26 @@ def spread(*results: dict[str, Any]) -> str:
             f"{step['max'] * 1e3:.1f}) | {links} | {max(row['peak_bytes']) / 1e9:.1f} GB |"
         )
     return "\n".join([*lines, "", *(origin(result) + "\n" for result in results)])
+
+
+def predicted(*results: dict[str, Any]) -> str:
+    """Steps and memory of layouts, as they were predicted before the run, and measured."""
+    lines = [
+        "| model | how | predicted, ms | measured, ms | off | predicted peak | measured peak | off |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for result in results:
+        for row in result["rows"]:
+            before = result.get("predictions", {}).get(f"{row['work']} {row['way']}")
+            if before is None or "error" in row:
+                continue
+            lines.append(
+                f"| {MODELS[row['work']]} | {WAYS[row['way']]} | {before['seconds'] * 1e3:.1f} | "
+                f"{row['step_seconds']['median'] * 1e3:.1f} | {row['prediction_off']:+.1%} | "
+                f"{before['peak_bytes'] / 1e9:.1f} GB | {max(row['peak_bytes']) / 1e9:.1f} GB | "
+                f"{row['memory_off']:+.1%} |"
+            )
+    return "\n".join(lines) + "\n"
 
 
 def origin(result: dict[str, Any]) -> str:

@@ -3,6 +3,8 @@
 import json
 import random
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from commands import run_here
@@ -157,6 +159,9 @@ def test_k_types(tmp_path, name, types):
     assert run_here("quantize", str(source), "-o", str(out), "--format", name).returncode == 0
     found = GGUFFile.open(out)
     assert {tensor.type_name for tensor in found.tensors.values()} == types
+    for theirs in gguf.GGUFReader(out).tensors:  # the reader of the gguf package sees the same values
+        values = gguf.dequantize(theirs.data, theirs.tensor_type).reshape(found.tensors[theirs.name].shape)
+        assert np.array_equal(values, found.tensors[theirs.name].dequantize()), theirs.name
     assert found.metadata["general.file_type"] == {"q4_k_m": 15, "q5_k": 16, "q6_k": 18}[name]
     exact, rounded = logits(source)[1], logits(out)[1]
     for key in ("layers.0.attention.q.weight", "layers.1.mlp.down.weight", "head.weight"):
@@ -225,3 +230,17 @@ def test_what_cannot_be(plain, tmp_path):
     ):
         done = run_here("quantize", str(source), "-o", str(output), "--format", *name.split())
         assert done.returncode == 2 and sentence in done.stderr
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", ["q4_k_m", "q6_k", "q4_0"])
+def test_llama_cpp_reads_it(name, tmp_path):
+    """The likeliest token, and logits near ours: llama.cpp rounds activations to 8 bits for each product."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    out = tmp_path / "m.gguf"
+    assert run_here("quantize", "smollm2-135m", "-o", str(out), "--format", name).returncode == 0
+    theirs = llama_cpp.Llama(str(out), n_ctx=64, n_threads=1, n_threads_batch=1, verbose=False, logits_all=True)
+    theirs.eval(TOKENS)
+    want = torch.from_numpy(theirs.scores[: len(TOKENS)].copy())
+    ours = logits(out)[0]
+    assert (ours - want).abs().mean() < 0.1 * want.std()

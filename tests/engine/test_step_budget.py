@@ -79,7 +79,7 @@ def test_a_step_has_no_more_tokens_than_are_cheap():
         num_blocks=99, block_size=16, max_num_seqs=8, max_num_batched_tokens=2000, max_model_len=4000, itl_target=20e-3
     )
     budget = StepBudget(config, times)
-    assert 200 <= budget._cheap(500, StepLoad(8)) <= 256 < times.most_tokens(20e-3, StepLoad(8), 0, 2000)
+    assert 200 <= budget._cheap(350, StepLoad(8)) <= 256 < times.most_tokens(20e-3, StepLoad(8), 0, 2000)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

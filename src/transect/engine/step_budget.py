@@ -31,8 +31,8 @@ LONG = 4
 """A prompt that needs more such steps than this gets half of each while others wait."""
 CHEAP = 0.85
 """A step has fewer tokens than the target allows if a prompt token then costs no more than this share. With an 8B
-model on an H200 it costs 13 us in steps of 256 tokens and 18 to 25 in larger ones. In steps of 128 it costs 10, but a
-prompt then takes so many steps that its first token comes later (``benchmarks/step_policy.py``)."""
+model on an H200 it costs 13 us in steps of 256 tokens, 15 of 384 and 17 to 21 in larger ones. In steps of 128 it costs
+10, but a prompt then takes so many steps that its first token comes later (``benchmarks/step_policy.py``)."""
 LEARN_STEPS = 8
 """Steps to measure before any is sized by time."""
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from .batch import ScheduledBatch
 
-KNOTS = (1, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
+KNOTS = (1, 16, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 """Tokens of a step between which its time is taken to rise in a straight line."""
 NOISE = 0.05
 """How far one measured step may be off, as a share of its time."""
