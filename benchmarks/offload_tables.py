@@ -19,12 +19,12 @@ def results() -> list[dict[str, Any]]:
 
 def way(result: dict[str, Any]) -> str:
     """What differs from run to run."""
-    where = "a disk" if result["part"] == "disk" else "host memory"
+    where = "on a disk" if result["part"] == "disk" else "in host memory"
     what = "states and weights" if result.get("all") else "states"
     limit = f" ({result['limit']} of the GPU)"
     times = result.get("accumulate", 1)
     batch = f"{times} x {result['steps'][0]['tokens'] // times:,} tokens"
-    return f"{result['model']}{limit}, {what} on {where}, {batch}{', delayed' if result.get('delayed') else ''}"
+    return f"{result['model']}{limit}, {what} {where}, {batch}{', delayed' if result.get('delayed') else ''}"
 
 
 def table() -> str:
@@ -100,12 +100,14 @@ def states() -> str:
 def origin(found: list[dict[str, Any]]) -> str:
     """Where the numbers come from."""
     machine = found[0]["environment"]
+    runs = sorted({result["step_seconds"]["runs"] for result in found})
+    steps = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
-        f"`python benchmarks/train_offload.py OUT.json --part memory` on one NVIDIA H200 held to {found[0]['limit']}, "
+        f"`python benchmarks/train_offload.py OUT.json --part memory` on one NVIDIA H200 held to what each row names, "
         f"{machine['cores']} cores of an {machine['processor']}, Python {machine['python']}, {versions}, "
         f"{record.made_at(result['environment'] for result in found)}: random weights and tokens, bfloat16 with "
-        f"float32 master weights, medians of {found[0]['step_seconds']['runs']} steps after the first. Floors: the GPU "
+        f"float32 master weights, medians of {steps} steps after the first. Floors: the GPU "
         "at 750 TFLOP/s, AdamW at the best rate of host memory in the run; the processor begins when the norm is "
         "known."
     )

@@ -1,19 +1,22 @@
 """Products of popular models' weights on one Hopper GPU: every way that ``linear`` could run them, beside cuBLAS.
 
     python benchmarks/products_by_shape.py OUT.json [NAME ...] [--few 48,128,200] [--many 320,512] [--train 8192]
-        [--seconds S]
+        [--seconds S] [--short FILE]
 
 ``--few`` (up to 256 rows): all tilings of ``few_rows/hopper.py`` as ``ops_many_rows.py`` races them, each launch
 beginning while the one before ends. ``--many``: tilings of ``many_rows/triton.py``. With a gate, cuBLAS's product is
 followed by our kernel for the gate. ``--train``: the product, the gradient of its input and that of its weight, by our
 kernel and by cuBLAS. Every time is kept, because the rule by shape is fitted to them. What is wrong, or
-not the same twice, is kept as a failure.
+not the same twice, is kept as a failure. ``--short``: write of OUT.json, which is there, what cuBLAS took, the quickest
+and what the rule takes into FILE.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
+import json
 import statistics
 import subprocess
 import sys
@@ -32,6 +35,8 @@ from graph_time import graph_times
 from ops_many_rows import RATE, READ, Race, exact, normal, relative
 from popular_shapes import SHAPES
 from transect.ops.linear import gate_up
+from transect.ops.linear.few_rows import rule
+from transect.ops.linear.few_rows.hopper import MOST_ROWS
 from transect.ops.linear.many_rows.matmul import matmul
 from transect.ops.linear.many_rows.tiling import Tiling
 
@@ -110,6 +115,64 @@ def train(race: Race, m: int) -> dict[str, Any]:
     }
 
 
+def short(result: dict[str, Any]) -> dict[str, Any]:
+    """Times of cuBLAS, of the quickest and of what the rule by shape takes; products of few rows and of many."""
+    rows = []
+    for row in result["rows"]:
+        m, n, k, gated = (row[name] for name in ("m", "n", "k", "gated"))
+        timed = {name: us for name, us in row["us"].items() if isinstance(us, float)}
+        taken = "cublas"
+        if m <= MOST_ROWS and (tiling := rule.quickest(m, n, k, gated)) is not None:
+            taken = "hopper " + " ".join(str(int(value)) for value in dataclasses.astuple(tiling))
+        best = min(timed, key=lambda name: timed[name])
+        rows.append(
+            {"m": m, "n": n, "k": k, "gated": gated, "floor_us": row["floor_us"], "cublas_us": timed["cublas"]}
+            | {"best": best, "best_us": timed[best], "rule": taken, "rule_us": timed.get(taken)}
+        )
+    return {key: value for key, value in result.items() if key != "rows"} | {"rows": rows}
+
+
+def page(result: dict[str, Any]) -> str:
+    """For a page: up to 256 rows, what the rule takes beside the quickest and cuBLAS."""
+    heights = sorted({row["m"] for row in result["rows"] if row["rule_us"] and row["m"] <= MOST_ROWS})
+    lines = ["| weight | " + " | ".join(f"{m} rows" for m in heights) + " |", "|---" * (1 + len(heights)) + "|"]
+    cells: dict[str, dict[int, str]] = {}
+    ratios = []
+    for row in result["rows"]:
+        if row["rule_us"] is None or row["m"] > MOST_ROWS:
+            continue
+        name = f"{row['k']} by {row['n']}" + (", and the gate" if row["gated"] else "")
+        ratios.append(row["rule_us"] / row["best_us"])
+        cells.setdefault(name, {})[row["m"]] = f"{row['rule_us']:.1f}, {row['best_us']:.1f}, {row['cublas_us']:.1f}"
+    lines += [f"| {name} | " + " | ".join(by.get(m, "") for m in heights) + " |" for name, by in cells.items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
+    mean, most = statistics.mean(ratios) - 1, max(ratios) - 1
+    lines.append(f"\nThe rule takes {mean:.1%} longer than the quickest on average, {most:.0%} at most.\n")
+    lines.append(
+        f"`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at([result['environment']])}; median "
+        f"of {REPLAYS} replays.\n"
+    )
+    return "\n".join(lines)
+
+
+def many_page(result: dict[str, Any]) -> str:
+    """For a page: more rows, the quickest of our tilings beside cuBLAS."""
+    heights = sorted({row["m"] for row in result["rows"]})
+    lines = ["| weight | " + " | ".join(f"{m} rows" for m in heights) + " |", "|---" * (1 + len(heights)) + "|"]
+    cells: dict[str, dict[int, str]] = {}
+    for row in result["rows"]:
+        name = f"{row['k']} by {row['n']}" + (", and the gate" if row["gated"] else "")
+        ours = min(us for tiling, us in row["us"].items() if tiling != "cublas" and isinstance(us, float))
+        cells.setdefault(name, {})[row["m"]] = f"{ours:.0f}, {row['us']['cublas']:.0f}"
+    lines += [f"| {name} | " + " | ".join(by.get(m, "") for m in heights) + " |" for name, by in cells.items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
+    lines.append(
+        f"\n`{result['command']} --many` on one {result['gpu']}, {versions}, "
+        f"{record.made_at([result['environment']])}; median of {REPLAYS} replays.\n"
+    )
+    return "\n".join(lines)
+
+
 def by_tiling(x: Tensor, weight: Tensor, tiling: Tiling, gated: bool) -> Tensor:
     if not gated:
         return matmul(x, weight, tiling=tiling)
@@ -136,10 +199,14 @@ def main() -> None:
     parser.add_argument("--many", default="")
     parser.add_argument("--train", default="")
     parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--short", type=Path)
     parser.add_argument("--compile", nargs=2, metavar=("KIND", "INDEX"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.compile:
         compile_one(asked.compile[0], int(asked.compile[1]))
+        return
+    if asked.short:
+        record.write(asked.short, short(json.loads(asked.out.read_text())))
         return
     began = time.monotonic()
     rows = {kind: [int(each) for each in getattr(asked, kind).split(",") if each] for kind in ("few", "many", "train")}

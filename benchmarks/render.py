@@ -22,6 +22,7 @@ import cpu_vs_llamacpp
 import data_formats
 import engine_tables
 import explain_sums
+import explain_tables
 import format_tables
 import formats_quality
 import grammars
@@ -38,6 +39,7 @@ import offload_tables
 import ops_tables
 import precisions
 import pretrain_tables
+import products_by_shape
 import record
 import request_walk
 import scaling_tables
@@ -259,8 +261,11 @@ BLOCKS: dict[str, Callable[[], str]] = {
     ),
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
+    "products-by-shape": lambda: products_by_shape.page(_load("h200/products_by_shape.json")),
+    "products-many": lambda: products_by_shape.many_page(_load("h200/products_many.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
+    "train-moe": lambda: train_tables.families(_load("h200/train_moe.json")),
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
     "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
@@ -278,6 +283,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
+    "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
+    "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
+    "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),
     "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),
     "large-trace": lambda: large_trace.table(_load("cpu/large_trace.json")),
     "step-prediction": lambda: step_prediction.table(_load("h200/step_prediction.json")),

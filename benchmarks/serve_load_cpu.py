@@ -82,7 +82,7 @@ def running(command: Sequence[str], url: str) -> Iterator[None]:
                 if process.poll() is not None or time.monotonic() > until:
                     process.kill()
                     assert process.stderr is not None
-                    raise RuntimeError(f"{command[0]} {command[2]} did not start: {process.stderr.read()[-2000:]}")
+                    raise RuntimeError(f"{' '.join(command[:3])} did not start: {process.stderr.read()[-2000:]}")
                 time.sleep(0.2)
             yield
         finally:

@@ -11,6 +11,7 @@ from text_samples import samples
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from transect.text.chat_template import ChatTemplate
+from transect.text.gguf_vocab_out import _vocabulary
 from transect.text.tokenizer import Tokenizer as OurTokenizer
 
 SPECIALS = ["<unk>", "<s>", "</s>"]
@@ -210,3 +211,16 @@ def test_a_tokenizer_without_a_decoder_loads(tmp_path, trained, cut):
     assert b"".join(ours.token_bytes(token) for token in ids).removeprefix(b" ") == text.encode()
     if cut == "words":
         assert ours.decode(ids) == backend.decode(ids)
+
+
+def test_sentence_pieces_go_into_gguf_files_and_come_back(sentence_pieces):
+    """The metadata that a GGUF file gets describes the same tokenizer."""
+    ours = OurTokenizer.from_hf(sentence_pieces)
+    metadata = _vocabulary(sentence_pieces, ours, ours.vocab_size + 2)
+    assert metadata["tokenizer.ggml.model"] == "llama" and metadata["tokenizer.ggml.add_space_prefix"]
+    again = OurTokenizer.from_gguf(metadata)
+    for text in samples(300, seed=5):
+        ids = ours.encode(text, add_special_tokens=True)
+        assert again.encode(text, add_special_tokens=True) == ids, repr(text)
+        assert again.decode(ids) == ours.decode(ids)
+    assert again.bos_token_id == ours.bos_token_id and again.eos_token_ids == ours.eos_token_ids

@@ -7,12 +7,14 @@ each in its own way. So names are told by what they do: the one that cuts a text
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
 
 from .chat_template import ChatTemplate
+from .gguf_pieces import BYTE, SPACE, UNKNOWN
 from .gguf_vocab import CONTROL, USER_DEFINED
 from .pretokenizers import PRE_TOKENIZERS
 from .tokenizer import Tokenizer
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from ..models.resolve import ModelSource
 
 NORMAL, UNUSED = 1, 5
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 PREFERRED = ("smollm", "llama-bpe", "qwen2", "gpt-2", "tekken", "gpt-4o", "deepseek-v3", "smaug-bpe")
 PROBE = (
     "Hello, world! It's 12345 o'clock; HE'LL say 3.14 -- (no)?\n\n  two  spaces\tand\ttabs \r\n\n1234567 a1b22c333 "
@@ -55,9 +58,14 @@ def _vocabulary(folder: Path, tokenizer: Tokenizer, rows: int) -> dict[str, Any]
     path = folder / "tokenizer.json"
     backend = tokenizers.Tokenizer.from_file(str(path))
     model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model.get("merges") or ()]
     bpe = model.get("type") == "BPE" and not model.get("byte_fallback") and "ByteLevel" in str(backend.decoder)
-    if not bpe or not model.get("merges"):
-        raise ValueError(f"{path} is not byte-level BPE with merges, and only such are written into GGUF files")
+    pieces = model.get("type") == "BPE" and bool(model.get("byte_fallback")) and SPACE in str(backend.decoder)
+    if not (bpe or pieces) or not pairs:
+        raise ValueError(
+            f"{path} is neither byte-level BPE nor SentencePiece's BPE with merges, and only such are written into "
+            "GGUF files"
+        )
     added = backend.get_added_tokens_decoder()
     by_id = {index: token for token, index in backend.get_vocab(with_added_tokens=True).items()}
     if max(by_id) >= rows:
@@ -68,13 +76,16 @@ def _vocabulary(folder: Path, tokenizer: Tokenizer, rows: int) -> dict[str, Any]
             kinds.append(CONTROL if added[index].special else USER_DEFINED)
         else:
             kinds.append(NORMAL if index in by_id else UNUSED)
-    values: dict[str, Any] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": pre_tokenizer_name(backend, bool(model.get("ignore_merges")), str(path)),
-        "tokenizer.ggml.tokens": [by_id.get(index, f"[PAD{index}]") for index in range(rows)],
-        "tokenizer.ggml.token_type": kinds,
-        "tokenizer.ggml.merges": [m if isinstance(m, str) else " ".join(m) for m in model["merges"]],
-    }
+    tokens = [by_id.get(index, f"[PAD{index}]") for index in range(rows)]
+    values: dict[str, Any] = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": kinds}
+    if pieces:
+        values |= _piece_entries(backend, model, tokens, kinds, pairs)
+    else:
+        values |= {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": pre_tokenizer_name(backend, bool(model.get("ignore_merges")), str(path)),
+            "tokenizer.ggml.merges": [" ".join(pair) for pair in pairs],
+        }
     plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
     values["tokenizer.ggml.add_bos_token"] = at > 0
@@ -84,6 +95,34 @@ def _vocabulary(folder: Path, tokenizer: Tokenizer, rows: int) -> dict[str, Any]
     for key, end in zip(("eos", "eot", "eom"), tokenizer.eos_token_ids, strict=False):
         values[f"tokenizer.ggml.{key}_token_id"] = end
     return values
+
+
+def _piece_entries(
+    backend: tokenizers.Tokenizer,
+    model: dict[str, Any],
+    tokens: list[str],
+    kinds: list[int],
+    pairs: list[tuple[str, ...]],
+) -> dict[str, Any]:
+    """SentencePiece's entries; ``kinds`` is corrected. A token's score says when pairs become it: the earlier, the
+    higher."""
+    rank: dict[str, int] = {}
+    for number, pair in enumerate(pairs):
+        rank.setdefault("".join(pair), number)
+    for index, token in enumerate(tokens):
+        if _BYTE.fullmatch(token):
+            kinds[index] = BYTE
+        elif token == model.get("unk_token"):
+            kinds[index] = UNKNOWN
+    found = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": [-float(rank.get(token, len(pairs))) for token in tokens],
+        "tokenizer.ggml.add_space_prefix": backend.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE),
+    }
+    if UNKNOWN in kinds:
+        found["tokenizer.ggml.unknown_token_id"] = kinds.index(UNKNOWN)
+    return found
 
 
 def pre_tokenizer_name(backend: tokenizers.Tokenizer, ignore_merges: bool, what: str) -> str:

@@ -18,6 +18,9 @@ class _OnHopper:
         made = torch.empty(*shape, dtype=dtype, device="meta")
         self._made = made.T if turned else made
 
+    def __len__(self) -> int:
+        return len(self._made)
+
     def element_size(self) -> int:
         return self._made.element_size()
 
@@ -34,6 +37,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cublas_multiplies_what_lies_in_rows_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = _OnHopper(300, 64), _OnHopper(128, 64)
     assert cublas_is_quicker(x, weight)
+    assert not cublas_is_quicker(_OnHopper(8192, 64), weight)
     assert not cublas_is_quicker(x, _OnHopper(64, 128, turned=True))
     assert not cublas_is_quicker(_OnHopper(300, 64, dtype=torch.float32), _OnHopper(128, 64, dtype=torch.float32))
     assert not cublas_is_quicker(torch.empty(300, 64, dtype=torch.bfloat16), torch.empty(128, 64, dtype=torch.bfloat16))

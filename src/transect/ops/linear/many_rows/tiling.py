@@ -85,14 +85,19 @@ def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> Tiling:
     return tiling_of(tuned("matmul.gated" if gated else "matmul", size, x.device, by_rule))
 
 
+CUBLAS_ROWS = 2048
+"""The most rows that cuBLAS multiplies."""
+
+
 def cublas_is_quicker(x: Tensor, weight: Tensor) -> bool:
     """Whether cuBLAS multiplies these quicker than the kernels here: 16-bit products whose operands lie as ``[M, K]``
     and ``[N, K]``, on Hopper.
 
     Of 48 such products of 272 to 1024 rows on an H200 it was quicker than the tiling by the rule in 45, by 2 to 49%
-    (``benchmarks/products_by_shape.py``).
+    (``benchmarks/products_by_shape.py``). At 8192 rows both take as long: 12 prompts of 12,000 tokens took 3.57 s with
+    cuBLAS and 3.56 without (Qwen2.5-7B's shape), so our kernels run there.
     """
-    if x.device.type != "cuda" or torch.version.hip is not None or x.element_size() != 2:
+    if x.device.type != "cuda" or torch.version.hip is not None or x.element_size() != 2 or len(x) > CUBLAS_ROWS:
         return False
     return x.stride(1) == weight.stride(1) == 1 and torch.cuda.get_device_capability(x.device) == (9, 0)
 
