@@ -1,11 +1,13 @@
 """Training on two ranks takes the steps of one rank: replicas, shards, checkpoints."""
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -273,3 +275,14 @@ def test_large_parameters_travel_alone_and_stay_where_they_are(by_owner):
     spread._sums["e"] = torch.full((40,), 2.0)
     assert spread._filled(["e"]).tolist() == [3.0] * 40
     assert spread._given == {"b", "d", "e"}
+
+
+def test_a_model_that_is_done_with_is_given_back():
+    parameters = {"a": torch.nn.Parameter(torch.randn(4))}
+    spread, kept = replicas.Replicas(Group.alone(), parameters), weakref.ref(parameters["a"])
+    with spread.last():
+        parameters["a"].sum().backward()
+    assert spread._missing is None
+    del spread, parameters
+    gc.collect()
+    assert kept() is None

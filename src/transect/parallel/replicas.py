@@ -14,8 +14,10 @@ there, while the backward pass goes on. ``sharded.py`` has ``zero`` 3.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +77,9 @@ class Replicas:
         self._sent: list[_Sent] = []
         self._given: set[str] = set()
         """What had a gradient on this rank."""
+        arrived = weakref.WeakMethod(self._arrived)  # what a parameter's hook holds is never collected with it
         for name, parameter in self.parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))  # type: ignore[misc]
+            parameter.register_post_accumulate_grad_hook(partial(_told, arrived, name))
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
@@ -238,6 +241,13 @@ class Replicas:
         if self.zero == 2 and self.owner[sent.names[0]] != self.group.rank:
             sent.flat = None
         return sent.flat
+
+
+def _told(arrived: weakref.WeakMethod[Any], name: str, _: Tensor) -> None:
+    """Say that a gradient is there, if anybody still wants to know."""
+    tell = arrived()
+    if tell is not None:
+        tell(name)
 
 
 class _Sent:
