@@ -306,7 +306,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
     "train-parallel": lambda: train_tables.spread(
-        _load("h200/train_parallel.json"), _load("h200/train_parallel_8b.json")
+        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
+    ),
+    "train-predicted": lambda: train_tables.predicted(
+        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
     ),
     "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }
