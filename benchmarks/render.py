@@ -22,6 +22,7 @@ import cpu_vs_llamacpp
 import data_formats
 import engine_tables
 import explain_sums
+import explain_tables
 import format_tables
 import formats_quality
 import grammars
@@ -282,6 +283,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
+    "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
+    "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
+    "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),
     "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),
     "large-trace": lambda: large_trace.table(_load("cpu/large_trace.json")),
     "step-prediction": lambda: step_prediction.table(_load("h200/step_prediction.json")),
@@ -302,7 +306,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
     "train-parallel": lambda: train_tables.spread(
-        _load("h200/train_parallel.json"), _load("h200/train_parallel_8b.json")
+        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
+    ),
+    "train-predicted": lambda: train_tables.predicted(
+        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
     ),
     "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }

@@ -123,9 +123,14 @@ def spread(*results: dict[str, Any]) -> str:
         lines.append(
             f"| {MODELS[row['work']]} | {WAYS[row['way']]} | {row['tokens_per_second']:,.0f} | "
             f"{'' if times is None else f'{times:.2f}x'} | {step['median'] * 1e3:.1f} ({step['min'] * 1e3:.1f} to "
-            f"{step['max'] * 1e3:.1f}) | {links} | {max(row['peak_bytes']) / 1e9:.1f} GB |"
+            f"{step['max'] * 1e3:.1f}) | {links} | {_gigabytes(row)} |"
         )
     return "\n".join([*lines, "", *(origin(result) + "\n" for result in results)])
+
+
+def _gigabytes(row: dict[str, Any]) -> str:
+    """The peak of the rank that had most; nothing where it counts what ways before it had left."""
+    return f"{max(row['peak_bytes']) / 1e9:.1f} GB" if row["peak_bytes"] else ""
 
 
 def predicted(*results: dict[str, Any]) -> str:
@@ -139,11 +144,12 @@ def predicted(*results: dict[str, Any]) -> str:
             before = result.get("predictions", {}).get(f"{row['work']} {row['way']}")
             if before is None or "error" in row:
                 continue
+            memory = f"{row['memory_off']:+.1%}" if row["peak_bytes"] else ""
             lines.append(
                 f"| {MODELS[row['work']]} | {WAYS[row['way']]} | {before['seconds'] * 1e3:.1f} | "
                 f"{row['step_seconds']['median'] * 1e3:.1f} | {row['prediction_off']:+.1%} | "
-                f"{before['peak_bytes'] / 1e9:.1f} GB | {max(row['peak_bytes']) / 1e9:.1f} GB | "
-                f"{row['memory_off']:+.1%} |"
+                f"{before['peak_bytes'] / 1e9:.1f} GB | {_gigabytes(row)} | "
+                f"{memory} |"
             )
     return "\n".join(lines) + "\n"
 

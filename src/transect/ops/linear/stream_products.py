@@ -14,7 +14,8 @@ Shapes: x ``[M, K]``, weight ``[N, K]``, all bfloat16; a ``Stream`` is ``[M, D]`
 
 Bound by bytes, as the products are. The gain is latency: in a decode step of a small model each kernel waits for the
 one before it. So it runs for the sizes where it was measured to be quicker: the choices in ``ops/tuned/small_matmul``
-whose names end in ``stream``. The measurements are in ``docs/lab-notes/few-row-products.md``.
+whose names end in ``stream``; and for one row of any model on Hopper. The measurements are in
+``docs/lab-notes/few-row-products.md``.
 """
 
 from __future__ import annotations

@@ -79,8 +79,9 @@ def best_launcher() -> Callable[..., Tensor]:
     shape.
 
     In bfloat16 it runs what the file of choices for this GPU names (``few_rows/choices.py``): one of the kernels here,
-    or cuBLAS, which is ``torch.nn.functional.linear``. Without a choice it runs cuBLAS on Hopper above 32 rows; else
-    ``small_matmul.cu`` where it is ``quicker`` and takes the arguments; else the Triton kernels. With
+    or cuBLAS, which is ``torch.nn.functional.linear``. On Hopper a size that no file has goes by ``rule.py``. Without a
+    choice it runs cuBLAS on Hopper above 32 rows; else ``small_matmul.cu`` where it is ``quicker`` and takes the
+    arguments; else the Triton kernels. With
     ``dependent_launch`` the choices are those of a chain of layers, where launches overlap; without, those of a call by
     itself, which are cuBLAS more often.
 
