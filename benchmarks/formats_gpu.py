@@ -153,7 +153,7 @@ def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
         hold_in_blocks(name, options.model)
     llm = engine(options.model, **FORMATS[name])
     print(f"{name}: {llm.kernels}, built in {time.perf_counter() - started:.1f} s", flush=True)
-    kept.attempt(f"warm {name}", lambda: decode_steps(llm, prompts(16, 99), 8, 32) and None)
+    decode_steps(llm, prompts(16, 99), 8, 32)  # warm
     for batch in options.batches:
         kept.attempt(
             f"decode {name} {batch}", lambda b=batch: decode(llm, name, options.model, b, options.steps, options.runs)

@@ -196,7 +196,7 @@ def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, type_name):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q5_1", "Q8_0"])
-def test_on_a_gpu_a_gguf_file_is_served_from_its_blocks(tmp_path, type_name):
+def test_on_a_gpu_products_are_of_a_gguf_files_blocks(tmp_path, type_name):
     source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("llama"), type_name)))
     dense = load_model(source, native=False, dtype="float32")
     model = load_model(source, device="cuda")
@@ -207,10 +207,6 @@ def test_on_a_gpu_a_gguf_file_is_served_from_its_blocks(tmp_path, type_name):
                 x = torch.randn(rows, held.in_features, device="cuda").to(torch.bfloat16)
                 wanted = x.cpu().float() @ values.dense().T
                 assert (held.product()(x).float().cpu() - wanted).norm() < 0.01 * wanted.norm()
-    llm = LLM(str(tmp_path / "m.gguf"), device="cuda", max_model_len=64, kv_cache_tokens=1024)
-    answers = llm.generate([[5, 6, 7 + i] for i in range(9)], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert all(len(answer.outputs[0].token_ids) == 4 for answer in answers)
-    llm.close()
 
 
 Q = "model.layers.0.self_attn.q_proj"

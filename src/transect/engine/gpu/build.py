@@ -119,7 +119,7 @@ def _description(setup: Setup) -> str:
     how += [f"the layers' weights in {' and '.join(held)}, as in the checkpoint"] if held else []
     how += [] if setup.stream is None else [str(setup.stream)]
     if setup.config.kv_cache_dtype != "auto":
-        how.append(f"KV cache in {setup.config.kv_cache_dtype}, attention by Triton kernels")
+        how.append(f"KV cache in {setup.config.kv_cache_dtype}, attention in prompts by Triton kernels")
     how += [f"CUDA graphs {setup.config.cuda_graphs}"]
     how += ["batch-invariant"] if setup.config.deterministic else []
     return ", ".join(how)

@@ -23,7 +23,7 @@ class GPUOptions:
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
         pushed_products: products of up to 8 rows that end in such a sum give their results to the other GPUs themselves
-            (not measured yet, so only where it is asked for).
+            (tried in one run, so only where it is asked for).
 
     Raises:
         ValueError: a switch is neither True nor False.

@@ -173,12 +173,22 @@ __device__ __forceinline__ void add_gated(const float* sums, int m0, int n0, int
   }
 }
 
+struct NoPush {};
+template <bool PUSH>
+struct PushOf {
+  using Type = peer_lines::Push;
+};
+template <>
+struct PushOf<false> {
+  using Type = NoPush;
+};
+
 // w_stride in bytes. scale: [N], or of blocks [N / 128, K / 128] rounded up; null for bfloat16.
-template <Format F, int RB, int STAGES, int NT>
+template <Format F, int RB, int STAGES, int NT, bool PUSH>
 __global__ void __launch_bounds__(256, 1)
     small_rows(const __nv_bfloat16* x, const unsigned char* weight, const float* scale, const __nv_bfloat16* bias,
                __nv_bfloat16* out, int M, int N, int K, long long x_stride, long long w_stride, int per, int row_tiles,
-               int ranks, int gate, Norm norm, int ahead, const __grid_constant__ peer_lines::Push push) {
+               int ranks, int gate, Norm norm, int ahead, const __grid_constant__ typename PushOf<PUSH>::Type push) {
   constexpr bool BYTES = kBytes<F>;
   constexpr int CHUNK = kChunk<F>, X_BYTES = kXBytes<F>, ELEMENT = BYTES ? 1 : 2;
   constexpr int ROWS = NT * 8, COLUMNS = RB * 16, W_BYTES = COLUMNS * 128;
@@ -280,7 +290,8 @@ __global__ void __launch_bounds__(256, 1)
     if (!BYTES) return sum;
     return sum * (F == kFp8Blocks ? kUnscaled<F> : kUnscaled<F> * scale[n]);
   };
-  const uint32_t call = push.ranks ? peer_lines::next_call(push) : 0;
+  [[maybe_unused]] uint32_t call = 0;
+  if constexpr (PUSH) call = peer_lines::next_call(push);
   auto finish = [&](int m, int n, float sum) {
     const size_t at = (size_t)m * N + n;
     sum = unscaled(sum, n);
@@ -289,7 +300,7 @@ __global__ void __launch_bounds__(256, 1)
     if (!norm.residual) {
       const __nv_bfloat16 y = __float2bfloat16(sum);
       out[at] = y;
-      if (push.ranks) {  // eight lanes are at eight neighbours, a line
+      if constexpr (PUSH) {  // eight lanes are at eight neighbours, a line
         const uint32_t eight = 0xFFu << (threadIdx.x & 24), own = __bfloat16_as_ushort(y);
         const uint32_t two = own | __shfl_down_sync(eight, own, 1) << 16;
         const uint32_t b = __shfl_down_sync(eight, two, 2), c = __shfl_down_sync(eight, two, 4),
@@ -443,8 +454,16 @@ static int start(const void* x, const void* weight, const void* scale, const voi
   const int shared =
       warps * STAGES * (COLUMNS * 128 + rows * kXBytes<F>) + (warps * ROWS * kPitch<COLUMNS> + (ranks > 1) * sent) * 4;
   if (shared + 4 * ROWS + 8 > kMostShared) return -1;
-  return (int)launch(small_rows<F, RB, STAGES, NT>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
+  if constexpr (F == kBf16 && NT == 1) {
+    if (push.ranks)
+      return (int)launch(small_rows<F, RB, STAGES, NT, true>, shares * row_tiles * ranks, warps * 32, shared, ranks,
+                         dependent > 0, stream, (const __nv_bfloat16*)x, (const unsigned char*)weight,
+                         (const float*)scale, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride,
+                         w_stride, per, row_tiles, ranks, gate, norm, (int)(dependent > 1), push);
+  }
+  if (push.ranks) return -1;
+  return (int)launch(small_rows<F, RB, STAGES, NT, false>, shares * row_tiles * ranks, warps * 32, shared, ranks, dependent > 0,
                      stream, (const __nv_bfloat16*)x, (const unsigned char*)weight, (const float*)scale,
                      (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, M, N, K, x_stride, w_stride, per, row_tiles, ranks, gate, norm,
-                     (int)(dependent > 1), push);
+                     (int)(dependent > 1), NoPush{});
 }
