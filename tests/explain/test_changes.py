@@ -113,6 +113,27 @@ def test_pinning_touches_nothing_on_the_host():
     assert torch.Tensor.to is plain
 
 
+def test_pinned_copies_are_of_what_is_copied(monkeypatch):
+    """A view of the same memory is another tensor, and calls may say by position whether they wait."""
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: seen.append(kwargs) or self)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    square = torch.arange(256.0 * 256).view(256, 256)
+    with pinned():
+        sent = [square.to("cuda"), square.T.to(device="cuda"), square.view(torch.int32).to("cuda", torch.int32, False)]
+        assert square.to(torch.ones(1)) is square
+    for found, wanted in zip(sent, (square, square.T, square.view(torch.int32)), strict=True):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    assert seen == [{"non_blocking": True}, {"device": "cuda", "non_blocking": True}, {}, {}]
+
+
+def test_results_of_several_tensors_are_compared():
+    one = torch.ones(3)
+    assert changes._close((one, {"a": one}), (one, {"a": one.clone()}))
+    assert not changes._close((one, {"a": one}), (one, {"a": one + 1}))
+    assert not changes._close((one, one), (one,))
+
+
 @pytest.mark.gpu
 def test_graphs_and_pinned_copies_on_a_gpu(tmp_path):
     """The numbers of the script as it is, from replays and from pinned copies."""

@@ -10,7 +10,7 @@ from transect.bench.floors import Rates, step_floor
 from transect.engine.decisions import Done, Header, Planned
 from transect.engine.gpu.step_sizes import row_bucket, token_bucket
 from transect.explain.log import build
-from transect.explain.step_time import StepTime, known_steps, measured_steps
+from transect.explain.step_time import StepTime, calibrated, known_steps, measured_steps
 from transect.explain.work import Padding, StepWork
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
@@ -74,6 +74,18 @@ def test_steps_whose_times_nobody_knows_are_left_out():
     assert [each.number for each in log.steps if each.late] == [4]
     assert [each.number for each in known_steps(log)] == [2, 3, 6, 7, 8]
     assert len(measured_steps(log, StepWork.of(log.header, None))[0]) == 5
+
+
+def test_a_log_that_nobody_waited_for_says_so():
+    """A longer log alone would not help where every step was over before the host looked."""
+    records = [header()]
+    for number in range(1, 40):
+        at = 0.01 * number
+        records.append(Planned(number, at - 0.009, at - 0.009, array("I", [0, number, 1]).tobytes(), 0, "", 0, 1, 4))
+        records.append(Done(number, at - 1e-6, at, at))
+    log = build(records)
+    with pytest.raises(ValueError, match=r"only 0 of 38 steps have a known time.*async_scheduling=False"):
+        calibrated(log, StepWork.of(log.header, None))
 
 
 @pytest.mark.parametrize("window", [None, 100])

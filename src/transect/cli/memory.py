@@ -45,7 +45,9 @@ def command(
     max_num_seqs: Annotated[int | None, typer.Option(help="--serve: sequences at the same time.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
-    quantization: Annotated[str | None, typer.Option(help="--serve: int4, for the layers' matrices.")] = None,
+    quantization: Annotated[
+        str | None, typer.Option(help="--serve: int4, fp8 or int8, for the layers' matrices.")
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, fp8, or int8 (CPU).")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")

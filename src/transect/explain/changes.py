@@ -132,6 +132,8 @@ def _graphs() -> int:
 
 @dataclass(slots=True)
 class _Graph:
+    module: nn.Module
+    """Held, so that no other module gets its number or its memory."""
     inputs: list[Tensor]
     graph: torch.cuda.CUDAGraph
     output: Any
@@ -177,7 +179,7 @@ def _captured(module: nn.Module, args: tuple[Any, ...]) -> _Graph:
     graph.replay()
     if not _close(output, wanted):
         raise NotPossible("a module gives other numbers when it is called again: it keeps state, or draws")
-    return _Graph(inputs, graph, output)
+    return _Graph(module, inputs, graph, output)
 
 
 @dataclass(slots=True)
@@ -275,7 +277,7 @@ def pinned() -> Iterator[Running]:
     """What goes from the host to a GPU lies in pinned memory and is copied beside the computing: a tensor that goes
     again and again has a pinned copy, and a ``DataLoader`` pins its batches."""
     running = Running()
-    kept: dict[tuple[int, int, torch.Size], tuple[Tensor, Tensor]] = {}
+    kept: dict[Any, tuple[Tensor, Tensor]] = {}
     room = MOST_PINNED
     plain_to, plain_cuda = Tensor.to, Tensor.cuda
     loader = torch.utils.data.DataLoader
@@ -285,7 +287,7 @@ def pinned() -> Iterator[Running]:
         nonlocal room
         if tensor.device.type != "cpu" or tensor.is_pinned() or tensor.nbytes < LEAST_BYTES or tensor.requires_grad:
             return tensor
-        key = tensor.data_ptr(), tensor._version, tensor.shape
+        key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
         if key not in kept:
             if tensor.nbytes > room:
                 return tensor
@@ -296,13 +298,12 @@ def pinned() -> Iterator[Running]:
         return kept[key][1]
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        goes = any(str(each).startswith("cuda") for each in (*args, kwargs.get("device")))
-        return (
-            plain_to(moved(self), *args, **kwargs | {"non_blocking": True}) if goes else plain_to(self, *args, **kwargs)
-        )
+        if not any(map(_on_gpu, (*args, kwargs.get("device"), kwargs.get("other")))):
+            return plain_to(self, *args, **kwargs)
+        return plain_to(moved(self), *args, **_beside(args, kwargs))
 
     def cuda(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return plain_cuda(moved(self), *args, **kwargs | {"non_blocking": True})
+        return plain_cuda(moved(self), *args, **_beside(args, kwargs))
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         plain_init(self, *args, **{"pin_memory": True} | kwargs)
@@ -314,7 +315,28 @@ def pinned() -> Iterator[Running]:
         Tensor.to, Tensor.cuda, loader.__init__ = plain_to, plain_cuda, plain_init  # type: ignore[method-assign]
 
 
+def _on_gpu(target: Any) -> bool:
+    """Whether an argument of ``Tensor.to`` names a GPU."""
+    if isinstance(target, Tensor):
+        return target.is_cuda
+    if isinstance(target, int):
+        return not isinstance(target, bool)
+    return isinstance(target, str | torch.device) and str(target).startswith("cuda")
+
+
+def _beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of a copy that does not wait, unless the call says by position whether it does."""
+    return kwargs if any(isinstance(each, bool) for each in args) else kwargs | {"non_blocking": True}
+
+
 def _close(one: Any, other: Any) -> bool:
+    """Whether two results are near each other, tensor by tensor where they hold several."""
+    leaves, structure = torch.utils._pytree.tree_flatten(one)
+    others, same = torch.utils._pytree.tree_flatten(other)
+    return structure == same and all(map(_near, leaves, others))
+
+
+def _near(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         same = one.shape == other.shape and one.dtype == other.dtype
         return same and (

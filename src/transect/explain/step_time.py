@@ -105,8 +105,18 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> Errors:
 
 
 def calibrated(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[StepTime, Errors | None]:
-    """The model of a whole log, and how well a model of its first ``share`` predicts the rest (None: too few)."""
+    """The model of a whole log, and how well a model of its first ``share`` predicts the rest (None: too few).
+
+    Raises:
+        ValueError: fewer than ``FEWEST`` steps, or fewer whose times are known.
+    """
     loads, seconds = measured_steps(log, work)
+    done = sum(step.at is not None for step in log.steps[1:])
+    if len(loads) < FEWEST <= done:
+        raise ValueError(
+            f"only {len(loads)} of {done} steps have a known time: the device had done the others before the host "
+            "looked. Log a longer run, or one with async_scheduling=False"
+        )
     cut = int(len(loads) * share)
     checked = None
     if cut >= FEWEST and len(loads) - cut >= FEWEST:
