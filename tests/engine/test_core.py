@@ -1,5 +1,7 @@
 """The engine loop: how far it plans ahead, and that nobody can tell from the outputs."""
 
+from types import SimpleNamespace
+
 import pytest
 from kv_checker import CheckingExecutor
 
@@ -88,3 +90,16 @@ def test_the_virtual_clock_never_goes_back():
         clock.advance(-1.0)
     wall = WallClock()
     assert wall.now() <= wall.now()
+
+
+@pytest.mark.parametrize("grammar", [False, True])
+def test_only_draws_under_grammars_are_said_to_have_waited_for_masks(grammar):
+    """A machine that is busy makes any step slow."""
+    clock = VirtualClock()
+    handle = SimpleNamespace(draw=lambda: clock.advance(1e-3))
+    draw = SimpleNamespace(constraint=object() if grammar else None)
+    batch = SimpleNamespace(rows=[SimpleNamespace(draws=[draw])])
+    core = EngineCore(Scheduler(CONFIG, clock), CheckingExecutor(CONFIG, late=False))
+    core._in_flight.append(SimpleNamespace(handle=handle, batch=batch))
+    core._draw()
+    assert core._drawn == (1e-3 if grammar else 0.0)

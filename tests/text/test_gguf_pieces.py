@@ -127,6 +127,14 @@ def test_rules_of_normalisation(kind):
         assert ours.encode(text) == theirs.encode(text), repr(text)
 
 
+def test_text_is_no_token_of_the_protocol_though_its_halves_are_tokens():
+    tokens, kinds = ["<unk>", "<s>", "</s>", "\u2581", "<", "/", "s", ">", "</", "s>"], [2, 3, 3] + [1] * 7
+    values = {"model": "llama", "tokens": tokens, "scores": [0.0, 0, 0, -3, -4, -5, -6, -7, -1, -2]}
+    values |= {"token_type": kinds, "eos_token_id": 2, "add_bos_token": False}
+    ours = Tokenizer.from_gguf({f"tokenizer.ggml.{key}": value for key, value in values.items()})
+    assert ours.encode("</s>") == [3, 8, 9] and ours.encode("</s>", parse_special=True)[-1] == 2
+
+
 def test_merges_are_ranked_by_score():
     tokens, scores = ["a", "b", "c", "ab", "abc", "bc"], [0, 0, 0, -2, -3, -1]
     assert merges_of(tokens, scores) == [("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")]

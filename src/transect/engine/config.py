@@ -46,8 +46,9 @@ class EngineConfig:
         quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
             multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
         kv_cache_dtype: ``auto``: keys and values are cached in the compute dtype. ``fp8``: in e4m3, at half the bytes
-            of bfloat16, with a scale of 1; numbers beyond 448 become 448. By the Triton kernels on a GPU, by plain
-            torch on a CPU. ``int8``: with a scale for each head of a token, by plain torch on a CPU alone.
+            of bfloat16, with a scale of 1; numbers beyond 448 become 448. On a GPU by Triton kernels, and on Hopper
+            by a kernel in CUDA C++ where steps decode; by plain torch on a CPU. ``int8``: with a scale for each head of
+            a token, by plain torch on a CPU alone.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.

@@ -29,7 +29,7 @@ LATE = 5e-5
 """Seconds: a step whose result was there this soon was over before the next was handed over."""
 
 MASKED = 1e-5
-"""Seconds: where letting a step draw takes longer, it made masks of grammars."""
+"""Seconds: where letting a step draw takes longer, it may have made masks of grammars."""
 EARLIER = 0.9
 """What a step that was over too early is taken to have taken of the time predicted."""
 
@@ -157,9 +157,11 @@ class EngineCore:
         """Let the oldest step in flight draw: all tokens before it are known."""
         now = self.scheduler.clock.now
         began = now()
-        self._in_flight[0].handle.draw()
+        step = self._in_flight[0]
+        step.handle.draw()
         ended = now()
-        self._drawn = ended if ended - began > MASKED else 0.0
+        waits = ended - began > MASKED and any(draw.constraint for row in step.batch.rows for draw in row.draws)
+        self._drawn = ended if waits else 0.0
 
     def _take_result(self) -> None:
         """Wait for the oldest step in flight, and learn from it."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import tokenizers
@@ -75,12 +75,12 @@ def piece_tokenizer(kind: str, pieces: Pieces) -> tuple[tokenizers.Tokenizer, Sp
         model = models.Unigram(scored, unk_id=pieces.unknown, byte_fallback="<0x0A>" in vocabulary)
     else:
         unknown = None if pieces.unknown is None else tokens[pieces.unknown]
-        pairs = merges_of(tokens, pieces.scores)
+        pairs = merges_of(tokens, pieces.scores, set(pieces.unspelled))
         model = models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback="<0x0A>" in vocabulary)
     backend = tokenizers.Tokenizer(model)
     backend.normalizer = _normalizer(pieces)
-    if kind == "t5" and pieces.unspelled:
-        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(_first_of(pieces.unspelled)), "isolated")
+    if kind == "t5" and (pattern := _first_of(pieces.unspelled)):
+        backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if pieces.space_prefix else steps)
     return backend, spelling_of(json.loads(backend.decoder.__getstate__()))
@@ -110,13 +110,18 @@ def _first_of(unspelled: Sequence[str]) -> str:
     return "|".join(pairs)
 
 
-def merges_of(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to cut a token in two tokens, those of the highest score first."""
-    known = set(tokens)
+def merges_of(
+    tokens: Sequence[str], scores: Sequence[float], unspelled: Set[str] = frozenset()
+) -> list[tuple[str, str]]:
+    """Every way to cut a token in two tokens, those of the highest score first. Text never becomes a token that is
+    ``unspelled``, so no such token is made or cut."""
+    known = set(tokens) - unspelled
     ranked = sorted(range(len(tokens)), key=lambda index: -scores[index])
     found = []
     for index in ranked:
         token = tokens[index]
+        if token not in known:
+            continue
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
             if left in known and right in known:

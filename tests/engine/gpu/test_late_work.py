@@ -71,6 +71,7 @@ def test_steps_too_large_for_a_graph_run_before_requests_come(monkeypatch):
     assert not any(each.graph or each.decode for each in plans)
     assert all(not cache[:, :4].any() for cache in caches) and all(cache[:, 4].any() for cache in caches)
     assert list(large_steps(400, 4, **limits)) == []  # graphs are for all
+    assert list(large_steps(300, 4, **limits | {"max_model_len": 16})) == []  # nothing has room to have begun
 
 
 def test_late_work_is_among_the_stats():

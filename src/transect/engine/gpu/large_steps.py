@@ -33,7 +33,7 @@ def large_steps(
     blocks = [padding_block] * max_model_len
     for decodes in (0, FEWEST_ROWS, 4 * FEWEST_ROWS, 16 * FEWEST_ROWS):
         tokens = graph_tokens + 1
-        if decodes + tokens > max_num_batched_tokens:
+        if decodes + tokens > max_num_batched_tokens or max_model_len <= BEGUN:
             return
         for start, longest in ((0, EACH), (BEGUN, max_num_batched_tokens)):
             longest = min(longest, max_model_len - start)
