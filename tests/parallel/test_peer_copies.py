@@ -3,13 +3,16 @@
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from transect.ops.comm.copy_engine import HostCopies
-from transect.parallel.peer_copies import PeerCopies, memory_bytes
-from transect.parallel.peer_pieces import SIGNALS, PeerPieces, room
+from transect.parallel import peer_copies, peer_pieces
+from transect.parallel.group import Group
+from transect.parallel.peer_copies import PeerCopies, memory_bytes, shared_copies
+from transect.parallel.peer_pieces import SIGNALS, PeerPieces, room, shared_pieces
 
 CHUNK = 4096
 
@@ -89,3 +92,25 @@ def test_pieces_are_read_when_all_have_stepped():
                 for whole, size in zip(wholes, sizes, strict=True):
                     expected = torch.arange(ranks).repeat_interleave(size) + 10.0 * step
                     assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize(("module", "make"), [(peer_copies, shared_copies), (peer_pieces, shared_pieces)])
+def test_a_driver_that_cannot_wait_leaves_all_to_the_collectives(monkeypatch, module, make):
+    """Also the pieces of sharded weights: they were asked for after the sums had been refused."""
+    freed = []
+
+    class Memory:
+        own = SimpleNamespace(address=0)
+
+        def free(self, world):
+            freed.append(world)
+
+    def no_driver():
+        raise AttributeError("libcuda.so.1: undefined symbol: cuStreamWaitValue32_v2")
+
+    world = SimpleNamespace(exchange=lambda mine: [mine, None])
+    monkeypatch.setattr(module, "shared_memory", lambda *_: Memory())
+    monkeypatch.setattr(peer_copies, "EngineCopies", no_driver)
+    monkeypatch.setattr(peer_pieces, "EngineCopies", no_driver, raising=False)
+    assert "undefined symbol" in make(world, Group((0, 1), 0, None), CHUNK)
+    assert freed == [world]

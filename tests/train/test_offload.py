@@ -225,6 +225,26 @@ def test_pieces_in_a_file_come_in_any_order(tmp_path):
     assert torch.equal(upload.read("1.0"), torch.ones(512, dtype=dtype)) and not upload.read("1.1").any()
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_what_is_read_ahead_of_a_file_is_what_comes(tmp_path, again):
+    """Also where the last layer stays whole for its backward pass (``again`` False), and after an evaluation."""
+    layers = 6
+    pieces = FilePieces(tmp_path, [64] * (layers + 1), torch.device("cpu"))
+    for unit in range(layers + 1):
+        pieces.keep(unit, torch.full((32,), float(unit), dtype=torch.bfloat16))
+    read, begin = [], pieces.file.read
+    pieces.file.read = lambda at, memory: (read.append(at), begin(at, memory))[1]
+    up = list(range(layers))
+    step = [*up, *(up if again else up[:-1])[::-1]]
+    wanted = [layers, *step, *step, layers, *up, layers, *step, *step]
+    out = torch.empty(32, dtype=torch.bfloat16)
+    for unit in wanted:
+        pieces.send(unit, out)
+        assert out[0] == unit
+    # In vain: what the first piece outside the layers, and the end of each pass, had made come instead.
+    assert len(read) <= len(wanted) + 12
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

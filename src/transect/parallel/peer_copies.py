@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..ops.comm.copy_engine import Copies, EngineCopies
 from .group import Group
-from .shared_memory import shared_memory
+from .shared_memory import SharedMemory, shared_memory
 from .world import World
 
 MOST_RANKS = 8
@@ -179,16 +179,29 @@ def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) ->
     memory = shared_memory(world, group, nbytes, refusal)
     if isinstance(memory, str):
         return memory
+    copies = engine_copies(world, memory, SIGNALS)
+    if isinstance(copies, str):
+        return copies
+    streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
+    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes)
+
+
+def engine_copies(world: World, memory: SharedMemory, signals: int) -> EngineCopies | str:
+    """What puts copies on streams, once it has posted and waited for a number here; the first ``signals`` bytes of the
+    own memory are 0 then, and so they are on all ranks. Or why a rank cannot: the memory is given back. Every rank of
+    the world calls this."""
     try:
         copies = EngineCopies()
-        copies.view(memory.own.address, SIGNALS).zero_()
+        address, stream = memory.own.address, torch.cuda.current_stream()
+        copies.post(address, 1, stream)
+        copies.wait(address, 1, stream)
+        copies.view(address, signals).zero_()
         torch.cuda.synchronize()
         reason = None
     except (AttributeError, OSError, RuntimeError) as error:
         reason = f"streams cannot wait for each other here: {error}"
     reason = next((each for each in world.exchange(reason) if each is not None), None)
-    if reason is not None:
-        memory.free(world)
-        return reason
-    streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
-    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes)
+    if reason is None:
+        return copies
+    memory.free(world)
+    return reason

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.comm.copy_engine import Copies, EngineCopies
+from ..ops.comm.copy_engine import Copies
 from .group import Group
-from .peer_copies import ALIGN, MOST_RANKS, Copied
+from .peer_copies import ALIGN, MOST_RANKS, Copied, engine_copies
 from .shared_memory import shared_memory
 from .world import World
 
@@ -80,9 +80,8 @@ def shared_pieces(world: World, group: Group, nbytes: int) -> PeerPieces | str:
     memory = shared_memory(world, group, SIGNALS + nbytes, refusal)
     if isinstance(memory, str):
         return memory
-    copies = EngineCopies()
-    copies.view(memory.own.address, SIGNALS).zero_()
-    torch.cuda.synchronize()
-    world.exchange(None)
+    copies = engine_copies(world, memory, SIGNALS)
+    if isinstance(copies, str):
+        return copies
     stream = torch.cuda.Stream(priority=-1)
     return PeerPieces(memory.addresses, group.rank, nbytes, copies, stream)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from ..models.config import ModelConfig
 from ..models.memory.training_plan import ONE_BIT, TrainingPlan
-from .schedule import Name, schedule
+from .schedule import Name
+from .schedule import check as check_schedule
 from .spread import Spread
 
 AXES = ("data", "pipeline", "tensor", "context")
@@ -95,7 +96,7 @@ def _layouts(ranks: int, like: Spread) -> Iterator[Spread]:
         for pipeline in _divisors(ranks // data):
             for tensor in _divisors(ranks // data // pipeline):
                 context = ranks // data // pipeline // tensor
-                levels = range(4) if data > 1 else (like.zero,) if like.host_weights else (0,)
+                levels = (3,) if like.host_weights else range(4) if data > 1 else (0,)  # weights elsewhere are cut
                 schedules: set[tuple[Name, int]]
                 schedules = {(like.schedule, like.chunks), ("1f1b", 1)} if pipeline > 1 else {("1f1b", 1)}
                 for zero in levels:
@@ -162,7 +163,7 @@ def _of_steps(run: Run, spread: Spread) -> Iterator[Reason]:
         yield Reason(why, f"accumulate to {enough}")
     elif spread.schedule == "interleaved":
         try:
-            schedule(spread.schedule, spread.pipeline, run.accumulate // spread.data, spread.chunks)
+            check_schedule(spread.schedule, spread.pipeline, run.accumulate // spread.data, spread.chunks)
         except ValueError as error:
             why, _, number = str(error).partition(": take ")
             yield Reason(why, f"accumulate to {int(number) * spread.data}" if number else "")

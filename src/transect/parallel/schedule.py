@@ -38,6 +38,25 @@ class Action(NamedTuple):
 Schedule = list[list[Action]]
 
 
+def check(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> None:
+    """See that there is such a schedule, with the arguments and the error of ``schedule``."""
+    if name not in NAMES:
+        raise ValueError(f"schedule is one of {', '.join(NAMES)}, not {name!r}")
+    if stages < 1 or micro_batches < 1 or chunks < 1:
+        raise ValueError("stages, micro-batches and chunks must be at least 1")
+    if name != "interleaved" and chunks > 1:
+        raise ValueError(f'{chunks} runs of layers to a rank are for schedule = "interleaved", not {name!r}')
+    if name != "interleaved":
+        return
+    if chunks == 1:
+        raise ValueError('schedule = "interleaved" needs 2 runs of layers to a rank or more')
+    if micro_batches % stages:
+        raise ValueError(
+            f'schedule = "interleaved" needs a multiple of {stages} micro-batches on {stages} stages, not '
+            f"{micro_batches}: take {-(-micro_batches // stages) * stages}"
+        )
+
+
 def schedule(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
     """What each of ``stages`` ranks does.
 
@@ -47,22 +66,10 @@ def schedule(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> Sc
     Raises:
         ValueError: there is no such schedule; the message names the nearest numbers that work.
     """
-    if name not in NAMES:
-        raise ValueError(f"schedule is one of {', '.join(NAMES)}, not {name!r}")
-    if stages < 1 or micro_batches < 1 or chunks < 1:
-        raise ValueError("stages, micro-batches and chunks must be at least 1")
+    check(name, stages, micro_batches, chunks)
     if name != "interleaved":
-        if chunks > 1:
-            raise ValueError(f'{chunks} runs of layers to a rank are for schedule = "interleaved", not {name!r}')
         make = _gpipe if name == "gpipe" else _one_forward_one_backward
         return [make(rank, stages, micro_batches) for rank in range(stages)]
-    if chunks == 1:
-        raise ValueError('schedule = "interleaved" needs 2 runs of layers to a rank or more')
-    if micro_batches % stages:
-        raise ValueError(
-            f'schedule = "interleaved" needs a multiple of {stages} micro-batches on {stages} stages, not '
-            f"{micro_batches}: take {-(-micro_batches // stages) * stages}"
-        )
     return [_interleaved(rank, stages, micro_batches, chunks) for rank in range(stages)]
 
 

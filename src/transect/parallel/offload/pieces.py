@@ -86,7 +86,9 @@ class FilePieces:
         self._turns = [*range(layers), *reversed(range(layers))]
         """The order in which a step asks for layers."""
         self._next = 0
-        """The turn of the layer that is read next."""
+        """The turn of the layer that is sent next."""
+        self._sent = -1
+        """The layer that was sent last; -1: none, or what is outside of them."""
         self._ring = Ring(AHEAD + 1, max(self._sizes), pin=device.type == "cuda")
         self._reading: deque[tuple[int, Tensor, Pending]] = deque()
         self._writing: dict[int, tuple[Pending, Tensor]] = {}
@@ -101,20 +103,31 @@ class FilePieces:
     def send(self, unit: int, to: Tensor) -> None:
         """See ``Pieces``. The units that should come next are on their way afterwards."""
         if not self._reading or self._reading[0][0] != unit:
-            self.forget()
-            if unit + 1 < len(self._sizes):
-                self._next = self._turns.index(unit)
-            self._read(unit)
+            self._turn_to(unit)
         _, memory, pending = self._reading.popleft()
         pending.wait()
         to.view(torch.uint8).copy_(memory[: to.nbytes], non_blocking=True)
         if to.is_cuda:
             slot = next(slot for slot in self._ring.slots if slot.memory.data_ptr() == memory.data_ptr())
             slot.busy_until(torch.cuda.current_stream(to.device))
-        if unit + 1 < len(self._sizes):
+        layer = unit + 1 < len(self._sizes)
+        self._sent = unit if layer else -1
+        if layer:
             self._next = (self._next + 1) % len(self._turns)
         for ahead in range(len(self._reading), min(AHEAD, len(self._turns))):
             self._read(self._turns[(self._next + ahead) % len(self._turns)])
+
+    def _turn_to(self, unit: int) -> None:
+        """Have a piece come next that should have come later, or not at all."""
+        if any(each == unit for each, *_ in self._reading):  # a layer that is still whole takes no second turn
+            while self._reading[0][0] != unit:
+                self._reading.popleft()[2].wait()
+                self._next = (self._next + 1) % len(self._turns)
+            return
+        self.forget()
+        if unit + 1 < len(self._sizes):
+            self._next = len(self._turns) - 1 - unit if unit < self._sent else unit
+        self._read(unit)
 
     def _read(self, unit: int) -> None:
         if unit in self._writing:
