@@ -2,10 +2,14 @@
 
 import asyncio
 import base64
+import contextlib
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
+from transect.server import retrieval
 
 MODEL = "fake-model"
 
@@ -119,3 +123,31 @@ async def test_openai_asks_for_embeddings(live):
     answer = await client.embeddings.create(model=MODEL, input=["Hi", "abc"], dimensions=2)
     assert [each.embedding for each in answer.data] == [unit(2, 105), unit(3, 99)]
     await client.close()
+
+
+async def test_many_documents_hold_up_nobody(monkeypatch):
+    """Others have their turn after each of the documents, however short these are."""
+    turns, seen = 0, []
+
+    async def others():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def encode(serving, text, **_):
+        seen.append(turns)
+        return [1]
+
+    async def run(prompts, params):
+        return [None] * len(prompts)
+
+    monkeypatch.setattr(retrieval, "encode", encode)
+    monkeypatch.setattr(retrieval, "check_length", lambda *_: None)
+    monkeypatch.setattr(retrieval.scoring, "score", lambda result, length: 0.5)
+    work = SimpleNamespace(deadline=contextlib.nullcontext(), serving=None, run=run)
+    task = asyncio.create_task(others())
+    pairs = [("query", f"document {i}") for i in range(5)]
+    assert await retrieval._Work.scores(work, pairs, "query", "documents") == [0.5] * 5
+    task.cancel()
+    assert seen[::2] == list(range(5))

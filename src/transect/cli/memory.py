@@ -262,6 +262,7 @@ def _serve(
     from ..parallel.memory import smallest_layout, smallest_sharing, stages
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
+    config.check_device(kind)
     context, positions = config.max_model_len, source.config.max_position
     if context is not None and context > positions:
         raise ValueError(f"--context is {context}, but the model knows {positions} positions: set it to that or less")

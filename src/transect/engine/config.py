@@ -284,6 +284,15 @@ class EngineConfig:
             self._check_steps(seqs)
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
+    def check_device(self, device: str) -> None:
+        """Whether a device of this type (``cpu``, ``cuda``) has what is asked for.
+
+        Raises:
+            ValueError: it has not.
+        """
+        if device == "cuda" and self.kv_cache_dtype == "int8":
+            raise ValueError("a KV cache in int8 is for CPUs: take kv_cache_dtype fp8 on a GPU")
+
     def for_server(self) -> EngineConfig:
         """This configuration with what is left to a server decided: steps are sized by time, unless something else
         sizes them."""

@@ -90,6 +90,7 @@ class _Work:
                     self.serving, scoring.document_text(text), add_special=True, parse_special=False, field=document
                 )
                 after = await encode(self.serving, scoring.query_text(asked), add_special=False, field=query)
+                await asyncio.sleep(0)  # many short texts are as much work as a long one
                 check_length(self.serving, before + after, document)
                 prompts.append(Prompt(None, before + after))
                 lengths.append(len(after))

@@ -105,8 +105,7 @@ def set_up(
             change.
     """
     check_model(config, model)
-    if config.kv_cache_dtype == "int8":
-        raise ValueError("a KV cache in int8 is for CPUs: take kv_cache_dtype fp8 on a GPU")
+    config.check_device("cuda")
     torch.cuda.init()
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
