@@ -228,7 +228,12 @@ def test_what_cannot_be(plain, tmp_path):
         (plain, tmp_path / "c", "AWQ --group-size 48", "the group size must be 128, 64, 32, not 48"),
         (plain, tmp_path / "c", "Q4_K_M --calibrate pyproject.toml --calibrate-tokens 512", "byte-level BPE"),
         (plain, tmp_path / "c", "int4 --calibrate nowhere.txt", "there is no file nowhere.txt"),
-        (plain, tmp_path / "c", "int4 --calibrate pyproject.toml --calibrate-tokens 9", "not 9 tokens in windows"),
+        (
+            plain,
+            tmp_path / "c",
+            "int4 --calibrate pyproject.toml --calibrate-tokens 9",
+            "not 9 tokens in windows of 512: give 512 tokens or more",
+        ),
     ):
         done = run_here("quantize", str(source), "-o", str(output), "--format", *name.split())
         assert done.returncode == 2 and sentence in done.stderr
@@ -237,7 +242,7 @@ def test_what_cannot_be(plain, tmp_path):
 @pytest.mark.prove
 @pytest.mark.parametrize("name", ["q4_k_m", "q6_k", "q4_0"])
 def test_llama_cpp_reads_it(name, tmp_path):
-    """The likeliest token, and logits near ours: llama.cpp rounds activations to 8 bits for each product."""
+    """Logits near ours: llama.cpp rounds activations to 8 bits for each product."""
     llama_cpp = pytest.importorskip("llama_cpp")
     out = tmp_path / "m.gguf"
     assert run_here("quantize", "smollm2-135m", "-o", str(out), "--format", name).returncode == 0

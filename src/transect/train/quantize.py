@@ -36,7 +36,7 @@ class Calibration:
         if self.window < 2 or self.tokens < self.window:
             raise ValueError(
                 f"calibration needs windows of 2 tokens or more, and at least one of them, not {self.tokens} tokens in "
-                f"windows of {self.window}"
+                f"windows of {self.window}: give {max(2, self.window)} tokens or more"
             )
 
 
