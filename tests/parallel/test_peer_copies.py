@@ -3,16 +3,20 @@
 import ctypes
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from transect.models.decoder import Decoder
+from transect.models.presets import PRESETS
 from transect.ops.comm.copy_engine import HostCopies
 from transect.parallel import peer_copies, peer_pieces
 from transect.parallel.group import Group
 from transect.parallel.peer_copies import PeerCopies, memory_bytes, shared_copies
 from transect.parallel.peer_pieces import SIGNALS, PeerPieces, room, shared_pieces
+from transect.parallel.sharded import Sharded
 
 CHUNK = 4096
 
@@ -92,6 +96,26 @@ def test_pieces_are_read_when_all_have_stepped():
                 for whole, size in zip(wholes, sizes, strict=True):
                     expected = torch.arange(ranks).repeat_interleave(size) + 10.0 * step
                     assert torch.equal(whole, expected)
+
+
+def test_nobody_goes_on_from_a_checkpoint_before_all_have_read(monkeypatch):
+    """The memory of a rank that ends goes with it."""
+    told, group, held = [], Group.alone(), []
+
+    def shared(nbytes):
+        held.append(ctypes.create_string_buffer(SIGNALS + nbytes))
+        return PeerPieces([ctypes.addressof(held[0])], 0, nbytes, HostCopies())
+
+    shape = {"n_layers": 2, "dim": 32, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 64}
+    model = Decoder(replace(PRESETS["llama-3.2-1b"], vocab_size=32, **shape), "cpu", torch.float32)
+    weights = {name: tensor.clone() for name, tensor in model.named_parameters()}
+    sharded = Sharded(group, model, shared=shared)
+    for name in ("start_gather", "settle"):
+        way = getattr(sharded.peers, name)
+        monkeypatch.setattr(sharded.peers, name, lambda *given, n=name, way=way: (told.append(n), way(*given))[1])
+    monkeypatch.setattr(group, "most", lambda _: told.append("meet"))
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in sharded.state().items())
+    assert told == ["start_gather"] * 3 + ["settle", "meet"]
 
 
 @pytest.mark.parametrize(("module", "make"), [(peer_copies, shared_copies), (peer_pieces, shared_pieces)])

@@ -67,6 +67,11 @@ class PeerPieces:
         for other in others:
             self.copies.wait(self.memory[self.rank] + 4 * other, self._steps, self._stream)
 
+    def settle(self) -> None:
+        """Wait until all copies that have begun are there."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
 
 def room(nbytes: int) -> int:
     """Bytes that a piece takes there."""

@@ -439,6 +439,9 @@ class Sharded:
             if self.group.rank == 0:
                 found |= {name: p.detach().to("cpu", copy=True) for name, p in unit.parameters.items()}
             unit.release()
+        if self.peers is not None:  # a rank may end after this, and its memory with it: others have read it
+            self.peers.settle()
+            self.group.most(0)
         return {name: found[name] for name in self.parameters if name in found}
 
     def writes(self, name: str) -> bool:
