@@ -214,7 +214,8 @@ def serving_kills() -> str:
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {found['slowest_told_s']:.1f} s and the others their answer, `/health` was red, the "
-        "server said one error and exited with 1, no process was left, and the next one started.\n"
+        "server said one error and exited with 1, no process was left, and the next one started. On "
+        f"{found['environment']['processor']}, {record.made_at([found['environment']])}.\n"
     )
 
 

@@ -82,3 +82,5 @@ def test_formats_that_are_written(capsys, model, tmp_path):
         assert code == 2 and sentence in err
     code, _, err = run(capsys, model, *files, "--calibrate", tmp_path / "b")
     assert code == 2 and "--calibrate goes with --formats" in err
+    code, _, err = run(capsys, model, *files, "--formats", "plain,fp8", "--calibrate", tmp_path / "b")
+    assert code == 2 and "--calibrate changes none of plain, fp8" in err

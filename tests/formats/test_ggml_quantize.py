@@ -105,3 +105,21 @@ def test_important_columns_are_nearer(name):
     for bad in (importance[:-1], -importance, importance * np.nan):
         with pytest.raises(ValueError, match="importance of 512 columns"):
             quantize(values, name, bad)
+
+
+@pytest.mark.parametrize("name", ["Q4_1", "Q5_1", *K_TYPES])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_block_of_one_number_is_kept(name, seed):
+    """Whatever its columns count: no scale follows from codes that are all alike."""
+    importance = np.random.default_rng(seed).lognormal(0, 2, 512)
+    for value in (0.3, -0.3):
+        values = np.full((2, 512), value, np.float32)
+        np.testing.assert_allclose(quantize(values, name, importance).dequantize(), values, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", K_TYPES)
+def test_numbers_too_small_for_the_type_become_no_larger(name):
+    values = (1e-5 * np.random.default_rng(0).standard_normal((4, 256))).astype(np.float32)
+    for small in (values, values / 100):
+        error = quantize(small, name).dequantize() - small
+        assert np.square(error).sum() <= 1.01 * np.square(small).sum()

@@ -8,9 +8,12 @@ import transformers
 
 from transect.models.config_hf import from_hf, from_hf_directory, to_hf
 from transect.models.context import VarlenContext
+from transect.models.cost import Row, least_attention
 from transect.models.load import load_model
 from transect.models.resolve import resolve
+from transect.models.storage import Storage
 from transect.models.weights_hf import save_hf, stored_hf
+from transect.train.flops import TrainingFlops
 
 TOKENS = [5, 9, 77, 42, 13, 8, 31, 60, 2, 2, 19]
 SETTINGS = {
@@ -80,3 +83,22 @@ def test_what_cannot_be(folder, changes, message):
     values = json.loads((folder / "config.json").read_text()) | changes
     with pytest.raises(ValueError, match=message):
         from_hf(values)
+
+
+@pytest.mark.parametrize(("new", "length"), [(11, 11), (1, 8), (1, 9), (6, 23), (30, 200)])
+def test_a_floor_counts_what_chunks_leave_visible(folder, new, length):
+    """Layers 0 and 2 rotate and see their own chunk of 4 positions, layer 1 sees all."""
+    config = from_hf_directory(folder)
+    rows, storage = [Row(new, length)], Storage()
+    seen = [[{k for k in range(p + 1) if k // 4 == p // 4} for p in range(length - new, length)] for _ in range(2)]
+    seen.insert(1, [set(range(p + 1)) for p in range(length - new, length)])
+    pairs = sum(len(keys) for layer in seen for keys in layer)
+    keys = sum(len(set.union(*layer)) for layer in seen)
+    least = least_attention(config, rows, storage)
+    assert least.flops == 4 * pairs * config.q_dim
+    assert least.bytes_read == 2 * keys * config.kv_dim * storage.kv / 8
+    whole = TrainingFlops(config, frozen=False)([length], 0)
+    pairs = 2 * sum(p % 4 + 1 for p in range(length)) + length * (length + 1) // 2
+    assert whole - length * TrainingFlops(config, frozen=False)([1], 0) == pytest.approx(
+        3.5 * 4 * config.q_dim * (pairs - 3 * length)
+    )

@@ -71,7 +71,7 @@ def formats_of(names: str) -> list[str]:
     Raises:
         ValueError: one is not known.
     """
-    found = [name.strip() for name in names.split(",")]
+    found = [name.strip().lower() for name in names.split(",")]
     for name in found:
         if name not in (*FORMATS, *WRITTEN):
             raise ValueError(f"--formats knows {', '.join((*FORMATS, *WRITTEN))}, not {name!r}")

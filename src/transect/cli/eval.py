@@ -117,14 +117,19 @@ def _formats(
     from dataclasses import asdict
 
     from ..bench.compare_formats import draw, formats_of, measure_all
-    from ..train.quantize import Calibration
+    from ..train.quantize import Calibration, takes_calibration
 
     if not text or len(text) > 1:
         raise ValueError("--formats compares on one text: give one --text FILE")
     if calibrate is not None and not calibrate.is_file():
         raise ValueError(f"there is no file {calibrate}")
     calibration = None if calibrate is None else Calibration(calibrate, calibrate_tokens)
-    found = measure_all(model, formats_of(names), text[0], window=window, dtype=dtype, calibration=calibration)
+    wanted = formats_of(names)
+    if calibration is not None and not any(map(takes_calibration, wanted)):
+        raise ValueError(
+            f"--calibrate changes none of {', '.join(wanted)}: name a format of 4 to 6 bits, or leave it out"
+        )
+    found = measure_all(model, wanted, text[0], window=window, dtype=dtype, calibration=calibration)
     rows = list(found)
     if plot is not None:
         draw(rows, plot, model)

@@ -34,7 +34,9 @@ def _with_minima(x: np.ndarray, weight: np.ndarray, top: int, half: Half) -> np.
     scale, low = affine_scale(grouped.reshape(-1, 32), weights.reshape(-1, 32), top, below=True)
     scale, depth = scale.reshape(n, 8), -low.reshape(n, 8)
     steps, step = _whole(scale, 63, half)
-    minima, drop = _whole(depth, 63, half)
+    # A step below float16's smallest number leaves all codes 0: 0 is nearer to such numbers than their minimum.
+    lost = (step == 0) & (scale.max(1, keepdims=True) > 0)
+    minima, drop = _whole(np.where(lost, np.float32(0), depth), 63, half)
     codes = _codes(grouped, steps, minima, step, drop, top)
     step, drop = _fitted(grouped, weights, codes * steps[..., None], np.float32(1) * minima, step, drop, half)
     codes = _codes(grouped, steps, minima, step, drop, top).astype(np.uint8)

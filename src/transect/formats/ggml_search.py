@@ -60,7 +60,9 @@ def affine_scale(x: np.ndarray, weight: np.ndarray, top: int, *, below: bool) ->
         weighted = weight * code
         first, second = weighted.sum(1, keepdims=True), (weighted * code).sum(1, keepdims=True)
         product = (weighted * x).sum(1, keepdims=True)
-        bend = inverse(total * second - first * first)
+        bend = total * second - first * first
+        # Codes all alike leave nothing but rounding errors here, and any scale fits them with some minimum.
+        bend = np.where(bend > 1e-5 * total * second, inverse(bend), np.float32(0))
         a = (total * product - first * along_x) * bend
         b = (second * along_x - first * product) * bend
         if below:

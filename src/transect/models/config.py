@@ -312,6 +312,10 @@ class ModelConfig:
         """Positions of the chunks that a layer attends in, or None where it sees the whole past."""
         return self.attention_chunk if self.layer_rope(layer) is not None else None
 
+    def layer_reach(self, layer: int) -> tuple[int | None, int | None]:
+        """``layer_window`` and ``layer_chunk``: what costs of attention depend on."""
+        return self.layer_window(layer), self.layer_chunk(layer)
+
     def layer_window(self, layer: int) -> int | None:
         """The sliding window of a layer in tokens, or None where the layer sees the whole past."""
         return None if layer in self.full_attention_layers else self.sliding_window

@@ -92,9 +92,9 @@ def least_products(config: ModelConfig, tokens: int, logit_rows: int, storage: S
 def least_attention(config: ModelConfig, rows: Sequence[Row], storage: Storage) -> Cost:
     """The ``attention`` of ``least_cost``."""
     pairs = keys = 0.0
-    for window, count in Counter(map(config.layer_window, range(config.n_layers))).items():
-        pairs += count * sum(visible_pairs(row.new, row.length, window) for row in rows)
-        keys += count * sum(visible_keys(row.new, row.length, window) for row in rows)
+    for reach, count in Counter(map(config.layer_reach, range(config.n_layers))).items():
+        pairs += count * sum(visible_pairs(row.new, row.length, *reach) for row in rows)
+        keys += count * sum(visible_keys(row.new, row.length, *reach) for row in rows)
     return Cost(4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8, 0)
 
 
@@ -264,7 +264,7 @@ class _Counter:
 
     def layer(self, rows: Sequence[Row], layer: int) -> None:
         config, tokens = self.config, self.tokens
-        window, moe = config.layer_window(layer), config.layer_moe(layer)
+        moe = config.layer_moe(layer)
         self.model_norm()
         for name, (shape, bias) in linear_shapes(config, layer).items():
             self.linear(name, shape, bias, moe)
@@ -280,7 +280,7 @@ class _Counter:
             self.elementwise("rotary", 3, 1, tokens * (config.q_dim + config.kv_dim))
             self.add("rotary", 0, tokens * config.head_dim * 32, 0)  # cos and sin, float32
         self.kv_cache_write()
-        self.paged_attention(rows, window)
+        self.paged_attention(rows, config.layer_reach(layer))
         self.model_norm()
         if config.gated_mlp:
             width = config.mlp_width(layer) if moe is None or not moe.gated_at_once else moe.shared_dim
@@ -311,9 +311,9 @@ class _Counter:
         elements = 2 * self.tokens * self.config.kv_dim
         self.add("kv_cache_write", 0, elements * self.storage.activation, elements * self.storage.kv)
 
-    def paged_attention(self, rows: Sequence[Row], window: int | None) -> None:
-        pairs = sum(visible_pairs(row.new, row.length, window) for row in rows)
-        cached = sum(visible_keys(row.new, row.length, window) for row in rows)
+    def paged_attention(self, rows: Sequence[Row], reach: tuple[int | None, int | None]) -> None:
+        pairs = sum(visible_pairs(row.new, row.length, *reach) for row in rows)
+        cached = sum(visible_keys(row.new, row.length, *reach) for row in rows)
         q = self.tokens * self.config.q_dim * self.storage.activation
         self.add(
             "paged_attention", 4 * pairs * self.config.q_dim, q + 2 * cached * self.config.kv_dim * self.storage.kv, q

@@ -36,6 +36,8 @@ FILE_TYPES = {
 """llama.cpp's number for a file whose matrices are mostly of a type."""
 MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 """A type for most matrices, and Q6_K for some."""
+MATRIX_TYPES = (*WRITABLE, *MIXTURES)
+"""What the matrices of a file can be asked to be."""
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What takes the place of a K type where rows are no whole blocks of 256."""
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
@@ -48,8 +50,8 @@ def gguf_type(name: str) -> str:
         ValueError: it is none that is written.
     """
     found = name.upper()
-    if found not in (*WRITABLE, *MIXTURES):
-        known = ", ".join(each.lower() for each in (*WRITABLE, *MIXTURES))
+    if found not in MATRIX_TYPES:
+        known = ", ".join(each.lower() for each in MATRIX_TYPES)
         raise ValueError(f"--type {name} cannot be written; choose one of {known}")
     return found
 

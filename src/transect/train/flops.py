@@ -29,15 +29,15 @@ class TrainingFlops:
         products = 2 if frozen else 3
         self._linear, self._head = products * one["linear"].flops, products * one["head"].flops
         self._pair = 3.5 * 4 * config.q_dim
-        self._windows = Counter(config.layer_window(layer) for layer in range(config.n_layers))
+        self._reaches = Counter(config.layer_reach(layer) for layer in range(config.n_layers))
 
     def __call__(self, lengths: Iterable[int], labels: int) -> float:
         """FLOPs of documents of so many tokens each, ``labels`` of whose tokens have a label."""
         counts = Counter(lengths)
         attended = sum(
-            count * layers * visible_pairs(length, length, window)
+            count * layers * visible_pairs(length, length, *reach)
             for length, count in counts.items()
-            for window, layers in self._windows.items()
+            for reach, layers in self._reaches.items()
         )
         tokens = sum(length * count for length, count in counts.items())
         return tokens * self._linear + labels * self._head + attended * self._pair

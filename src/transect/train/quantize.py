@@ -11,7 +11,7 @@ import torch
 
 from ..models.calibration import importance
 from ..models.decoder import Decoder
-from ..models.gguf_out import gguf_type
+from ..models.gguf_out import MATRIX_TYPES
 from ..models.gptq import round_model
 from ..models.load import allocated, fill
 from ..models.quantize_out import FORMATS, FOUR_BITS, group_for, is_symmetric
@@ -46,6 +46,7 @@ def quantize_model(
     """Write a model in a format: a directory (``FORMATS``), or a GGUF file (a type of those).
 
     Args:
+        name: of the format, in capitals or not.
         calibration: of 4 bits in safetensors, and of the GGUF types of 4 to 6 bits; None: to the nearest.
         group: numbers of a row that share a scale, in 4 bits in safetensors; None: the most that fit.
 
@@ -53,10 +54,12 @@ def quantize_model(
         ValueError: an unknown format, a calibration or a group that it has no use for, a text that cannot be read, a
             matrix that the format cannot hold, or ``output`` cannot be written.
     """
+    name = name.lower()
+    known = (*FORMATS, *(each.lower() for each in MATRIX_TYPES))
+    if name not in known:
+        raise ValueError(f"--format {name} cannot be written; choose one of {', '.join(known)}")
     if group is not None and name not in FOUR_BITS:
         raise ValueError(f"a group size is for {', '.join(FOUR_BITS)}, not {name}: leave it out")
-    if name not in FORMATS:
-        gguf_type(name)
     if calibration is not None and not takes_calibration(name):
         raise ValueError(f"{name} rounds to the nearest and takes no calibration: leave --calibrate out")
     if name not in FORMATS:

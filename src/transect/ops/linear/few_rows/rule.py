@@ -11,7 +11,7 @@ that are added up over memory or over a cluster's shared memory. cuBLAS has a ti
 what runs otherwise.
 
 The constants are fitted to 3,700 launches at 36 sizes of weights and 48 to 200 rows on an H200
-(``benchmarks/products_by_shape.py``). What the rule takes was 1.8% slower than the quickest of each size on average.
+(``benchmarks/products_by_shape.py``). What the rule takes was 1.9% slower than the quickest of each size on average.
 """
 
 from __future__ import annotations
