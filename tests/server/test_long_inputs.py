@@ -68,9 +68,9 @@ async def test_a_text_of_too_many_tokens_is_given_up_at_the_piece_that_says_so()
 
 async def test_a_long_text_that_fits_is_encoded_in_one_and_elsewhere():
     tokenizer = Recording()
-    ids = await Encoder().encode(tokenizer, "7" * 5000, 6000, add_special=True, parse_special=True)
+    ids = await Encoder().encode(tokenizer, "7" * 9000, 9500, add_special=True, parse_special=True)
     ((length, special, parsed, thread),) = tokenizer.texts
-    assert (len(ids), length, special, parsed) == (5001, 5000, True, True)
+    assert (len(ids), length, special, parsed) == (9001, 9000, True, True)
     assert thread is not threading.main_thread()
     await Encoder().encode(tokenizer, "7" * 500, 6000, add_special=True, parse_special=True)
     assert tokenizer.texts[-1][3] is threading.main_thread()
@@ -149,7 +149,7 @@ async def test_the_deadline_counts_from_arrival(engine, monkeypatch, path):
     tokenizer.go.clear()
     engine.tokenizer, engine.max_model_len = tokenizer, 10_000
     app = create_app(engine, ServerOptions(model_names=("fake-model",), request_timeout_s=0.3))
-    text = "7" * 5000
+    text = "7" * 9000  # so long that it is encoded elsewhere
     body = {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as client:
         found = error(await client.post(path, json=body), 504)

@@ -18,7 +18,7 @@ from transect.train.batches import Batch
 from transect.train.config import LoRAConfig
 from transect.train.lora import attach
 from transect.train.loss import batch_loss
-from transect.train.merged_layers import MergedLayers, Step, refusal
+from transect.train.merged_layers import MergedLayers, Packed, Step, refusal
 from transect.train.model import training_ops
 from transect.train.qlora import quantize_layers
 
@@ -193,7 +193,7 @@ def test_a_layer_keeps_what_the_memory_account_says(task: str, plan: str) -> Non
     config = config_of(task)
     x = torch.randn(tokens, config.dim, device=DEVICE)
     cos, sin = torch.ones(2, tokens, config.head_dim // 2, device=DEVICE)
-    step = Step(cos, sin, torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE))
+    step = Step(cos, sin, Packed(torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)))
     with torch.no_grad():
         kept, _, _ = stack.layers[0].forward(x, x.clone(), step)
     held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept.tensors() if t is not None}

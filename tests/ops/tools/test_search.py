@@ -189,7 +189,7 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
     for arguments, message in (
         (["softmax"], "tuning measures on the GPU, and torch finds none here"),
         (["softmax", "--launcher", "nothing"], "no knobs to tune in a launcher called 'nothing': softmax"),
-        (["nothing"], "no operator 'nothing'"),
+        (["nothing"], "'nothing' is no operator (`transect bench ops --list`), and no model: unknown model 'nothing'"),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["tune", *arguments])
