@@ -108,6 +108,7 @@ def test_nobody_goes_on_from_a_checkpoint_before_all_have_read(monkeypatch):
 
     shape = {"n_layers": 2, "dim": 32, "n_heads": 2, "n_kv_heads": 2, "head_dim": 16, "ffn_dim": 64}
     model = Decoder(replace(PRESETS["llama-3.2-1b"], vocab_size=32, **shape), "cpu", torch.float32)
+    model.init_weights(0.3, torch.Generator().manual_seed(0))  # memory that nobody wrote may hold NaN
     weights = {name: tensor.clone() for name, tensor in model.named_parameters()}
     sharded = Sharded(group, model, shared=shared)
     for name in ("start_gather", "settle"):
