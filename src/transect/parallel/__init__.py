@@ -31,7 +31,7 @@ Training on them:
 * ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass; ``peer_pieces.py``: sharded weights
   that other ranks read by them
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
-* ``sharded.py``: no rank has: ZeRO 3, layer by layer
+* ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)
 * ``spread.py``: how a run is spread; ``refusals.py``: why it cannot be, and the nearest layout that can (no torch)
 * ``training_memory.py``: what each rank then needs (no torch)
