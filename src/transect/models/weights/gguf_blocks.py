@@ -16,7 +16,7 @@ from ...ops.opset import OpSet
 from ..staging import Staging
 from ..storage import Layout, WeightFormat
 from ..stored import Blocks
-from .weight import Dimension, Product, TrainingPart, Values, Weight, part_of, shard_bias
+from .weight import Dimension, Product, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
 
 
 class GGUFBlocks(Weight):
@@ -102,7 +102,7 @@ class GGUFBlocks(Weight):
         for other in others:
             if isinstance(other, GGUFBlocks) and other.block_type == self.block_type:
                 parts.append(other)
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        biases = [part.bias for part in parts if part.bias is not None]
         if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
             return None
         if any(part.out_features % ROWS for part in parts[:-1]):
@@ -119,12 +119,7 @@ class GGUFBlocks(Weight):
             part.arranged = view
         joined = self._over(whole, sum(part.out_features for part in parts), self.in_features)
         joined.in_turns = in_turns
-        bias = torch.cat(biases) if biases else None
-        if bias is not None:
-            for part, view in zip(parts, bias.split([part.out_features for part in parts]), strict=True):
-                assert part.bias is not None
-                part.bias.data = view
-        joined.add_bias(bias)
+        joined.add_bias(join_biases(parts))
         return joined
 
     def shard(self, dim: Dimension, rank: int, n: int) -> GGUFBlocks:

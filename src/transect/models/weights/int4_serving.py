@@ -32,7 +32,7 @@ from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, Layout, WeightFormat, int4_format
 from ..stored import Codes4
 from .int4 import codes_of
-from .weight import Dimension, Product, TrainingPart, Values, Weight, part_of, shard_bias
+from .weight import Dimension, Product, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
 
 SCALES = torch.bfloat16
 PANEL = 32
@@ -217,7 +217,7 @@ class ServingInt4(Weight):
 
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> ServingInt4 | None:
         parts = [self, *(other for other in others if isinstance(other, ServingInt4))]
-        biases = [part.bias.detach() for part in parts if part.bias is not None]
+        biases = [part.bias for part in parts if part.bias is not None]
         if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
             return None
         if any(part.order is not None for part in parts) or len({part.group for part in parts}) > 1:
@@ -238,12 +238,7 @@ class ServingInt4(Weight):
         joined = ServingInt4(outputs, self.in_features, products=self._products, group=self.group,
                              device="meta", dtype=self._dtype)  # fmt: skip
         joined.arranged, joined.in_turns = whole, in_turns
-        bias = torch.cat(biases) if biases else None
-        if bias is not None:
-            for part, view in zip(parts, bias.split([part.out_features for part in parts]), strict=True):
-                assert part.bias is not None
-                part.bias.data = view
-        joined.add_bias(bias)
+        joined.add_bias(join_biases(parts))
         return joined
 
     def shard(self, dim: Dimension, rank: int, n: int) -> ServingInt4:

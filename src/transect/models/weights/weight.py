@@ -376,6 +376,18 @@ def shard_bias(bias: nn.Parameter | None, dim: Dimension, part: slice, rank: int
     return bias.detach()[part].clone() if dim == "out" else bias.detach().clone()
 
 
+def join_biases(parts: Sequence[Weight]) -> Tensor | None:
+    """The biases of weights that become one, which are views of it afterwards; None: they have none. Either all have
+    one or none has."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    if not biases:
+        return None
+    joined = torch.cat([bias.detach() for bias in biases])
+    for bias, view in zip(biases, joined.split([part.out_features for part in parts]), strict=True):
+        bias.data = view
+    return joined
+
+
 @torch.no_grad()
 def draw_normal(into: Tensor, std: float, generator: torch.Generator | None = None) -> None:
     """Fill a tensor with normal numbers of deviation ``std``, drawn where the generator is."""
