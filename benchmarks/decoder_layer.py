@@ -66,7 +66,7 @@ def measure(work: Callable[[], Any], replays: int) -> dict[str, float | int]:
 
 
 def sizes_of(name: str) -> ModelConfig:
-    """Of a preset, or of one of N ranks between which it is cut: ``llama-3.1-8b/2``."""
+    """The sizes of a preset, or of one rank's part of it: ``llama-3.1-8b/2`` is cut between two ranks."""
     model, _, ranks = name.partition("/")
     return PRESETS[model].local(int(ranks or 1))
 
@@ -201,7 +201,7 @@ def run(name: str, rows: int, replays: int, quick: bool) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """As Markdown: the layer with everything on, and each thing off."""
+    """A Markdown table: the layer with everything on, and with each thing off."""
     names = list(result["results"][0]["variants"])
     lines = ["| model | rows | floor, µs | " + " | ".join(names) + " | of floor |", "|---|" + "---|" * (len(names) + 3)]
     for row in result["results"]:

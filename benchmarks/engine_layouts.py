@@ -52,7 +52,7 @@ def predictions() -> dict[str, float]:
 
 
 def result(name: str, seconds: float, said: dict[str, float]) -> dict[str, Any]:
-    """Of the protocol, beside the floor of two GPUs that share the work evenly, and the prediction."""
+    """What the protocol gave, beside the prediction and the floor of two GPUs that share the work evenly."""
     work = throughput_protocol()
     floor = sum(batch_rank_floor(PRESETS[BASE], lengths_of(work), RATES, GPUS))
     rate = drawn(work) / seconds

@@ -210,10 +210,11 @@ def kills() -> str:
 def serving_kills() -> str:
     """Kills of a rank of a server under load."""
     found = _load("cpu/kill_serving_ranks.json")
+    others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
     return (
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
-        f"got one error within {found['slowest_told_s']:.1f} s and the others their answer, `/health` was red, the "
+        f"got one error within {found['slowest_told_s']:.1f} s{others}, `/health` was red, the "
         "server said one error and exited with 1, no process was left, and the next one started. On "
         f"{found['environment']['processor']}, {record.made_at([found['environment']])}.\n"
     )

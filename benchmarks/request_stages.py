@@ -64,7 +64,7 @@ def matched(log: RunLog, records: Sequence[Record], began: float) -> list[tuple[
 
 
 def request_stages(log: RunLog, records: Sequence[Record], began: float) -> dict[str, Any]:
-    """Of all requests: mean, p50 and p99 of each stage in seconds, and the stages of the slowest hundredth (means)."""
+    """How long each stage of all requests took: mean, p50 and p99 in seconds, and means of the slowest hundredth."""
     rows = []
     for record, life in matched(log, records, began):
         inside = in_engine(log, life)

@@ -171,7 +171,7 @@ def test_k_types(tmp_path, name, types):
 
 
 def test_rows_that_are_no_whole_blocks_take_smaller_ones(tmp_path):
-    """As llama.cpp does: Q5_0 in the place of Q4_K."""
+    """Q5_0 stands in for Q4_K, which is what llama.cpp does."""
     assert _type_of("layers.0.mlp.up", (96, 64), "Q4_K_M", 8) == "Q5_0"
     assert _type_of("layers.0.mlp.down", (64, 256), "Q4_K_M", 8) == "Q6_K"
     assert _type_of("layers.0.mlp.down", (64, 96), "Q4_K_M", 8) == "Q8_0"

@@ -166,7 +166,7 @@ def test_served(checkpoints, name):
 @pytest.mark.usefixtures("by_torch")
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q5_1", "Q8_0"])
 def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, type_name):
-    """As a GPU holds them, the head too; the values are the file's."""
+    """A GPU holds the blocks, the head's too; the values are the file's."""
     source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("llama"), type_name)))
     layouts = dict(held_layouts(source))
     assert held_layouts(source, gguf=False) == ()

@@ -57,5 +57,5 @@ def test_cublas_multiplies_what_lies_in_rows_on_hopper(monkeypatch: pytest.Monke
     ],
 )
 def test_a_gate_has_its_own_launch_where_tiles_leave_the_device_idle(m: int, n: int, idle: bool) -> None:
-    """As it was quicker on an H200."""
+    """The rule says what was quicker on an H200."""
     assert leaves_idle(m, n, H200) == idle
