@@ -185,11 +185,12 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     warm = time.perf_counter() - begin - built
     each = mine_s if world is None else max(world.exchange(mine_s))
     times = step_times(step, max(7, min(MOST, int(given["seconds"] / each))) | 1, gpu)
-    # Pieces that other GPUs read are not the allocator's.
-    pieces = 0 if given["way"].startswith("fsdp2") else getattr(trainer.crew.units, "shared_bytes", 0)
+    # What other GPUs reach is not the allocator's.
+    parallel = None if given["way"].startswith("fsdp2") else trainer.crew.parallel
+    shared = 0 if parallel is None or parallel.spread is None else parallel.spread.shared_bytes
     mine = {
         "times": times,
-        "peak_bytes": torch.cuda.max_memory_allocated() + pieces if gpu else 0,
+        "peak_bytes": torch.cuda.max_memory_allocated() + shared if gpu else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved() if gpu else 0,
         "communication": watched(step) if gpu else None,
     }

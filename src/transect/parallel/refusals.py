@@ -167,8 +167,6 @@ def _of_steps(run: Run, spread: Spread) -> Iterator[Reason]:
         except ValueError as error:
             why, _, number = str(error).partition(": take ")
             yield Reason(why, f"accumulate to {int(number) * spread.data}" if number else "")
-    if spread.zero == 3 and spread.tensor > 1:
-        yield Reason("parallel.zero = 3 cuts whole layers, and parallel.tensor has cut them already")
     if spread.zero == 3 and spread.pipeline > 1:
         yield Reason("parallel.zero = 3 gathers layers again for every micro-batch of a pipeline")
     if not run.keeps_layers and (spread.zero == 3 or spread.pipeline > 1):

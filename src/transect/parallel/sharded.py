@@ -54,6 +54,10 @@ class Sharded:
         folder: for a file that they are in, in place of host memory.
         copies: sums gradients by copy engines; None: torch's collectives do.
         shared: makes memory of so many bytes that other ranks read pieces from; None: they are sent.
+        parameters: all of the model's, by their names in the whole model, where that is not this one; None: as the
+            model names them.
+        complete: adds up, in place, what ranks along other axes have of gradients in parts; before they are summed
+            here. All of them have the same units.
 
     Raises:
         ValueError: a parameter is frozen, or there is not so much host memory.
@@ -73,12 +77,14 @@ class Sharded:
         folder: str = "",
         copies: PeerCopies | None = None,
         shared: Callable[[int], PeerPieces | None] | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        complete: Callable[[Mapping[str, Tensor]], None] | None = None,
     ) -> None:
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        self.parameters = dict(model.named_parameters() if parameters is None else parameters)
+        frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         if frozen:
             raise ValueError(f"{frozen[0]} is frozen, and sharding is for models that are trained whole: set zero to 2")
         self.group, self.model, self.recompute = group, model, recompute
-        self.parameters = dict(model.named_parameters())
         layers = [f"layers.{number}." for number in range(len(model.layers))]
         # Matrices first, so that those that share an input lie behind each other, and can be one product.
         order = sorted(self.parameters.items(), key=lambda item: item[1].ndim < 2)
@@ -101,7 +107,7 @@ class Sharded:
         ]
         self.layers, self.root = units[:-1], units[-1]
         for unit in units:
-            unit.copies = copies
+            unit.copies, unit.complete = copies, complete
         if self.peers is not None:
             self.peers.stepped()  # when all pieces are there, others may read them
         model.to(device)  # what is no parameter
@@ -111,8 +117,9 @@ class Sharded:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the device for pieces that other ranks read, beside what torch's allocator counts."""
-        return 0 if self.peers is None else self.peers.nbytes
+        """Bytes of the device that other ranks reach, beside what torch's allocator counts."""
+        copies = self.units[0].copies
+        return (0 if self.peers is None else self.peers.nbytes) + (0 if copies is None else copies.nbytes)
 
     @property
     def units(self) -> list[Unit]:

@@ -59,6 +59,8 @@ class Unit:
         self.piece = self._whole[low : low + self.each].clone()
         self.copies: PeerCopies | None = None
         """What sums gradients; None: torch's collectives do."""
+        self.complete: Callable[[Mapping[str, Tensor]], None] | None = None
+        """Adds up what ranks along other axes have of gradients in parts; None: they are whole."""
         self._home = pieces
         """Where the piece is, if not on the device."""
         self._link: torch.cuda.Stream | None = None
@@ -142,6 +144,8 @@ class Unit:
         those ``given``, or those that the parameters have."""
         self.settle()
         gradients = [parameter.grad if given is None else given[parameter] for parameter in self.parameters.values()]
+        if self.complete is not None:
+            self.complete({n: g for n, g in zip(self.parameters, gradients, strict=True) if g is not None})
         if self.group.size == 1 and self.sink is not None:
             for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
                 self.sink(name, (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1))

@@ -20,6 +20,7 @@ class Spread:
         context: ranks that share the tokens of a sequence.
         expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.
+        copies: gradients may be summed by copy engines, in memory that GPUs share (``peer_copies.py``).
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
             too, with zero 3, on one rank or several.
 
@@ -37,6 +38,7 @@ class Spread:
     context: int = 1
     expert: bool = False
     reduce: int = 4
+    copies: bool = True
     host_state: bool = False
     host_weights: bool = False
 

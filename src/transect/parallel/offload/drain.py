@@ -9,7 +9,7 @@ there.
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -95,10 +95,10 @@ class Drain:
         for part in under_way:
             part.result()
 
-    def squares(self) -> float:
-        """The sum of the squares of all gradients; waits for them."""
+    def squares(self, counts: Callable[[str], bool] = lambda name: True) -> float:
+        """The sum of the squares of all gradients that count, by their names; waits for all."""
         self.wait()
-        return sum(self._squares[key] for key in sorted(self._squares))
+        return sum(self._squares[key] for key in sorted(self._squares) if counts(key[0]))
 
     def clear(self) -> None:
         """Forget all gradients."""

@@ -34,6 +34,9 @@ class ParallelConfig:
         context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         expert: ranks that share the experts of a mixture and have some of them each: as many as ``data``, or 1: every
             rank has all.
+        expert_way: how tokens come to the experts of other ranks: ``gather``, all ranks gather all tokens; ``all_to_all``,
+            a token goes to the ranks that have its experts alone; ``auto``: the second where it sends at most three
+            quarters of the first, with many ranks and few experts to a token.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
             weights to compute with too, which come to the device a layer at a time: on one device, or with ``zero`` 3
@@ -59,6 +62,7 @@ class ParallelConfig:
     chunks: int = 2
     context: int = 1
     expert: int = 1
+    expert_way: Literal["auto", "gather", "all_to_all"] = "auto"
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False

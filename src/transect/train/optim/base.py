@@ -128,6 +128,10 @@ class Optimizer:
         """Takes gradients as they are made, and adds them up elsewhere; None: there is nothing of the kind."""
         return None
 
+    def sunk_square(self, counts: Callable[[str], bool]) -> Tensor:
+        """The sum of the squares of what ``sink`` has taken, of the parameters that count; a float32 scalar."""
+        raise NotImplementedError
+
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """Take these gradients for the next step, in place of what the parameters have."""
         self._sums = dict(gradients)

@@ -166,6 +166,10 @@ class OffloadedAdamW(Optimizer):
         """See ``Optimizer``; on the CPU."""
         return torch.tensor(math.sqrt(square) if (square := self._drain.squares()) >= 0 else math.nan)
 
+    def sunk_square(self, counts: Callable[[str], bool]) -> Tensor:
+        """See ``Optimizer``; on the CPU."""
+        return torch.tensor(self._drain.squares(counts))
+
     def zero_grad(self) -> None:
         """See ``Optimizer``."""
         self._drain.clear()
