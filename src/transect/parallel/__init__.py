@@ -15,8 +15,8 @@ A model on them:
 
 * ``shards.py``: ``Shard``, which rows, columns and layers of every weight a rank has (no torch)
 * ``memory.py``: what each rank needs, and the smallest layout that fits (no torch)
-* ``experts.py``: ``ExpertRanks``, what a mixture of experts asks of the ranks that share it; ``exchange.py``: tokens that
-  go to their experts alone, and back
+* ``experts.py``: ``ExpertRanks``, what a mixture of experts asks of the ranks that share it; ``exchange.py``: tokens
+  that go to their experts alone, and back
 * ``tensor.py``: kinds of ``Weight`` that stand around a shard, and an embedding that is cut by the vocabulary
 * ``load.py``: a rank's part of a model, built, and filled with its slices of the files alone
 

@@ -6,9 +6,9 @@ there say of it together::
     own tokens [T, D] ── sent, by rank ──► tokens of all ranks for the experts here [S, D] ── experts ──┐
     their sums [T, D] ◄── added up, in the order of the ranks ── back by rank ◄──────────────────────── [S, D]
 
-With n ranks whose experts are equally busy a token goes to ``n (1 - (1 - 1/n) ** k)`` of them (``sent_share``). How many
-tokens go where is known on the device alone, so the host waits for it once a layer: a step of training can, a captured
-graph cannot. A rank that has no tokens sends none, and takes those of others.
+With n ranks whose experts are equally busy a token goes to ``n (1 - (1 - 1/n) ** k)`` of them (``sent_share``). How
+many tokens go where is known on the device alone, so the host waits for it once a layer: a step of training can, a
+captured graph cannot. A rank that has no tokens sends none, and takes those of others.
 
 The gradient of the one way is the other way round. Sums are in float32 and in a fixed order, so a step repeats to the
 bit. Tokens travel as bytes, whatever their dtype.

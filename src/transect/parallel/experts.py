@@ -7,18 +7,18 @@ With ``Layout.expert`` the data axis shares the experts too, and each rank along
 ways to bring tokens and experts together:
 
 * **gather**: a layer gathers the tokens of all, computes what its own experts say, and adds up and hands back
-  (reduce-scatter). This moves ``(n - 1) / n`` of all tokens, twice. Every shape follows from the largest number of tokens
-  that a rank has in the step, which ``meet`` agrees on once, before the layers, so a CUDA graph can capture it. Serving
-  always goes this way. A rank without tokens takes part with none of its own (``idle``).
-* **all-to-all** (``exchange.py``): a token goes only to the ranks that have one of its k experts. With n ranks these are
-  ``n (1 - (1 - 1 / n) ** k)`` on average, for k = 8 all but 0.4% of them with two ranks, 90% with four, 66% with eight;
-  for k = 2 75%, 44% and 23%. Less is sent, and less is held by a rank; but the host has to know how many tokens go where,
-  and waits for that in every layer.
+  (reduce-scatter). This moves ``(n - 1) / n`` of all tokens, twice. Every shape follows from the largest number of
+  tokens that a rank has in the step, which ``meet`` agrees on once, before the layers, so a CUDA graph can capture it.
+  Serving always goes this way. A rank without tokens takes part with none of its own (``idle``).
+* **all-to-all** (``exchange.py``): a token goes only to the ranks that have one of its k experts. With n ranks these
+  are ``n (1 - (1 - 1 / n) ** k)`` on average, for k = 8 all but 0.4% of them with two ranks, 90% with four, 66% with
+  eight; for k = 2 75%, 44% and 23%. Less is sent, and less is held by a rank; but the host has
+  to know how many tokens go where, and waits for that in every layer.
 
-Training takes the one that moves less by enough (``way_of``), or that a run asks for. Both go back the way they came: the
-gradient of what was gathered is a reduce-scatter, that of what was sent comes back. So a rank has the gradients of its
-own experts for the tokens of all ranks. Those of the router are of its own experts where tokens are gathered, of its own
-tokens where they are sent, and ranks add them up as they do for all that they share.
+Training takes the one that moves less by enough (``way_of``), or that a run asks for. Both go back the way they came:
+the gradient of what was gathered is a reduce-scatter, that of what was sent comes back. So a rank has the gradients of
+its own experts for the tokens of all ranks. Those of the router are of its own experts where tokens are gathered, of
+its own tokens where they are sent, and ranks add them up as they do for all that they share.
 
 Shapes: T tokens of this rank, D model dim.
 """

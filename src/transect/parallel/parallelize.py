@@ -68,6 +68,7 @@ class Plan:
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
         folder: with ``host``, on a disk: they are in a file there.
+        tiles: with ``zero`` 3, the matrices of a layer come to the device in so many parts each.
         device: that computes; None: the one that the model is on.
     """
 
@@ -80,6 +81,7 @@ class Plan:
     host: bool = False
     copies: bool = True
     folder: str = ""
+    tiles: int = 1
     device: torch.device | None = None
 
 
@@ -97,6 +99,7 @@ def spread_of(layout: Layout, plan: Plan) -> Spread:
         expert=layout.expert,
         host_state=plan.host,
         host_weights=plan.host,
+        tiles=plan.tiles,
     )
 
 
@@ -320,6 +323,7 @@ class Parallel:
                 shared=partial(self._pieces, group),
                 parameters=trained,
                 complete=self._join_parts if self.mesh.tensor.size > 1 else None,
+                tiles=plan.tiles,
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,15 @@ from .offload.pieces import Pieces
 from .peer_copies import PeerCopies
 from .peer_pieces import PeerPieces
 
-Sink = Callable[[str, Tensor], None]
-"""Takes a gradient by the name of its parameter; it may be forgotten afterwards."""
+
+class Sink(Protocol):
+    """Takes a gradient, which may be forgotten afterwards."""
+
+    def __call__(self, name: str, gradient: Tensor, first: int = 0) -> None:
+        """Of the numbers from ``first`` on of what a rank has of the parameter ``name``."""
+        ...
+
+
 ALIGN = 64
 """Pieces are whole groups of so many numbers, so that kernels may read 16 bytes at a time."""
 
@@ -129,6 +136,12 @@ class Unit:
         self._arrive()
         self._whole.untyped_storage().resize_(0)
         self.whole = False
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole until the next one is asked for. All ranks go through them."""
+        self.gather()
+        yield from ((name, parameter.detach()) for name, parameter in self.parameters.items())
+        self.release()
 
     def _arrive(self) -> None:
         if self._coming is not None:

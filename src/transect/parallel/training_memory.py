@@ -97,6 +97,7 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
         reduce=spread.reduce,
         owned=owned,
         shared=_shared(plan, spread),
+        tiles=spread.tiles,
         host_state=spread.host_state,
         host_weights=spread.host_weights,
     )
@@ -105,8 +106,8 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
 def _shared(plan: TrainingPlan, spread: Spread) -> int:
     """Memory in which GPUs sum gradients by copy engines, as far as all of them may be on one host."""
     ranks = spread.data * spread.context
-    copies = spread.copies and spread.zero != 2 and not spread.host_state and plan.backend == "gpu"
-    return memory_bytes(ranks) if copies and 1 < ranks <= MOST_RANKS else 0
+    copies = spread.copies and spread.zero != 2 and not spread.host_state
+    return memory_bytes(ranks) if copies and plan.backend == "gpu" and 1 < ranks <= MOST_RANKS else 0
 
 
 @lru_cache(maxsize=256)

@@ -117,6 +117,7 @@ class Crew:
             host=parallel.offload == "all",
             copies=parallel.sums == "auto" and parallel.offload == "none",
             folder=self._folder,
+            tiles=parallel.tiles,
             device=trainable.device,
         )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
@@ -380,6 +381,7 @@ def asked(parallel: ParallelConfig) -> Spread:
         context=parallel.context,
         expert=parallel.expert > 1,
         reduce=4 if parallel.reduce == "float32" else 2,
+        tiles=parallel.tiles,
         copies=parallel.sums == "auto",
         host_state=parallel.offload != "none",
         host_weights=streams,

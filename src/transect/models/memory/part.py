@@ -53,6 +53,7 @@ class Part:
         data: ranks that compute other micro-batches. zero: what is cut over ``sharing`` ranks.
         reduce: bytes of a number while gradients are summed over these.
         shared: bytes that GPUs share to sum them in, which torch's allocator does not know.
+        tiles: with zero 3, each matrix of a layer comes to the device in so many parts, and its gradient leaves so.
         owned: parameters whose state it holds, with zero 1 or 2; None: all.
         host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: its
             pieces of the weights too, with zero 3, then also where ``sharing`` is 1.
@@ -70,6 +71,7 @@ class Part:
     zero: int = 0
     reduce: int = 4
     shared: int = 0
+    tiles: int = 1
     owned: frozenset[str] | None = None
     host_state: bool = False
     host_weights: bool = False
@@ -88,6 +90,12 @@ class Part:
     def outside(self) -> int:
         """Numbers outside the layers: embedding, last norm, head."""
         return count(self.shapes) - sum(self.layers)
+
+    @cached_property
+    def tile(self) -> int:
+        """Numbers of the largest tile of a matrix of a layer, with ``tiles``."""
+        matrices = [shape for n, shape in self.shapes.items() if n.startswith("layers.") and len(shape) == 2]
+        return max(-(-rows // self.tiles) * columns for rows, columns in matrices)
 
     @property
     def sharing(self) -> int:
@@ -183,6 +191,10 @@ class Gradients:
             return e * (min(above, self.largest) + own)
         if part.alone:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
+        if part.zero == 3 and part.tiles > 1:  # the gradient of a tile, and its sum on the way
+            made = self.owned if self.several else part.pieces(above - root + max(part.layers))
+            done = 0 if self.leave else 4 * made
+            return done + e * (root + part.tile) + (part.reduce * part.tile if part.sharing > 1 else 0)
         if part.zero == 3 and part.sharing == 1:
             return e * (root + own + (max(part.layers) if above > root else 0))
         if part.zero == 3:
@@ -205,7 +217,7 @@ class Gradients:
         if part.alone:
             return self.during(self.numbers, self.largest if self.leave else 0)
         if part.zero == 3 and part.sharing == 1:
-            return e * (part.outside + max(part.layers))
+            return e * (part.outside + (max(part.layers) if part.tiles == 1 else 0))
         if part.zero == 3:
             own = part.pieces(part.outside) if self.leave else self.owned
             return 4 * own + (e + part.reduce) * part.outside

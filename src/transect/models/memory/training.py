@@ -4,8 +4,9 @@ What is there all the time: weights, float32 master weights, the optimizer's sta
 (``kept.py``), which are most at the end of the forward pass; gradients, which take their place from the last layer on;
 the loss's chunk of logits; what an operator or the optimizer needs only while it runs. The peak is the worst moment.
 
-On a GPU it is what the allocator's own peak shows, and memory that GPUs share. On a CPU the process holds its code and torch's buffers besides, and
-a checkpoint on its way to the disk is a second copy of the state; windows of attention make masks that are not counted.
+On a GPU it is what the allocator's own peak shows, and memory that GPUs share. On a CPU the process holds its code and
+torch's buffers besides, and a checkpoint on its way to the disk is a second copy of the state; windows of attention
+make masks that are not counted.
 
 Shapes: T tokens of a micro-batch, D model dim, F ffn dim, V vocabulary.
 """
@@ -240,8 +241,9 @@ class Account:
         if part.zero != 3:
             return Gathered({}, {}, {})
         outside = self.e * part.outside
-        layers = self.e * sum(sorted(part.layers)[-2:])
-        why = f"embedding, last norm and head whole ({gib(outside)}), and two layers"
+        layers = self.e * (sum(sorted(part.layers)[-2:]) if part.tiles == 1 else 2 * part.tile)
+        two = "layers" if part.tiles == 1 else "tiles of a matrix"
+        why = f"embedding, last norm and head whole ({gib(outside)}), and two {two}"
         self.term("gathered", outside + layers, why)
         last = self.e * part.layers[-1] if self.plan.merged else 0  # it stays for its backward pass
         return Gathered({"gathered": outside + last}, {"gathered": outside + layers}, {"gathered": outside})
@@ -349,7 +351,7 @@ class Account:
                 gradients = self.gradients.during(above, own, root)
                 held = {"activations": activations, "gradients": gradients, "backward temporaries": temporaries}
                 phases.append(Phase(name, {**static, **held}))
-            if self.part.zero == 3:
+            if self.part.zero == 3 and self.part.tiles == 1:
                 summed = self.gradients.during(above, self.part.layers[layer], root)
                 held = {
                     "activations": self.kept_bytes(layer),
@@ -372,6 +374,8 @@ class Account:
         else:
             at_gate = tokens * ffn * e * ((3 if config.gated_mlp else 2) - self.reads.down)
         at_down = e * tokens * ffn * (2 if plan.adapted else 1) + self.dense_weight()
+        if self.part.tiles > 1:  # it adds up in float32, over products of tiles
+            at_down += (4 + e) * tokens * ffn
         return int(stream + max(at_gate, at_down))
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.optim.rounding import WEIGHT, Draws, round_into
+from ...parallel.sharded_unit import Sink
 from ..config import OptimizerConfig
 
 
@@ -124,7 +125,7 @@ class Optimizer:
                 parameter.copy_(master)
 
     @property
-    def sink(self) -> Callable[[str, Tensor], None] | None:
+    def sink(self) -> Sink | None:
         """Takes gradients as they are made, and adds them up elsewhere; None: there is nothing of the kind."""
         return None
 
