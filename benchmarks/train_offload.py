@@ -195,7 +195,11 @@ def configuration(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     from train_parallel import random_tokens, smallest_model, text
 
     tokens = 64 if given.smallest else 4096
-    parallel: dict[str, Any] = {"offload": "all" if given.all else "optimizer", "delayed_update": given.delayed, "tiles": given.tiles}
+    parallel: dict[str, Any] = {
+        "offload": "all" if given.all else "optimizer",
+        "delayed_update": given.delayed,
+        "tiles": given.tiles,
+    }
     if given.part == "disk":
         parallel["offload_path"] = given.folder
     return {

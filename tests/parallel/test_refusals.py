@@ -33,7 +33,7 @@ INTERLEAVED = {"pipeline": 4, "schedule": "interleaved", "chunks": 2}
         ({"tensor": 4}, TWO, SMALL, "2 key heads cannot be cut for 4 ranks: set parallel.tensor to 2 and"),
         ({"tensor": 2}, {}, replace(SMALL, ffn_dim=97), "to 1, parallel.data to 2 and accumulate to 2"),
         ({"pipeline": 2, "data": 2, "zero": 3}, TWO, SMALL, "of a pipeline: set parallel.zero to 2"),
-        (ELSEWHERE, TWO, SMALL, "of a pipeline: set parallel.pipeline to 1 and parallel.tensor to 2"),
+        (ELSEWHERE, TWO, SMALL, "of a pipeline: set parallel.pipeline to 1, parallel.data to 4"),
         ({"data": 2, "zero": 3, "tiles": 2}, TWO, MIXTURE, "set parallel.tiles to 1"),
         (INTERLEAVED, FOUR, SMALL, "cannot be cut into 8 runs: set"),
         ({"pipeline": 7}, {"accumulate": 7}, SMALL, "set parallel.pipeline to 1 and parallel.data to 7"),

@@ -42,9 +42,8 @@ def test_less_memory_is_needed_and_predicted(tmp_path):
         made.run()
         phases = made.memory.estimate.phases
         peaks[tiles] = max(p.bytes for p in phases if p.name not in ("checkpoint", "cutting")), measured[0]
-    for predicted, measured in peaks.values():
-        assert predicted == pytest.approx(measured, rel=0.10), peaks
-    assert peaks[8][1] < 0.6 * peaks[1][1]
+    assert peaks[8][0] == pytest.approx(peaks[8][1], rel=0.10)
+    assert max(peaks[8]) < 0.4 * min(peaks[1]), peaks
 
 
 def test_what_cannot_be_tiled_is_refused(tmp_path):

@@ -355,7 +355,7 @@ class Account:
                 summed = self.gradients.during(above, self.part.layers[layer], root)
                 held = {
                     "activations": self.kept_bytes(layer),
-                    "gradients": summed + self.part.reduce * self.part.layers[layer],
+                    "gradients": summed + (self.part.reduce * self.part.layers[layer] if self.part.sharing > 1 else 0),
                     "backward temporaries": self.e * tokens * config.dim,
                 }
                 phases.append(Phase(f"gradients of layer {layer} are summed", {**static, **held}))
@@ -375,7 +375,7 @@ class Account:
             at_gate = tokens * ffn * e * ((3 if config.gated_mlp else 2) - self.reads.down)
         at_down = e * tokens * ffn * (2 if plan.adapted else 1) + self.dense_weight()
         if self.part.tiles > 1:  # it adds up in float32, over products of tiles
-            at_down += (4 + e) * tokens * ffn
+            at_down += (e + (4 if e < 4 else 0)) * tokens * ffn
         return int(stream + max(at_gate, at_down))
 
     @property
