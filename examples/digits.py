@@ -86,14 +86,15 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    (x, y), test = (tuple(part.to(options.device) for part in half) for half in data())
-    weights = {name: nn.Parameter(weight.detach().to(options.device)) for name, weight in initial().items()}
+    device = torch.device(options.device)
+    (x, y), test = ((pictures.to(device), digits.to(device)) for pictures, digits in data())
+    weights = {name: nn.Parameter(weight.detach().to(device)) for name, weight in initial().items()}
     optimizer = build_optimizer(OptimizerConfig(learning_rate=options.rate, weight_decay=0.01), weights)
     generator = torch.Generator().manual_seed(0)
     print(f"before: {accuracy(*test, weights):.1%} of the test pictures are read right")
     losses = []
     for step in range(options.steps):
-        picked = torch.randint(len(y), (BATCH,), generator=generator).to(options.device)
+        picked = torch.randint(len(y), (BATCH,), generator=generator).to(device)
         loss = loss_of(x[picked], y[picked], weights)
         loss.backward()
         optimizer.step(1 - step / options.steps)  # the rate falls to 0, which averages the noise away
