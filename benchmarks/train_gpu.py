@@ -381,7 +381,8 @@ def main() -> None:
         profile(arguments.profile, str(arguments.out))
         return
     if arguments.one:
-        arguments.out.write_text(json.dumps(measure(*arguments.one, arguments.seconds, arguments.turns)))
+        work, contender = arguments.one
+        arguments.out.write_text(json.dumps(measure(work, contender, arguments.seconds, arguments.turns)))
         return
     if arguments.memory:
         arguments.out.write_text(json.dumps(memory(arguments.memory)))
