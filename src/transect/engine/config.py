@@ -70,7 +70,7 @@ class EngineConfig:
             anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
             models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
             a server.
-        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: three times what the decodes
+        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: 2.5 times what the decodes
             alone take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and
             makes them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in
             ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
