@@ -280,7 +280,6 @@ def kernels() -> Sequence[Kernel]:
     ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most", "span"), "i32")
     more = {"sinks": "*bf16", "squeeze": "fp32"}
     plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
-    cached = dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")
     return [
         Kernel(
             name=name,
@@ -297,7 +296,8 @@ def kernels() -> Sequence[Kernel]:
         )
         for name, cache, targets, scores in (
             ("decode", {}, TRITON_TARGETS, plain),
-            ("decode, cache in fp8", cached, ("sm_90",), plain),
+            ("decode, cache in fp8", dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"), ("sm_90",), plain),
+            ("decode, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), ("sm_90",), plain),
             ("decode with sinks, a cap and chunks", {}, ("sm_90",), dict.fromkeys(plain, True)),
         )
     ]  # fmt: skip
