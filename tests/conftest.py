@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -84,6 +85,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             entry.add_marker(pytest.mark.skip(reason=f"{len(tests)} tests need a CUDA GPU"))
             kept.append(entry)
     items[:] = kept
+
+
+def pytest_collection_finish() -> None:
+    """What the test files have imported stays; else every search for garbage goes through it, for half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
