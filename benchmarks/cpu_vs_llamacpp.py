@@ -115,11 +115,15 @@ def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | N
 
 def floors(model: str, threads: int) -> dict[str, float]:
     """Tokens per second that the measured memory bandwidth and multiply-add rate allow at the most."""
+    import torch
+
+    from transect.hardware.device import detect
     from transect.models.cost import Row, floor, step_cost
     from transect.models.resolve import resolve
-    from transect.ops.cpu import ceilings, library
+    from transect.ops.cpu.ceilings import device_measurement
 
-    machine = ceilings.measure(library.load(threads))
+    torch.set_num_threads(threads)
+    machine = device_measurement(detect("cpu")).ceilings
     source = resolve(model)
     rates = {}
     for work, (count, length, new) in WORK.items():
