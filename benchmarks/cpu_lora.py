@@ -91,7 +91,7 @@ def write_model(name: str, folder: Path) -> None:
     from transect.train.model import build
 
     trainable = build(TrainConfig(model=name, device="cpu"))
-    trainable.write(trainable.snapshot(), folder)
+    trainable.snapshot()(folder)
 
 
 def config_of(work: str, folder: Path, threads: int) -> Any:
@@ -383,7 +383,7 @@ def main() -> None:
 
 def race(folder: Path, options: argparse.Namespace) -> None:
     """Choose the peer's best way where there are several, then the rounds; what there is is kept after each."""
-    from transect.ops.cpu import ceilings, library
+    from transect.hardware import cpu
 
     flops = step_flops(options.model, folder)
     best = {}
@@ -397,7 +397,7 @@ def race(folder: Path, options: argparse.Namespace) -> None:
     rounds, loads, rates = [], [], []
     for number in range(options.rounds):
         loads.append(wait_until_quiet(options.quiet))
-        rates.append(ceilings.measure(library.load(options.threads)).flops_per_second["float32"])
+        rates.append(cpu.measure().flops_per_second["float32"])
         found = {
             work: {side: measure(side, work, best[work], folder, options) for side in ("transect", "peer")}
             for work in WORK

@@ -118,8 +118,11 @@ class Chain:
         both = torch.randn(rows, 2 * config.ffn_dim, device="cuda", dtype=torch.bfloat16)
         joined = torch.randn(rows, config.q_dim + 2 * config.kv_dim, device="cuda", dtype=torch.bfloat16)
 
-        def product(weight: torch.Tensor) -> float:
-            return max(weight.numel() * 2 / READ, 2 * rows * weight.numel() / RATE)
+        sizes = dict(zip(("qkv", "o", "gate_up", "down"), layers[0].sizes, strict=True))
+
+        def product(name: str) -> float:
+            outputs, inputs, _ = sizes[name]
+            return max(outputs * inputs * 2 / READ, 2 * rows * outputs * inputs / RATE)
 
         def attend() -> None:
             for layer in layers:
@@ -131,8 +134,8 @@ class Chain:
             for layer in layers:
                 parts = joined.split((config.q_dim, config.kv_dim, config.kv_dim), dim=-1)
                 heads = [part.unflatten(-1, (-1, config.head_dim)) for part in parts]
-                norm = layer.attention.q_norm, layer.attention.k_norm
-                extra = () if norm[0] is None else (norm[0].weight, norm[1].weight, norm[0].eps)
+                norms = layer.q_norm, layer.k_norm
+                extra = () if norms[0] is None else (norms[0].weight, norms[1].weight, norms[0].eps)
                 caches = self.context.k_cache[layer.index], self.context.v_cache[layer.index]
                 ops.rotary_kv_write(*heads, cos, sin, *caches, self.context.batch, *extra)
 
@@ -143,15 +146,14 @@ class Chain:
 
             return run
 
-        first = layers[0]
-        yield "qkv", all_layers(lambda l: ops.linear(x, l.qkv, None)), product(first.qkv)
         flat = q.flatten(-2)
-        yield "o", all_layers(lambda l: ops.linear(flat, l.o.weight, None)), product(first.o.weight)
-        yield "gate_up", all_layers(lambda l: ops.gate_up(x, l.gate_up, None)), product(first.gate_up)
-        yield "down", all_layers(lambda l: ops.linear(wide, l.down.weight, None)), product(first.down.weight)
+        yield "qkv", all_layers(lambda l: l.qkv(x)), product("qkv")
+        yield "o", all_layers(lambda l: l.o(flat)), product("o")
+        yield "gate_up", all_layers(lambda l: l.gated(x)), product("gate_up")
+        yield "down", all_layers(lambda l: l.down(wide)), product("down")
         yield "paged_attention", attend, rows * CONTEXT * 2 * config.kv_dim * 2 / READ
         yield "rotary_kv_write", rotate, 0.0
-        norm = first.attention_norm
+        norm = layers[0].attention_norm
         yield "add_rms_norm", all_layers(lambda l: ops.add_rms_norm(x, x, norm.weight, norm.eps)), 0.0
         if rows <= 256:
             yield "gate (of gate_up)", all_layers(lambda l: gate_up.gate_halves(both, dependent_launch=True)), 0.0

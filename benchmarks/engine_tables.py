@@ -43,7 +43,7 @@ def load() -> dict[str, dict[str, Any]]:
     return kept
 
 
-def sections(known: dict[str, Any], begin: str) -> list[dict[str, Any]]:
+def sections(known: dict[str, Any], begin: str) -> list[Any]:
     """Results whose names begin with this word."""
     return [section["result"] for name, section in known["sections"].items() if name.split()[0] == begin]
 

@@ -86,7 +86,7 @@ def hold_in_blocks(file: str, model: str) -> None:
             own = layout(inner)
 
             def codes(rows: slice, columns: slice, own: Layout = own, shape: Any = stored.shape) -> Blocks:
-                return Blocks(own, random_blocks(own.block_type, *shape, "cuda"))
+                return Blocks(own, random_blocks(own.block_type, shape[0], shape[1], "cuda"))
 
             yield name, Stored(stored.shape, stored.reader, own, codes)
 

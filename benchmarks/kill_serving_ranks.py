@@ -136,7 +136,7 @@ def one_kill(model: Path, device: str, delay: float) -> dict[str, Any]:
     while any(b > a + 64 for a, b in zip(before, after, strict=True)) and time.monotonic() < until:
         time.sleep(0.5)
         after = gpu_memory()
-    result = {
+    result: dict[str, Any] = {
         "ends": {kind: found.count(kind) for kind in sorted(set(found))},
         "told_after_s": round(told, 3),
         "health_red": red,

@@ -1,12 +1,13 @@
 """Products of popular models' weights on one Hopper GPU: every way that ``linear`` could run them, beside cuBLAS.
 
     python benchmarks/products_by_shape.py OUT.json [NAME ...] [--few 48,128,200] [--many 320,512] [--train 8192]
-        [--seconds S] [--short FILE]
+        [--groups 8,16,32] [--seconds S] [--short FILE]
 
 ``--few`` (up to 256 rows): all tilings of ``few_rows/hopper.py`` as ``ops_many_rows.py`` races them, each launch
 beginning while the one before ends. ``--many``: tilings of ``many_rows/triton.py``. With a gate, cuBLAS's product is
 followed by our kernel for the gate. ``--train``: the product, the gradient of its input and that of its weight, by our
-kernel and by cuBLAS. Every time is kept, because the rule by shape is fitted to them. What is wrong, or
+kernel and by cuBLAS. ``--groups``: of ``--many`` and ``--train`` the largest tiles alone, in bands of so many.
+Every time is kept, because the rule by shape is fitted to them. What is wrong, or
 not the same twice, is kept as a failure. ``--short``: write of OUT.json, which is there, what cuBLAS took, the quickest
 and what the rule takes into FILE.
 """
@@ -77,14 +78,20 @@ def few(race: Race, m: int) -> dict[str, Any]:
     return {row["name"]: row.get("us", row.get("failed")) for row in rows}
 
 
-def many(race: Race, m: int) -> dict[str, Any]:
+def tilings(kind: str, groups: list[int]) -> list[Tiling]:
+    """Those to try, ``plain`` or ``gated``: all, or the largest in bands of ``groups``."""
+    known = TILINGS[kind]
+    return [dataclasses.replace(known[0], group=group) for group in groups] or list(known)
+
+
+def many(race: Race, m: int, groups: list[int]) -> dict[str, Any]:
     """Microseconds by contender for one size of more than 256 rows."""
     x, found = normal(m, race.k), {}
     want = exact(x, race.weights[0], race.gated)
     calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "cublas": lambda x, w: gate_up.gate_halves(F.linear(x, w)) if race.gated else F.linear(x, w)
     }
-    for tiling in TILINGS["gated" if race.gated else "plain"]:
+    for tiling in tilings("gated" if race.gated else "plain", groups):
         calls[name_of(tiling)] = partial(by_tiling, tiling=tiling, gated=race.gated)
     for name, call in calls.items():
         try:
@@ -98,17 +105,20 @@ def many(race: Race, m: int) -> dict[str, Any]:
     return found
 
 
-def train(race: Race, m: int) -> dict[str, Any]:
-    """Microseconds of the three products of a training step, ours by the rule and cuBLAS's."""
+def train(race: Race, m: int, groups: list[int]) -> dict[str, Any]:
+    """Microseconds of the three products of a training step, ours by the rule or in such bands, and cuBLAS's."""
     x, g = normal(m, race.k), normal(m, race.n)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "forward": lambda w: matmul(x, w),
         "forward cublas": lambda w: torch.mm(x, w.T),
-        "input": lambda w: matmul(g, w.T),
         "input cublas": lambda w: torch.mm(g, w),
-        "weight": lambda w: matmul(g.T, x.T),
         "cublas": lambda w: torch.mm(g.T, x),
     }
+    for band, tiling in zip(groups or [0], tilings("plain", groups), strict=False):
+        how = {"tiling": tiling} if groups else {}
+        name = f" {band}" if groups else ""
+        calls[f"forward{name}"] = lambda w, how=how: matmul(x, w, **how)  # type: ignore[misc]
+        calls[f"input{name}"] = lambda w, how=how: matmul(g, w.T, **how)  # type: ignore[misc]
+        calls[f"weight{name}"] = lambda w, how=how: matmul(g.T, x.T, **how)  # type: ignore[misc]
     return {
         name: statistics.median(graph_times([partial(call, w) for w in race.weights], REPLAYS)) * 1e6
         for name, call in calls.items()
@@ -181,13 +191,17 @@ def by_tiling(x: Tensor, weight: Tensor, tiling: Tiling, gated: bool) -> Tensor:
 
 
 def name_of(tiling: Tiling) -> str:
-    return f"triton {tiling.bm} {tiling.bn} {tiling.bk} {tiling.warps} {tiling.stages}"
+    return f"triton {tiling.bm} {tiling.bn} {tiling.bk} {tiling.warps} {tiling.stages} in bands of {tiling.group}"
 
 
-def compile_one(kind: str, index: int) -> None:
-    """In a process of its own: one tiling, into Triton's cache."""
-    weight, x = normal(8192, 4096), normal(512, 4096)
-    by_tiling(x, weight, TILINGS[kind][index], kind == "gated")
+def compile_one(kind: str, index: int, groups: list[int]) -> None:
+    """In a process of its own: one tiling, into Triton's cache; also for the gradients where there are ``groups``."""
+    weight, x, tiling = normal(8192, 4096), normal(512, 4096), tilings(kind, groups)[index]
+    by_tiling(x, weight, tiling, kind == "gated")
+    if groups and kind == "plain":
+        g = normal(512, 8192)
+        matmul(g, weight.T, tiling=tiling)
+        matmul(g.T, x.T, tiling=tiling)
     torch.cuda.synchronize()
 
 
@@ -198,23 +212,26 @@ def main() -> None:
     parser.add_argument("--few", default=",".join(map(str, FEW)))
     parser.add_argument("--many", default="")
     parser.add_argument("--train", default="")
+    parser.add_argument("--groups", default="")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--short", type=Path)
     parser.add_argument("--compile", nargs=2, metavar=("KIND", "INDEX"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
+    groups = [int(each) for each in asked.groups.split(",") if each]
     if asked.compile:
-        compile_one(asked.compile[0], int(asked.compile[1]))
+        compile_one(asked.compile[0], int(asked.compile[1]), groups)
         return
     if asked.short:
         record.write(asked.short, short(json.loads(asked.out.read_text())))
         return
     began = time.monotonic()
     rows = {kind: [int(each) for each in getattr(asked, kind).split(",") if each] for kind in ("few", "many", "train")}
-    if rows["many"]:
+    if rows["many"] or groups:
+        told = [sys.executable, __file__, str(asked.out), "--groups", asked.groups, "--compile"]
         jobs = [
-            subprocess.Popen([sys.executable, __file__, str(asked.out), "--compile", kind, str(index)])
-            for kind, tilings in TILINGS.items()
-            for index in range(len(tilings))
+            subprocess.Popen([*told, kind, str(index)])
+            for kind in TILINGS
+            for index in range(len(tilings(kind, groups)))
         ]
         for job in jobs:
             job.wait()
@@ -232,7 +249,7 @@ def main() -> None:
             continue
         race = Race(n, k, gated, dependent_launch=True)
         for m in rows[kind]:
-            found = {"few": few, "many": many, "train": train}[kind](race, m)
+            found = few(race, m) if kind == "few" else (many if kind == "many" else train)(race, m, groups)
             columns = n // 2 if gated else n
             floor = max(2 * (n * k + m * k + m * columns) / READ, 2 * m * n * k / RATE) * 1e6
             result["rows"].append({"m": m, "n": n, "k": k, "gated": gated, "floor_us": floor, "us": found})

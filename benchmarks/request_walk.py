@@ -82,6 +82,7 @@ class Walk:
         from transect.server.replies import CompletionChoice, CompletionResponse
         from transect.server.sse import PLACE, TextEvents
         from transect.text.output_processor import OutputProcessor
+        from transect.text.sampling_defaults import SamplingDefaults
         from transect.text.tokenizer import Tokenizer
 
         config = EngineConfig(
@@ -96,6 +97,7 @@ class Walk:
         decoder.logits = self.watch.timed("head", decoder.logits)
         self.tokenizer = Tokenizer.from_source(self.built.source)
         self.processor = OutputProcessor(self.tokenizer)
+        self.defaults = SamplingDefaults()
         choice = CompletionChoice(index=0, text=PLACE)
         self.events = TextEvents(CompletionResponse(id="cmpl-0", created=0, model=model, choices=[choice]))
 
@@ -111,7 +113,7 @@ class Walk:
         body = msgspec.json.encode({"prompt": PROMPT, "max_tokens": new, "temperature": 0.7, "ignore_eos": True})
         stage = self.watch.stage
         with stage("parse"):
-            params = CompletionRequest.model_validate_json(body).sampling_params()
+            params = CompletionRequest.model_validate_json(body).sampling_params(self.defaults)
         with stage("tokenize"):
             ids = self.tokenizer.encode(PROMPT, add_special_tokens=True)
         with stage("to engine"):
@@ -258,7 +260,7 @@ def _column(taken: list[dict[str, float]], floor: float) -> dict[str, Any]:
 
 def _all(walk: Walk) -> list[Any]:
     scheduler = walk.built.core.scheduler
-    return [choice for request in scheduler._requests.values() for choice in request.choices]
+    return [choice for request in scheduler.requests.values() for choice in request.choices]
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from transect.explain.log import RunLog, load
 from transect.explain.rates import rates_for
 from transect.explain.replay import replay
 from transect.explain.simulate import recorded
-from transect.explain.step_time import StepTime, measured_steps
+from transect.explain.step_time import StepTime, measured_steps, spread
 from transect.explain.what_if import what_if
 from transect.explain.work import StepWork
 
@@ -121,6 +121,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found = what_if(log, floors, [f"max_num_batched_tokens={AFTER}"])
     assert found.errors is not None, "the run is too short to check step times"
     print(found.errors, *found.warnings, sep="\n", flush=True)
+    like = spread(log)
+    print(f"decode steps beside those before and after: {like}", flush=True)
     logged(options, work, AFTER, second)
     measured = recorded(load(second))
     latencies = {}
@@ -145,6 +147,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": len(log.steps),
         "replay": dataclasses.asdict(again),
         "step_time_errors": dataclasses.asdict(found.errors),
+        "like_steps": None if like is None else dataclasses.asdict(like),
         "warnings": found.warnings,
         "changed": {"max_num_batched_tokens": [BEFORE, AFTER]},
         "latencies": latencies,
@@ -192,6 +195,17 @@ def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
     return {"with_log_s": with_log, "without_s": none, "extra": extra}
 
 
+def _spread(result: dict[str, Any]) -> str:
+    """What the machine itself varies by."""
+    like = result.get("like_steps")
+    if like is None:
+        return ""
+    return (
+        f" Decode steps of the same sequences differ from the mean of the step before and the step after by "
+        f"{like['median']:.1%} at the median and {like['p99']:.1%} at p99: that is the machine, and no model knows it."
+    )
+
+
 def table(result: dict[str, Any]) -> str:
     """Predictions beside what was measured."""
     steps, machine, extra = result["step_time_errors"], result["environment"], result["log"]["extra"]
@@ -199,7 +213,8 @@ def table(result: dict[str, Any]) -> str:
         f"{result['replay']['decisions']:,} decisions replayed, "
         + ("all the same" if result["replay"]["difference"] is None else "not the same")
         + f". Step times, first half of the log on the second ({steps['steps']:,} steps): median error "
-        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {extra:+.2%} of a batch's time.",
+        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {extra:+.2%} of a batch's time."
+        + _spread(result),
         "",
         f"| ms | {BEFORE} tokens a step | predicted for {AFTER} | measured with {AFTER} | error |",
         "|---|---|---|---|---|",

@@ -7,9 +7,10 @@ AdamW (fused), no gradient clipping. Random weights of the true shapes. Nobody c
 QLoRA, which is told to stay within 24 GB and chooses for itself. Of mixtures of experts transformers multiplies by
 ``grouped_mm``; ``liger`` puts its own kernel for experts in the place of that, ``liger grouped`` leaves it. A step's
 time is that between two events on the GPU; the host may be one step ahead, and no peer is made to read its loss in
-each step (ours does, and stops if it is not finite). Processes warm up side by side and are timed one at a time, when
-all have; one that torch.compile takes a minute for compiles meanwhile, on cores of its own, and is timed last.
-transformers alone, which needs much memory, comes after the others.
+each step (ours does, and stops if it is not finite). Processes warm up side by side. When all have, they are timed one
+at a time, in turns of a second or so, every second round in the opposite order: a GPU that was idle runs the first at a
+better clock. One that torch.compile takes a minute for compiles meanwhile, on cores of its own, and joins when it is
+ready. transformers alone, which needs much memory, comes after the others.
 
 Then the account of memory that the trainer makes before it builds anything is compared with the allocator's peak, for
 the other plans of checkpointing at these shapes.
@@ -29,8 +30,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +66,8 @@ LIMIT = {"qlora 8b": "24GB"}
 """Memory that a run of ours is told to stay within."""
 OTHERS = 6
 """Cores of those that do not compile."""
+ROUNDS = 4
+"""Turns in which a contender's steps are timed."""
 LAST = ("transformers",)
 """Timed alone, after the others."""
 EXPERTS = "grouped_mm"
@@ -182,34 +186,81 @@ def peer(shape: str, task: str, *, liger: bool, compiled: bool, grouped: bool) -
     return step
 
 
+WARMING, PAUSE = -1, 0.003
+"""What stands for the rounds of one that is not ready yet; seconds between two looks at the file."""
+
+
 class Turns:
-    """A file that processes lock: together while they warm up, each alone while it is timed."""
+    """Who is timed when: a file, which all processes lock to look at.
 
-    def __init__(self, path: str) -> None:
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY) if path else None
+    It has the rounds of everyone who takes part, in order of entry, and who is timed now. Nobody is while one that
+    takes part warms up. A process without a file never waits.
+    """
 
-    def warming(self) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_SH)
+    def __init__(self, path: str, name: str = "") -> None:
+        self.path, self.name = path, name
 
-    def alone(self) -> None:
-        """Wait until nobody else warms up or is timed."""
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_EX)
+    @classmethod
+    def begin(cls, path: Path, names: list[str]) -> str:
+        """A new file, in which these warm up; its path."""
+        path.write_text(json.dumps({"rounds": dict.fromkeys(names, WARMING), "timed": ""}))
+        return str(path)
 
-    def over(self) -> None:
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
+    @contextmanager
+    def _seen(self) -> Iterator[dict[str, Any]]:
+        """What is in the file; what is changed of it is written back."""
+        with open(self.path, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            state = json.load(file)
+            yield state
+            file.seek(0)
+            file.truncate()
+            json.dump(state, file)
+
+    @contextmanager
+    def turn(self, number: int) -> Iterator[None]:
+        """Round ``number`` of this process, when it is its turn."""
+        while self.path:
+            with self._seen() as state:
+                state["rounds"][self.name] = number
+                if not state["timed"] and next_of(state["rounds"]) == self.name:
+                    state["timed"] = self.name
+                    break
+            time.sleep(PAUSE)
+        yield
+        if self.path:
+            with self._seen() as state:
+                state["timed"] = ""
+
+    def leave(self) -> None:
+        """Nobody waits for this one any more."""
+        if self.path:
+            with self._seen() as state:
+                state["rounds"].pop(self.name, None)
+                state["timed"] = "" if state["timed"] == self.name else state["timed"]
+
+
+def name_of(work: str, contender: str) -> str:
+    """What a contender is called in a file of turns."""
+    return f"{work}, {contender}"
+
+
+def next_of(rounds: dict[str, int]) -> str:
+    """Whose turn it is: of those with the fewest rounds the first, in odd rounds the last; nobody's while one warms
+    up."""
+    least = min(rounds.values())
+    if least == WARMING:
+        return ""
+    waiting = [name for name, count in rounds.items() if count == least]
+    return waiting[-(least % 2)]
 
 
 def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, Any]:
-    """In this process: warm up, then, when it is its turn, time steps for a while."""
-    compiled, turns = "compiled" in contender, Turns(path)
+    """In this process: warm up, then time steps for a while, some whenever it is its turn."""
+    compiled, turns = "compiled" in contender, Turns(path, name_of(work, contender))
     cores = sorted(os.sched_getaffinity(0))
     if path and len(cores) > 2 * OTHERS:
         os.sched_setaffinity(0, cores[OTHERS:] if compiled else cores[:OTHERS])
-    if not compiled:
-        turns.warming()
     import torch
 
     begin = time.perf_counter()
@@ -233,20 +284,21 @@ def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, A
         loss = step()
     torch.cuda.synchronize()
     warm = time.perf_counter() - begin - built
-    turns.alone()
-    for _ in range(2):  # again at the clock of a GPU at work
-        loss = step()
-    marks = [torch.cuda.Event(enable_timing=True)]
-    marks[0].record()
-    end = time.perf_counter() + seconds
-    while len(marks) < 8 or (time.perf_counter() < end and len(marks) < 80):
-        loss = step()
-        marks.append(torch.cuda.Event(enable_timing=True))
-        marks[-1].record()
-        marks[-2].synchronize()
-    torch.cuda.synchronize()
-    turns.over()
-    times = [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    times: list[float] = []
+    for number in range(ROUNDS):
+        with turns.turn(number):
+            step()  # again at the clock of a GPU at work
+            marks = [torch.cuda.Event(enable_timing=True)]
+            marks[0].record()
+            end = time.perf_counter() + seconds / ROUNDS
+            while len(marks) < 3 or (time.perf_counter() < end and len(marks) < 40):
+                loss = step()
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+                marks[-2].synchronize()
+            torch.cuda.synchronize()
+        times += [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+    turns.leave()
     median = statistics.median(times)
     return {
         "work": work,
@@ -262,10 +314,8 @@ def measure(work: str, contender: str, seconds: float, path: str) -> dict[str, A
     }
 
 
-def memory(work: str, path: str) -> list[dict[str, Any]]:
+def memory(work: str) -> list[dict[str, Any]]:
     """In this process: for each plan, what the trainer's account says and the allocator's peak over 2 steps."""
-    turns = Turns(path)
-    turns.warming()
     import torch
 
     rows = []
@@ -331,10 +381,11 @@ def main() -> None:
         profile(arguments.profile, str(arguments.out))
         return
     if arguments.one:
-        arguments.out.write_text(json.dumps(measure(*arguments.one, arguments.seconds, arguments.turns)))
+        work, contender = arguments.one
+        arguments.out.write_text(json.dumps(measure(work, contender, arguments.seconds, arguments.turns)))
         return
     if arguments.memory:
-        arguments.out.write_text(json.dumps(memory(arguments.memory, arguments.turns)))
+        arguments.out.write_text(json.dumps(memory(arguments.memory)))
         return
     chosen = arguments.only.split(",") if arguments.only else list(WORK)
     race(arguments.out, chosen, arguments.seconds, arguments.without.split(","), memory=not arguments.no_memory)
@@ -346,7 +397,6 @@ def race(out: Path, chosen: list[str], seconds: float, without: list[str], *, me
 
     from transect.hardware.environment import environment
 
-    turns = str(Path(tempfile.mkdtemp()) / "turns")
     pairs = [(work, contender) for work in chosen for contender in CONTENDERS[work] if contender not in without]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     accounts: list[dict[str, Any]] = []
@@ -355,14 +405,19 @@ def race(out: Path, chosen: list[str], seconds: float, without: list[str], *, me
         result = {
             "command": "python benchmarks/train_gpu.py OUT.json",
             "method": "each contender in its own process, 2 x 4096 random tokens a step, bfloat16 weights and AdamW "
-            "state, timed one at a time; medians of the time between two steps' events on the GPU; MFU by useful FLOPs "
+            "state, timed in turns; medians of the time between two steps' events on the GPU; MFU by useful FLOPs "
             "at 750 TFLOP/s",
             "rows": [rows[pair] for pair in pairs if pair in rows],
-            "memory": sorted(accounts, key=lambda row: chosen.index(row["work"])),
+            "memory": accounts,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
             "environment": environment(("torch", "triton", "transformers", "peft", "liger-kernel")),
         }
         out.write_text(json.dumps(result, indent=1) + "\n")
+
+    def run(pair: tuple[str, str], path: str = "") -> tuple[tuple[str, str], tuple[Any, list[str]]]:
+        answer = in_process("--seconds", str(seconds), "--turns", path, "--one", *pair)
+        Turns(path, name_of(*pair)).leave()  # it may have failed before its turn
+        return pair, answer
 
     def enter(pair: tuple[str, str], answer: tuple[Any, list[str]]) -> None:
         found, reason = answer
@@ -370,44 +425,21 @@ def race(out: Path, chosen: list[str], seconds: float, without: list[str], *, me
         print({k: v for k, v in rows[pair].items() if k != "step_seconds"}, flush=True)
         save()
 
-    def one(pair: tuple[str, str], *more: str) -> tuple[Any, list[str]]:
-        return in_process("--seconds", str(seconds), *more, "--one", *pair)
-
-    def told(work: str, answer: tuple[Any, list[str]]) -> None:
-        found, reason = answer
-        accounts.extend([{"work": work, "error": reason}] if found is None else found)
-        print(found or reason, flush=True)
-        save()
-
-    # So many at a time as fit beside each other in the memory of the GPU.
-    with ThreadPoolExecutor(16) as pool:
-        first = {
-            pool.submit(one, pair, "--turns", turns): pair
-            for pair in pairs
-            if pair[1] not in LAST and pair[0] not in LIMIT
-        }
-        slow = [future for future, pair in first.items() if "compiled" in pair[1]]
-        for done in as_completed([future for future in first if future not in slow]):
-            enter(first[done], done.result())
-        second = {pool.submit(one, pair, "--turns", turns): pair for pair in pairs if pair[0] in LIMIT}
-        others = {
-            pool.submit(in_process, "--turns", turns, "--memory", work): work
-            for work in chosen
-            if work in PLANS and work not in LIMIT and memory
-        }
-        for done in as_completed([*second, *others]):
-            if done in second:
-                enter(second[done], done.result())
-            else:
-                told(others[done], done.result())
-        for done in as_completed(slow):
-            enter(first[done], done.result())
     for work in chosen:
-        if work in LIMIT and memory:
-            told(work, in_process("--memory", work))
-    for pair in pairs:
-        if pair[1] in LAST:
-            enter(pair, one(pair))
+        beside = [pair for pair in pairs if pair[0] == work and pair[1] not in LAST]
+        soon = [name_of(*pair) for pair in beside if "compiled" not in pair[1]]
+        path = Turns.begin(Path(tempfile.mkdtemp()) / "turns", soon)
+        with ThreadPoolExecutor(8) as pool:
+            for done in as_completed([pool.submit(run, pair, path) for pair in beside]):
+                enter(*done.result())
+        for pair in pairs:
+            if pair[0] == work and pair[1] in LAST:
+                enter(*run(pair))
+        if work in PLANS and memory:
+            found, reason = in_process("--memory", work)
+            accounts += [{"work": work, "error": reason}] if found is None else found
+            print(found or reason, flush=True)
+            save()
 
 
 def in_process(*arguments: str) -> tuple[Any, list[str]]:

@@ -151,9 +151,9 @@ def test_graphs_of_irregular_steps_are_there_before_the_first_of_them(model, mon
 
 
 def test_token_buckets():
-    assert [token_bucket(n) for n in (1, 64, 65, 129, 200, 1025, 2049)] == [64, 64, 80, 160, 224, 1280, 3072]
+    assert [token_bucket(n) for n in (1, 64, 65, 129, 200, 1025, 2049)] == [64, 64, 80, 160, 256, 1280, 3072]
     for tokens in range(65, 3000):
-        assert tokens <= token_bucket(tokens) <= (1.25 if tokens <= 2048 else 1.5) * tokens
+        assert tokens <= token_bucket(tokens) <= (1.6 if tokens <= 256 else 1.34 if tokens <= 2048 else 1.5) * tokens
 
 
 def test_sizes_of_mixed_steps_are_few_and_hold_what_they_are_for():
@@ -170,10 +170,10 @@ def test_sizes_of_mixed_steps_are_few_and_hold_what_they_are_for():
 
 
 def test_fine_buckets_of_rows():
-    assert [row_bucket(n, fine=True) for n in (3, 65, 97, 129, 160, 161, 225, 256, 257, 400)] == [
-        *(4, 96, 128, 160, 160, 192, 256, 256, 384, 512),
+    assert [row_bucket(n, fine=True) for n in (3, 24, 32, 33, 49, 65, 97, 129, 160, 161, 193, 209, 256, 257, 400)] == [
+        *(4, 32, 32, 48, 64, 96, 128, 160, 160, 192, 208, 256, 256, 384, 512),
     ]  # fmt: skip
-    assert row_buckets(200, fine=True) == [256, 192, 160, 128, 96, 64, 32, 16, 8, 4, 2, 1]
+    assert row_buckets(200, fine=True) == [208, 192, 160, 128, 96, 64, 48, 32, 16, 8, 4, 2, 1]
 
 
 class Recorded:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallel_runs import STEPS, curve, same_runs, tensors_of
+from parallel_runs import STEPS, curve, same_curves, same_runs, tensors_of
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
@@ -41,6 +41,17 @@ def test_models_are_trained_as_on_one_rank(pair, tmp_path, changes, sequence):
     one = curve(None, tiny_run(tmp_path, **how))
     parallel = {"tensor": 2, "sequence": sequence}
     same_runs(one, curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)))
+
+
+@pytest.mark.parametrize("more", [{}, {"sequence": True, "tiles": 2}], ids=["plain", "sequence-tiles"])
+def test_slices_that_are_sharded_too(pair, tmp_path, more):
+    """Tensor ranks whose weights are on the host (zero 3 with one rank along data): uneven vocabularies, tied."""
+    (tmp_path / "model").mkdir()
+    save_tiny_llm(tmp_path / "model", tie_word_embeddings=True)
+    how = {"steps": 3, "data": {"seq_len": 32, "micro_batch": 65}}
+    one = curve(None, tiny_run(tmp_path, **how))
+    parallel = {"tensor": 2, "offload": "all", **more}
+    same_curves(one[0], curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "cut"), parallel=parallel, **how))[0])
 
 
 class Recorder:

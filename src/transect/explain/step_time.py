@@ -139,6 +139,28 @@ def known_steps(log: RunLog) -> list[Step]:
     ]
 
 
+def spread(log: RunLog) -> Errors | None:
+    """How far decode steps are from the mean of the steps before and after them, where the same sequences ran in all
+    three: the work is the same but for a position, so what is left is the machine, and no model can know it. None where
+    fewer than ``FEWEST`` steps are of that kind."""
+    expected, measured = [], []
+    known = {step.number: step for step in known_steps(log)}
+    for number, step in known.items():
+        around = known.get(number - 1), known.get(number + 1)
+        if None in around or any(count > 1 for _, _, count in step.rows):
+            continue
+        rows = {seq for seq, _, _ in step.rows}
+        if all(each is not None and _decodes(each, rows) for each in around):
+            expected.append(sum(each.seconds for each in around if each is not None) / 2)
+            measured.append(step.seconds)
+    return errors(np.array(expected), np.array(measured)) if len(measured) >= FEWEST else None
+
+
+def _decodes(step: Step, rows: set[int]) -> bool:
+    """Whether a step has one token for each of these sequences, and nothing else."""
+    return len(step.rows) == len(rows) and all(seq in rows and count == 1 for seq, _, count in step.rows)
+
+
 def host_seconds(log: RunLog) -> float:
     """The median time that the host takes from one result until it waits for the next, where work is there."""
     taken = []

@@ -36,8 +36,9 @@ from ..ops.lang.jit import multiprocessors
 from ..ops.linear.many_rows import matmul
 from ..ops.linear.many_rows.tiling import cublas_is_quicker
 
-ROUND = 16
-"""The number of spare columns is a multiple of this, so that rows begin at addresses that bulk copies can take."""
+ROUND = 64
+"""The number of spare columns is a multiple of this, the k of a step of the product, which takes no more steps for it.
+Rows of 128 bytes and their multiples then begin with a line of the L2 cache, and a bulk copy of one reads one line."""
 
 
 class Scratch:
@@ -146,7 +147,7 @@ class AdaptedProduct(Product):
                 self.adapters.append((slice(start, start + part.outputs), slice(at, at + rank)))
                 self.parameters += [part.adapter.a, part.adapter.b]
                 at += rank
-        self.ranks, self.spare = at, -(-at // ROUND) * ROUND
+        self.spare = -(-at // ROUND) * ROUND
         self.low: Tensor | None = None  # all A's; the parameters become views
         self.example = parts[0].like
         self.relative: Tensor | None = None  # scale of each spare column over the first, where they differ
@@ -217,12 +218,22 @@ class AdaptedProduct(Product):
         multiply(x, whole[: self.outputs], out=y[:, : self.outputs])
         return y, z
 
+    def _high(self) -> Tensor:
+        """All B's, block by block along the diagonal, ``[O, R]``: the upper right corner of E."""
+        if self.whole is not None:
+            return self.whole[: self.outputs, self.inputs :]
+        high = self.example.new_zeros((self.outputs, self.spare))
+        for b, (rows, columns) in zip(self.parameters[1::2], self.adapters, strict=True):
+            high[rows, columns] = b.detach()
+        return high
+
     def prepare(self, g: Tensor) -> None:
-        for index, (rows, columns) in enumerate(self.adapters):
-            dz = g[:, self.outputs + columns.start : self.outputs + columns.stop]
-            b = self.parameters[2 * index + 1].detach()
-            torch.addmm(dz, g[:, rows], b, beta=0, alpha=self.scales[index], out=dz)
-        g[:, self.outputs + self.ranks :].zero_()
+        if not self.spare:
+            return
+        dz = g[:, self.outputs :]  # zeros where no adapter has a column, as in B
+        torch.addmm(dz, g[:, : self.outputs], self._high(), beta=0, alpha=self.scale, out=dz)
+        if self.relative is not None:
+            dz.mul_(self.relative)
 
     def gradient(self, g: Tensor) -> Tensor:
         return matmul.matmul(g, self._matrix()[:, : self.inputs].T)
@@ -230,8 +241,8 @@ class AdaptedProduct(Product):
     def gradients(self, g: Tensor, x: Tensor, z: Tensor | None) -> list[Tensor | None]:
         if z is None:
             return []
-        da = g[:, self.outputs :].T @ x
+        da, db = g[:, self.outputs :].T @ x, g[:, : self.outputs].T @ z  # of all, of which db's diagonal is wanted
         made: list[Tensor | None] = []
         for rows, columns in self.adapters:
-            made += [da[columns], g[:, rows].T @ z[:, columns]]
+            made += [da[columns], db[rows, columns].contiguous()]
         return made

@@ -1,7 +1,7 @@
 """What a layer keeps, and holds meanwhile, where training runs it as one node (``train/merged_layers.py``).
 
 Numbers of the compute dtype for each token; names as there. R is the ranks of the adapters of the matrices that share
-an input, rounded up to 16: so many columns lie beside the product's input, its output and their gradients.
+an input, rounded up to 64: so many columns lie beside the product's input, its output and their gradients.
 
     always                  s: D
     none, selective         q, k, v: H d + 2 K d + R     o: H d     t: D     and 4 bytes a head for the softmax
@@ -20,7 +20,7 @@ from ..config import ModelConfig
 from ..shapes import PROJECTIONS, projection_shapes
 from .kept import Kept
 
-ROUND = 16
+ROUND = 64
 """Columns for adapters are a multiple of this (``train/merged_products``)."""
 GROUPS = {name: tuple(part.split(".")[1] for part in parts) for name, parts in PROJECTIONS.items()}
 """Matrices that share an input, by the names that ``targets`` has."""
@@ -28,11 +28,13 @@ GROUPS = {name: tuple(part.split(".")[1] for part in parts) for name, parts in P
 
 @dataclass(frozen=True, slots=True)
 class MergedKept:
-    """Bytes for each token. ``mlp`` and ``attention`` come on top while the gradients of that half are computed."""
+    """Bytes for each token. ``mlp`` and ``attention`` come on top while the gradients of that half are computed;
+    ``dropped`` (m, gate and up) is forgotten between the halves where it was computed again."""
 
     kept: Mapping[Kept, float]
     mlp: float
     attention: float
+    dropped: float
 
     def under(self, plan: Kept) -> float:
         """What stays until the layer's backward pass."""
@@ -69,7 +71,8 @@ def merged_kept(
     if config.qk_norm:  # q and k as attention sees them, beside those that are kept
         attention += element * (q + kv)
     kept = {"full": element * full, "selective": element * selective + sums, "none": element * none + sums}
-    return MergedKept(kept, mlp, attention)  # type: ignore[arg-type]
+    dropped = element * (dim + 2 * ffn + 2 * room["gate_up"])
+    return MergedKept(kept, mlp, attention, dropped)  # type: ignore[arg-type]
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -60,6 +60,9 @@ def poisoned(
         (5, 1, 64, 32, torch.float16),
         (32, 8, 96, 16, torch.bfloat16),
         (21, 3, 96, 16, torch.bfloat16),
+        (16, 8, 256, 16, torch.bfloat16),
+        (4, 4, 256, 64, torch.float16),
+        (6, 2, 256, 16, torch.bfloat16),
     ],
 )
 def test_as_the_portable_kernel(rows: tuple, heads: int, kv_heads: int, d: int, block: int, dtype: torch.dtype) -> None:
@@ -141,7 +144,7 @@ def test_prompts_beside_decodes_see_what_the_kernel_before_wrote() -> None:
 @hopper
 def test_what_it_does_not_take_goes_the_portable_way() -> None:
     for heads, kv_heads, d, block, dtype, window in (
-        (4, 2, 256, 16, torch.bfloat16, None),
+        (4, 2, 256, 128, torch.bfloat16, None),
         (4, 2, 80, 16, torch.bfloat16, None),
         (4, 2, 64, 24, torch.bfloat16, None),
         (4, 2, 64, 16, torch.float32, None),

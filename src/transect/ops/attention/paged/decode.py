@@ -263,7 +263,6 @@ def kernels() -> Sequence[Kernel]:
     parts = {"part_o": "*fp32", "part_l": "*fp32"}
     strides = ("q_t", "q_h", "cache_b", "cache_k")
     ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most"), "i32")
-    cached = dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")
     return [
         Kernel(
             name=name,
@@ -278,5 +277,9 @@ def kernels() -> Sequence[Kernel]:
             stages=2,
             targets=targets,
         )
-        for name, cache, targets in (("decode", {}, TRITON_TARGETS), ("decode, cache in fp8", cached, ("sm_90",)))
+        for name, cache, targets in (
+            ("decode", {}, TRITON_TARGETS),
+            ("decode, cache in fp8", dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"), ("sm_90",)),
+            ("decode, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), ("sm_90",)),
+        )
     ]  # fmt: skip

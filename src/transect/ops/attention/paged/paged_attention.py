@@ -44,7 +44,7 @@ from . import decode_hopper as paged_decode_hopper
 from . import prefill as paged_prefill
 from . import prefill_hopper as hopper
 from .batch import PagedBatch
-from .cache_codes import values_of
+from .cache_codes import stored_width, values_of
 from .decode import DECODE_CHOICES, decode_rule
 from .decode_hopper import PagedDecode
 from .kv_cache_write import BLOCK_SIZE, example_batch, numbers
@@ -117,12 +117,12 @@ class PagedTriton:
         """
         require("paged_attention", q, *numbers(k_cache, v_cache))
         tokens, heads, d = q.shape
-        kv_heads = k_cache.shape[1]
-        if heads % kv_heads or k_cache.shape != v_cache.shape or k_cache.shape[3] != d:
+        kv_heads, width = k_cache.shape[1], stored_width(d, k_cache.dtype)
+        if heads % kv_heads or k_cache.shape != v_cache.shape or k_cache.shape[3] != width:
             raise ValueError(
                 f"paged_attention: q {list(q.shape)} does not fit caches {list(k_cache.shape)}, {list(v_cache.shape)}"
             )
-        if k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (d, 1):
+        if k_cache.stride() != v_cache.stride() or k_cache.stride()[2:] != (width, 1):
             # Never so in an engine; one set of strides for both saves registers.
             k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
         q = q if q.stride(2) == 1 else q.contiguous()

@@ -7,9 +7,11 @@ overlap of products and softmax are those of ``packed/hopper.py``. The differenc
   from ``[T, H, d]``. It copies powers of two, so for other G (3, 5, 7) each warpgroup loads its own queries, as many as
   fit 64 rows: 21 of 3 heads, 9 of 7. One row of 64 is then idle, where the next power of two would leave 16 or 8 idle.
 * Heads of 96 are computed as 128: copies that reach past the end of a head give zeros.
-* 128 keys come as ``128 / block_size`` blocks from wherever the block table says. Each copy brings half of a head (64
-  columns, the width that the copy engine swizzles). Shared memory is swizzled in units of 8 rows of 128 bytes, and a
-  copy fills whole units. So the pieces together are the tile that one large copy would have made.
+* With heads of 256 the sums of 64 rows take half of the registers, and a block has 64 keys instead of 128. Queries come
+  as for 3, 5 and 7 heads, and results are stored as the tensor cores leave them: shared memory has no room left.
+* The keys of a block come as blocks of the cache from wherever the block table says. Each copy brings 64 columns, the
+  width that the copy engine swizzles. Shared memory is swizzled in units of 8 rows of 128 bytes, and a copy fills whole
+  units. So the pieces together are the tile that one large copy would have made.
 * A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are requested outside of
   the cache, where copies give zeros. The fetching warp overwrites the rest of the last block with zeros before it says
   that the values are there.
@@ -64,13 +66,13 @@ from .batch import PagedBatch
 
 __all__ = ["device_refusal", "kernels", "prefill", "refusal"]
 
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = (64, 96, 128, 256)
 HALF = 64
 """Columns of a head that one copy brings."""
 PARTS = 2
 """Warpgroups that compute."""
 # The same for the kernels, which read no global that is not a constant of Triton's.
-_ROWS, _COLUMNS, _HALF, _PARTS = (n if gl is None else gl.constexpr(n) for n in (ROWS, COLUMNS, HALF, PARTS))
+_ROWS, _HALF, _PARTS = (n if gl is None else gl.constexpr(n) for n in (ROWS, HALF, PARTS))
 
 
 @gluon_kernel
@@ -113,10 +115,10 @@ def _seek(  # type: ignore[no-untyped-def]
 
 
 @gluon_kernel
-def _blocks(table, start, length, blocks, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
+def _blocks(table, start, length, blocks, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
     """The blocks of the cache that hold the positions from ``start`` on, every thread all of them; ``blocks``, where
     there is none, for what lies past the row's length."""
-    N: gl.constexpr = _COLUMNS // BLOCK
+    N: gl.constexpr = COLUMNS // BLOCK
     n = gl.arange(0, N, layout=gl.BlockedLayout([N], [32], [1], [0]))
     return gl.load(table + start // BLOCK + n, start + n * BLOCK < length, blocks)
 
@@ -129,15 +131,15 @@ def _one_of(values, place):  # type: ignore[no-untyped-def]
 
 @gluon_kernel
 def _gather(  # type: ignore[no-untyped-def]
-    source, wanted, left, head, pieces, full, empty, tail, tails, queue, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    VALUES: gl.constexpr,
+    source, wanted, left, head, pieces, full, empty, tail, tails, queue, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+    SLOTS: gl.constexpr, VALUES: gl.constexpr,
 ):  # fmt: skip
     """Ask for the keys or values in the blocks ``wanted`` at place ``queue`` of the ring, when that is free.
 
     ``left``: how many of their positions, and of those behind, the row has. ``tails``: how many blocks of values were
     cleared at their end so far; returned with this one.
     """
-    N: gl.constexpr = _COLUMNS // BLOCK
+    N: gl.constexpr = COLUMNS // BLOCK
     HALVES: gl.constexpr = pieces.shape[0] // (SLOTS * N)
     PIECE: gl.constexpr = source.block_type.nbytes
     slot = queue % SLOTS
@@ -146,7 +148,7 @@ def _gather(  # type: ignore[no-untyped-def]
     cleared = -1
     if VALUES:
         over = left % BLOCK
-        if (left < _COLUMNS) & (over > 0):
+        if (left < COLUMNS) & (over > 0):
             cleared = left // BLOCK
             block = _one_of(wanted, cleared)
             mbarrier.expect(tail, HALVES * PIECE)
@@ -180,17 +182,17 @@ def _gather(  # type: ignore[no-untyped-def]
 @gluon_kernel
 def _gather_pairs(  # type: ignore[no-untyped-def]
     k, v, table, wanted, start, length, head, blocks, number, pieces, full, empty, tail, tails, queue,
-    BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+    COLUMNS: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """``number`` times the keys before position ``start`` and the values from it on, which are in ``wanted``."""
     for _ in range(number):
-        before = _blocks(table, start - _COLUMNS, length, blocks, BLOCK)
-        _gather(k, before, length, head, pieces, full, empty, tail, tails, queue, BLOCK, SLOTS, False)
+        before = _blocks(table, start - COLUMNS, length, blocks, COLUMNS, BLOCK)
+        _gather(k, before, length, head, pieces, full, empty, tail, tails, queue, COLUMNS, BLOCK, SLOTS, False)
         tails = _gather(
-            v, wanted, length - start, head, pieces, full, empty, tail, tails, queue + 1, BLOCK, SLOTS, True
+            v, wanted, length - start, head, pieces, full, empty, tail, tails, queue + 1, COLUMNS, BLOCK, SLOTS, True
         )
         wanted = before
-        start -= _COLUMNS
+        start -= COLUMNS
         queue += 2
     return wanted, start, tails, queue
 
@@ -198,8 +200,8 @@ def _gather_pairs(  # type: ignore[no-untyped-def]
 @gluon_kernel
 def _fetch(  # type: ignore[no-untyped-def]
     q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts, lengths, count, tiles,
-    work, blocks, table_b, share, GROUP: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
+    work, blocks, table_b, share, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
+    SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
     """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full."""
     QUERIES: gl.constexpr = _PARTS * (_ROWS // GROUP)
@@ -226,17 +228,17 @@ def _fetch(  # type: ignore[no-untyped-def]
                 )  # fmt: skip
         else:
             mbarrier.arrive(q_full.index(buffer))
-        _, _, _, high = _reach(position, 0, length, 0, QUERIES, _COLUMNS, True, False)
+        _, _, _, high = _reach(position, 0, length, 0, QUERIES, COLUMNS, True, False)
         table = tables + row * table_b
         limit = length
         kv_head = head
-        start = (high - 1) * _COLUMNS
-        wanted = _blocks(table, start, limit, blocks, BLOCK)
-        _gather(k, wanted, limit, kv_head, pieces, full, empty, tail, tails, queue, BLOCK, SLOTS, False)
+        start = (high - 1) * COLUMNS
+        wanted = _blocks(table, start, limit, blocks, COLUMNS, BLOCK)
+        _gather(k, wanted, limit, kv_head, pieces, full, empty, tail, tails, queue, COLUMNS, BLOCK, SLOTS, False)
         early = gl.maximum(high - 1 - AHEAD, 0)
         wanted, start, tails, queue = _gather_pairs(
             k, v, table, wanted, start, limit, kv_head, blocks, early, pieces, full, empty, tail, tails, queue + 1,
-            BLOCK, SLOTS,
+            COLUMNS, BLOCK, SLOTS,
         )  # fmt: skip
         index, token, end, position, length, row, head = _seek(
             _following(counter, work, SHARED_OUT), counter, starts, lengths, count, tiles, work, share, QUERIES,
@@ -244,9 +246,11 @@ def _fetch(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         wanted, start, tails, queue = _gather_pairs(
             k, v, table, wanted, start, limit, kv_head, blocks, high - 1 - early, pieces, full, empty, tail, tails,
-            queue, BLOCK, SLOTS,
+            queue, COLUMNS, BLOCK, SLOTS,
         )  # fmt: skip
-        tails = _gather(v, wanted, limit - start, kv_head, pieces, full, empty, tail, tails, queue, BLOCK, SLOTS, True)
+        tails = _gather(
+            v, wanted, limit - start, kv_head, pieces, full, empty, tail, tails, queue, COLUMNS, BLOCK, SLOTS, True
+        )
         queue += 1
         told += 1
     buffer = told % 2
@@ -276,16 +280,17 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The work of a warpgroup: 64 rows of every tile."""
     DP: gl.constexpr = q_tiles.shape[3]
+    COLUMNS: gl.constexpr = ring.shape[1]
     MINE: gl.constexpr = _ROWS // GROUP
     QUERIES: gl.constexpr = _PARTS * MINE
-    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, _COLUMNS, 16])
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLUMNS, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
+    STORE: gl.constexpr = O if DP == 256 else gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
     r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORE))
     d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
     own = (r < MINE * GROUP)[:, None] & (d < D)[None, :]
-    zero = gl.zeros([_ROWS, _COLUMNS], gl.float32, S)
+    zero = gl.zeros([_ROWS, COLUMNS], gl.float32, S)
     queue = 0
     done = 0
     token, end, position, length, head = _planned(plan, q_full, done)
@@ -301,7 +306,7 @@ def _attend(  # type: ignore[no-untyped-def]
             tile.store(x)
             fence_async_shared()
             block_barrier()
-        _, _, high_full, high = _reach(position, 0, length, 0, QUERIES, _COLUMNS, True, False)
+        _, _, high_full, high = _reach(position, 0, length, 0, QUERIES, COLUMNS, True, False)
         i = position + part * MINE + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, S)) // GROUP
         acc = gl.zeros([_ROWS, DP], gl.float32, O)
         m = gl.full([_ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
@@ -312,7 +317,7 @@ def _attend(  # type: ignore[no-untyped-def]
         s = warpgroup_mma(tile, _matrix(ring.index(slot)).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, (s,))
         mbarrier.arrive(empty.index(slot))
-        s = _mask(s, i, (high - 1) * _COLUMNS, length, 0, True, False)
+        s = _mask(s, i, (high - 1) * COLUMNS, length, 0, True, False)
         soft, m, l, _ = _softmax(s, m, l, scale2, True)
         p = gl.convert_layout(soft.to(tile.dtype), P)
         queue += 1
@@ -344,7 +349,7 @@ def _attend(  # type: ignore[no-untyped-def]
 def prefill_kernel(  # type: ignore[no-untyped-def]
     q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2, q_t, q_h,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-    SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
+    COLUMNS: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
     """q describes ``[T, H, d]`` in boxes of 64 rows (without COPIED it points there), k and v the caches in boxes of a
     block and half a head.
@@ -353,7 +358,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     starts at 0.
     """
     DTYPE: gl.constexpr = out.dtype.element_ty
-    DP: gl.constexpr = 64 if D == 64 else 128
+    DP: gl.constexpr = 64 if D == 64 else 256 if D == 256 else 128
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
     # Queries come a tile ahead where they are copied.
     q_tiles = gl.allocate_shared_memory(
@@ -361,8 +366,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         [2 * _PARTS if COPIED else _PARTS, _ROWS // GROUP if COPIED else _ROWS, GROUP if COPIED else 1, DP],
         LAYOUT,
     )
-    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, _COLUMNS, 1, DP], LAYOUT)
-    pieces = reinterpreted(ring, DTYPE, [SLOTS * (_COLUMNS // BLOCK) * (DP // _HALF), 1, 1, BLOCK, _HALF], k.layout)
+    ring = gl.allocate_shared_memory(DTYPE, [SLOTS, COLUMNS, 1, DP], LAYOUT)
+    pieces = reinterpreted(ring, DTYPE, [SLOTS * (COLUMNS // BLOCK) * (DP // _HALF), 1, 1, BLOCK, _HALF], k.layout)
     plan = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -384,8 +389,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             (_attend, (1, q, q_t, q_h, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, D,
                          SLOTS, COPIED)),
             (_fetch, (q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts,
-                      lengths, count, tiles, work, blocks, table_b, share, GROUP, BLOCK, SLOTS, SHARED_OUT, AHEAD,
-                      COPIED)),
+                      lengths, count, tiles, work, blocks, table_b, share, GROUP, COLUMNS, BLOCK, SLOTS, SHARED_OUT,
+                      AHEAD, COPIED)),
         ],
         [4, 1],
         [232, 40],  # registers of a thread that computes, and of one that fetches
@@ -399,9 +404,17 @@ def _layout(rank: int) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
-def _copied(group: int) -> bool:
-    """Whether a copy can bring the queries of so many heads."""
-    return group & (group - 1) == 0
+def padded(d: int) -> int:
+    """Columns of a tile that holds heads of ``d``."""
+    return max(64, next_power_of_2(d))
+
+
+def _sizes(d: int, group: int) -> dict[str, Any]:
+    """Keys of a block, blocks that the ring holds, and whether a copy brings the queries, for ``group`` heads of ``d``
+    to a key head."""
+    if d > 128:
+        return {"COLUMNS": COLUMNS // 2, "SLOTS": 4, "COPIED": False}
+    return {"COLUMNS": COLUMNS, "SLOTS": 512 // padded(d), "COPIED": group & (group - 1) == 0}
 
 
 def refusal(
@@ -419,8 +432,9 @@ def refusal(
         reason = f"it takes bfloat16 or float16, not {q.dtype}, {k_cache.dtype} and {v_cache.dtype}"
     if not reason and (q.shape[2] not in HEAD_DIMS or group > ROWS):
         reason = f"it takes heads of {HEAD_DIMS}, up to {ROWS} to a key head, not {group} of {q.shape[2]}"
-    if not reason and (block & (block - 1) or not 8 <= block <= COLUMNS):
-        reason = f"it takes blocks of 8 to {COLUMNS} tokens, a power of two, not of {block}"
+    most = _sizes(q.shape[2], group)["COLUMNS"]
+    if not reason and (block & (block - 1) or not 8 <= block <= most):
+        reason = f"it takes blocks of 8 to {most} tokens, a power of two, not of {block}"
     if not reason and any(
         t.stride(-1) != 1 or t.data_ptr() % 16 or any(s % 8 or s <= 0 for s in t.stride()[:-1])
         for t in (q, k_cache, v_cache)
@@ -450,14 +464,14 @@ def prefill(
     # Key heads are worked on so many at a time: keys and values of 16 MB together leave most of the L2 cache free.
     fit = max(1, 2**24 // (4 * d * max(1, longest)))
     share = max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= fit)
-    copied, padded = _copied(group), max(64, next_power_of_2(d))
+    sizes = _sizes(d, group)
     prefill_kernel[(programs,)](
-        tensor_descriptor(q, [ROWS // group, group, padded], _layout(3)) if copied else q,
+        tensor_descriptor(q, [ROWS // group, group, padded(d)], _layout(3)) if sizes["COPIED"] else q,
         tensor_descriptor(k_cache, [1, 1, block, HALF], _layout(4)),
         tensor_descriptor(v_cache, [1, 1, block, HALF], _layout(4)),
         out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), share,
-        scale * LOG2E, q.stride(0), q.stride(1), H=heads, GROUP=group, D=d, BLOCK=block, SLOTS=512 // padded,
-        SHARED_OUT=shared_out, AHEAD=AHEAD, COPIED=copied,
+        scale * LOG2E, q.stride(0), q.stride(1), H=heads, GROUP=group, D=d, BLOCK=block, SHARED_OUT=shared_out,
+        AHEAD=AHEAD, **sizes,
         num_warps=4, maxnreg=MAX_REGISTERS[PARTS],
     )  # fmt: skip
 
@@ -467,14 +481,15 @@ def kernels() -> Sequence[Kernel]:
     if gluon is None:
         return []
     made = []
-    for d, group, block in ((128, 4, 16), (64, 4, 16), (96, 4, 16), (128, 7, 16), (128, 3, 16), (64, 7, 16)):
-        padded, copied = max(64, next_power_of_2(d)), _copied(group)
-        box = f"tensordesc<bf16[{ROWS // group}, {group}, {padded}],{_layout(3)!r}>"
+    for d, group in ((128, 4), (64, 4), (96, 4), (256, 2), (128, 7), (128, 3), (64, 7)):
+        block, sizes = 16, _sizes(d, group)
+        copied = sizes["COPIED"]
+        box = f"tensordesc<bf16[{ROWS // group}, {group}, {padded(d)}],{_layout(3)!r}>"
         tensors = {"q": box if copied else "*bf16"}
         tensors |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[1, 1, {block}, {HALF}],{_layout(4)!r}>")
         pointers = {"out": "*bf16", **dict.fromkeys(("counter", "tables", "starts", "lengths"), "*i32")}
         ints = dict.fromkeys(("count", "tiles", "work", "blocks", "table_b", "share", "q_t", "q_h"), "i32")
-        sizes = {"H": 4 * group, "GROUP": group, "D": d, "BLOCK": block, "SLOTS": 512 // padded, "COPIED": copied}
+        sizes |= {"H": 4 * group, "GROUP": group, "D": d, "BLOCK": block}
         made.append(
             Kernel(
                 name=f"prefill_hopper_{d}" if copied else f"prefill_hopper_{d}_of_{group}",

@@ -39,16 +39,21 @@ def attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One tile of keys and values, at the positions ``j``, in the cache's blocks ``block``: (acc, m, l) with it.
 
-    Without MASK every query sees all of them, and they all exist.
+    Without MASK every query sees all of them, and they all exist. A cache in int8 has a scale behind each head's codes
+    (``cache_codes.py``): those of keys multiply scores, those of values the weights of the sum.
     """
     d = tl.arange(0, DP)
-    at = block.to(tl.int64) * cache_b + kv_head * cache_k + (j % BLOCK) * D
+    SCALED: tl.constexpr = k_cache.dtype.element_ty == tl.int8
+    WIDTH: tl.constexpr = D + 4 if SCALED else D
+    at = block.to(tl.int64) * cache_b + kv_head * cache_k + (j % BLOCK) * WIDTH
     owned = (j < high) & (j >= oldest)
     inside = (d < D)[None, :]
     if MASK:
         inside = owned[:, None] & inside
     keys = _load(k_cache + at[:, None] + d[None, :], inside, MASK or D < DP)
     s = dot(queries, keys.to(queries.dtype).T, tl.zeros((queries.shape[0], j.shape[0]), tl.float32))
+    if SCALED:
+        s *= _scales(k_cache, at + D, owned)[None, :]
     if MASK:
         seen = owned[None, :] & (j[None, :] <= position[:, None])
         if WINDOW:
@@ -62,8 +67,15 @@ def attend(  # type: ignore[no-untyped-def]
     fade = tl.exp2(m - shift)
     l = l * fade + tl.sum(p, 1)
     values = _load(v_cache + at[:, None] + d[None, :], inside, MASK or D < DP)
+    if SCALED:
+        p *= _scales(v_cache, at + D, owned)[None, :]
     acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
     return acc, new_m, l
+
+
+@kernel
+def _scales(cache, at, owned):  # type: ignore[no-untyped-def]
+    return tl.load((cache + at).to(tl.pointer_type(tl.float32), bitcast=True), owned, 0.0)
 
 
 @kernel

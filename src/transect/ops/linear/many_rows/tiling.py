@@ -48,7 +48,9 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
     """Knobs for M, N, K on the current GPU. Measured on an H200; elsewhere a guess from the same numbers."""
     m, n, _ = size
     hopper = torch.cuda.get_device_capability()[0] >= 9
-    knobs = {"bm": 128, "bn": 128 if gated else 256, "bk": 64, "group": 8, "warps": 8, "stages": 4 if hopper else 3}
+    # Bands of tiles about as high as the tiles in flight are wide: operands are then read from memory least often.
+    group = 16 if m > 1024 else 8
+    knobs = {"bm": 128, "bn": 128 if gated else 256, "bk": 64, "group": group, "warps": 8, "stages": 4 if hopper else 3}
     if m <= 64:
         knobs |= {"bm": 64 if m > 32 else 16, "bn": 64, "warps": 4}
     elif -(-m // knobs["bm"]) * -(-n // knobs["bn"]) < multiprocessors(torch.device("cuda")):
