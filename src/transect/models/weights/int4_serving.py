@@ -33,7 +33,7 @@ from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, Layout, WeightFormat, int4_format
 from ..stored import Codes4
 from .int4 import codes_of
-from .weight import Dimension, Product, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
+from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
 
 SCALES = torch.bfloat16
 PANEL = 32
@@ -96,6 +96,9 @@ class Int4Stream:
 
     def linear(self, stream: Stream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
+
+    def chain(self, after: Sequence[StreamProduct]) -> None:
+        """There is no such kernel."""
 
     def plain(self, x: Tensor) -> Tensor:
         return self._run(x, Beside())[0]
