@@ -414,6 +414,7 @@ class GPURunner:
             whole=plan.whole,
             chunk_rows=plan.chunk_rows,
             wanted=self._wanted(fields) if plan.prune else None,
+            positions_T=fields.position,
         )
 
     def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:

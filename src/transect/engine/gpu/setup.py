@@ -105,7 +105,6 @@ def set_up(
         ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
             change.
     """
-    check_model(config, model)
     torch.cuda.init()
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
@@ -143,20 +142,6 @@ def set_up(
         others=total - free,
         total=total,
     )
-
-
-def check_model(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuse what has no kernel on a GPU.
-
-    Raises:
-        ValueError: attention or experts that only the CPU computes.
-    """
-    if model.plain_attention:
-        what = "attention in chunks" if model.attention_chunk is not None else "soft-capped scores"
-        what = "attention sinks" if model.attention_sinks else what
-        raise ValueError(f"{model.architecture} has {what}, which no kernel on a GPU computes: give device='cpu'")
-    if model.moe is not None and config.deterministic:
-        raise ValueError("experts on a GPU add up in another order for other batches: leave out deterministic")
 
 
 def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
