@@ -127,7 +127,7 @@ class PagedContext:
     ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
 
     ``whole``: rows whose keys and values are all in this step attend to those, not to the cache. ``wanted``: see there.
-    ``chunk_rows``: as in ``PagedBatch``.
+    ``chunk_rows``, ``key_room``: as in ``PagedBatch``, the latter without rows of ``whole``.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class PagedContext:
         whole: WholePrompts | None = None,
         wanted: Wanted | None = None,
         chunk_rows: int | None = None,
+        key_room: int | None = None,
     ) -> None:
         if k_cache.ndim != 5 or k_cache.shape != v_cache.shape:
             raise ValueError(
@@ -158,6 +159,7 @@ class PagedContext:
             k_cache.shape[3],
             max_query_len=max_query_len,
             chunk_rows=chunk_rows,
+            key_room=key_room,
         )
         self.ops = ops or resolve_ops(k_cache.device)
         self.whole = whole
@@ -171,6 +173,7 @@ class PagedContext:
                 seq_lens_B[:row],
                 k_cache.shape[3],
                 max_query_len=1 if row == token else token,
+                key_room=key_room,
             )
 
     def positions(self) -> Tensor:
