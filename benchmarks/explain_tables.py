@@ -60,10 +60,13 @@ def recommender(result: dict[str, Any]) -> str:
 
 def xor_to_llm(result: dict[str, Any]) -> str:
     """What each example uses of the machine, and what the rest of its time is."""
-    lines = ["| | of the peak FLOP/s | at the floor | the rest, mostly |", "|---|---:|---:|---|"]
+    lines = ["| | on | of the peak FLOP/s | at the floor | the rest, mostly |", "|---|---|---:|---:|---|"]
     for row in result["rows"]:
         rest = ", ".join(f"{share:.0%} {cause}" for cause, share in _named(row["chief"]))
-        lines.append(f"| {row['name']} | {row['of_peak']:.2%} | {row['at_the_floor']:.1%} | {rest} |")
+        where = {"cpu": "processor", "cuda": "GPU"}[row["device"]]
+        lines.append(
+            f"| {row['name']} | {where}, {row['dtype']} | {row['of_peak']:.4%} | {row['at_the_floor']:.2%} | {rest} |"
+        )
     return "\n".join(lines) + f"\n\n{_made(result)}\n"
 
 

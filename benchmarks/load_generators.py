@@ -13,6 +13,7 @@ Both give one shape: times in seconds, with ``p50`` and ``p99``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sglang_driver import DONE
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, Result, WorkSource, rate_levels, run_levels
 from transect.bench.target import Target, served_model
@@ -34,6 +36,8 @@ PROMPT, OUTPUT = (240, 960), (60, 240)
 WARM_UP = 4
 """Requests before those that count: connections, and nothing else that a server's first requests would meet."""
 GENERATORS = ("transect", "sglang")
+GROUPS, PREFIX, QUESTION = 4, 1500, 128
+"""Prefixes that requests share, their tokens, and those of what follows."""
 
 
 def word(number: int) -> str:
@@ -78,14 +82,17 @@ def sglang_script() -> Path:
     return path
 
 
-def sglang_command(url: str, folder: Path, rate: float, requests: int, seed: int, out: Path) -> list[str]:
+def sglang_command(
+    url: str, folder: Path, rate: float, requests: int, seed: int, out: Path, *, prefixes: bool = False
+) -> list[str]:
     """The command of one level.
 
     Args:
         folder: the model's, with its tokenizer.
         out: where its figures go.
+        prefixes: prompts begin with one of ``GROUPS`` texts, and all are of one length.
     """
-    options = {
+    options: dict[str, Any] = {
         "backend": "vllm",
         "base-url": url,
         "model": asyncio.run(served_model(url)),
@@ -100,24 +107,68 @@ def sglang_command(url: str, folder: Path, rate: float, requests: int, seed: int
         "seed": seed,
         "output-file": out,
     }
-    command = [sys.executable, "-P", str(sglang_script()), "--disable-tqdm"]
+    if prefixes:
+        options |= {
+            "dataset-name": "generated-shared-prefix",
+            "gsp-num-groups": GROUPS,
+            "gsp-prompts-per-group": -(-requests // GROUPS),
+            "gsp-system-prompt-len": PREFIX,
+            "gsp-question-len": QUESTION,
+            "gsp-output-len": sum(OUTPUT) // 2,
+        }
+    command = [str(sglang_script()), "--disable-tqdm"]
     return command + [part for name, value in options.items() for part in (f"--{name}", str(value))]
 
 
-def sglang(url: str, folder: Path, rate: float, requests: int, seed: int) -> dict[str, Any]:
-    """One level by SGLang's generator: its figures, in the shape of this project's.
+class SglangGenerator:
+    """SGLang's generator in a process of its own (``sglang_driver.py``), which loads its libraries meanwhile.
 
     Raises:
-        ValueError: it is not installed, or it failed; the message has its last words.
+        ValueError: it is not installed.
     """
-    with tempfile.TemporaryDirectory() as name:
-        out = Path(name) / "figures.jsonl"
-        command = sglang_command(url, folder, rate, requests, seed, out)
-        offline = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        ended = subprocess.run(command, env=offline, capture_output=True, text=True)
-        if ended.returncode or not out.exists():
-            raise ValueError(f"sglang.bench_serving failed: {(ended.stdout + ended.stderr)[-2000:]}")
+
+    def __init__(self) -> None:
+        sglang_script()
+        self._home = tempfile.TemporaryDirectory()
+        """It would keep prompts in the user's, and take them again for other seeds."""
+        settings = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("sglang_driver.py"))],
+            env=os.environ | settings | {"HOME": self._home.name},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def level(
+        self, url: str, folder: Path, rate: float, requests: int, seed: int, *, prefixes: bool = False
+    ) -> dict[str, Any]:
+        """One level: its figures, in the shape of this project's; arguments as of ``sglang_command``.
+
+        Raises:
+            ValueError: it failed; the message has its last words.
+        """
+        out = Path(self._home.name) / f"figures {rate:g} {seed}.jsonl"
+        command = sglang_command(url, folder, rate, requests, seed, out, prefixes=prefixes)
+        said, failure = "", "it has ended"
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(OSError):  # what it said before its end is read below
+            print(json.dumps(command), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:
+            if line.startswith(DONE):
+                failure = json.loads(line.removeprefix(DONE))
+                break
+            said += line
+        if failure or not out.exists():
+            raise ValueError(f"sglang.bench_serving failed: {(said + failure)[-2000:]}")
         return sglang_summary(json.loads(out.read_text()), requests)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+        self._home.cleanup()
 
 
 def sglang_summary(found: dict[str, Any], requests: int) -> dict[str, Any]:

@@ -1,12 +1,13 @@
 """A server with its default settings under requests that come one by one: what their senders feel, and why.
 
     python benchmarks/serve_load.py [--rates 8,24,40,inf] [--seeds 0,1,2] [--requests 400]
-        [--shape FOLDER_OR_PRESET] [--generator transect|sglang]
+        [--shape FOLDER_OR_PRESET] [--generator transect|sglang] [--work random|prefixes|chats]
 
 Random weights of a model's shape, a vocabulary of made-up words (each is one token, so text of any length can be made
 and every token has text), no prefix cache. Requests of 600 tokens in and 150 out, each of them 60% more or less, arrive
 at random (Poisson), from this project's generator or from one of others (``load_generators.py``). Beside the table
-stand vLLM's figures for the same work, measured apart.
+stand vLLM's figures for the same work, measured apart. Other work, with the prefix cache: prompts that begin alike, and
+chats of several turns (``load_chats.py``).
 
 The engine's decision log tells why tokens came late: for every gap between two steps how long was planned, launched,
 waited for the device, and what had been predicted (``step_timeline.py``); and where the time to each request's first
@@ -28,15 +29,30 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import record
-from load_generators import GENERATORS, OUTPUT, PROMPT, own, own_level, sglang, word
+from load_chats import TURNS, chats, run_chats
+from load_generators import (
+    GENERATORS,
+    GROUPS,
+    OUTPUT,
+    PREFIX,
+    PROMPT,
+    QUESTION,
+    SglangGenerator,
+    own,
+    own_level,
+    text,
+    word,
+)
 from request_stages import STAGES, request_stages, stages_line
 from step_timeline import timeline
-from transect.bench.levels import Result
+from transect.bench.levels import Level, Result
+from transect.bench.summary import summarize
+from transect.bench.target import Target, served_model
 from transect.explain.log import load
 
 VLLM = {
@@ -58,6 +74,12 @@ VLLM = {
 }
 """vLLM 0.24 on an H200 of the kind, with the same work from a load generator of others: measured apart, milliseconds;
 pairs are p50 and p99, ``itl`` is p99."""
+WORKS = {
+    "random": "",
+    "prefixes": f", {GROUPS} prefixes of {PREFIX:,} tokens before {QUESTION} of their own",
+    "chats": f", chats of {TURNS} turns",
+}
+"""Kinds of work, and what a page says of them."""
 COUNTERS = ("late_captures", "late_compilations", "timed_steps", "step_seconds", "predicted_step_seconds")
 
 
@@ -90,11 +112,13 @@ def model_folder(shape: str, folder: Path) -> Path:
 
 
 @contextmanager
-def server(model: Path, log: Path, extra: Sequence[str] = ()) -> Iterator[tuple[str, float]]:
-    """``transect serve`` for the length of the block; its URL, and the seconds until it was ready."""
+def server(model: Path, log: Path, extra: Sequence[str] = (), *, caching: bool = False) -> Iterator[tuple[str, float]]:
+    """``transect serve`` for the length of the block; its URL, and the seconds until it was ready. ``caching``: with a
+    prefix cache."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "transect", "serve", str(model), "--port", "0", "--load-format", "dummy"]
-    command += ["--no-prefix-caching", "--max-queue", "1024", "--decision-log", str(log), *extra]
+    command += [] if caching else ["--no-prefix-caching"]
+    command += ["--max-queue", "1024", "--decision-log", str(log), *extra]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -121,15 +145,20 @@ def counters(url: str) -> dict[str, float]:
 
 
 def run(
-    url: str, generator: str, folder: Path, rate: float, requests: int, seed: int
+    url: str, others: SglangGenerator | None, work: str, folder: Path, rate: float, requests: int, seed: int
 ) -> tuple[dict[str, Any], Result | None]:
     """One level of load: its summary, with the times of its beginning and end on the system's monotonic clock, and its
-    requests one by one, where the generator tells them."""
+    requests one by one, where the generator tells them. ``others``: a generator of others; None: this project's."""
     vocab = json.loads((folder / "config.json").read_text())["vocab_size"]
     result = None
     before, began = counters(url), time.monotonic()
-    if generator == "sglang":
-        summary = sglang(url, folder, rate, requests, seed)
+    if others is not None:
+        summary = others.level(url, folder, rate, requests, seed, prefixes=work == "prefixes")
+    elif work == "chats":
+        held = chats(requests, rate, seed, [text([number]) for number in range(1, vocab)])
+        found = asyncio.run(run_chats(Target(url, asyncio.run(served_model(url))), held))
+        summary = summarize(found)
+        result = Result(Level("requests/s", rate, []), summary, found.records, found.began)
     else:
         result = asyncio.run(own(url, own_level(rate, requests, seed, vocab - 1)))
         summary = result.summary
@@ -234,9 +263,11 @@ def page(result: dict[str, Any]) -> str:
     lines += stages_table(result)
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    kind = WORKS[result["work"].get("kind", "random")]
     lines.append(
         f"\n`{result['command']}` on one NVIDIA H200, {result['shape']}, {result['work']['requests']} requests from "
-        f"{result['generator']}, {versions}, {record.made_at([machine])}; ready after {result['ready_s']:.0f} s.\n"
+        f"{result['generator']}{kind}, {versions}, {record.made_at([machine])}; "
+        f"ready after {result['ready_s']:.0f} s.\n"
     )
     return "\n".join(lines)
 
@@ -246,6 +277,7 @@ def main() -> None:
     parser.add_argument("--rates", default="8,24,40,inf", help="requests per second; inf: all at once")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--generator", choices=GENERATORS, default="transect")
+    parser.add_argument("--work", choices=WORKS, default="random", help="all but random: with the prefix cache")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--shape", default="llama-3.1-8b", help="a preset, or a folder with a config.json")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further level begins")
@@ -253,29 +285,37 @@ def main() -> None:
     parser.add_argument("--keep-log", type=Path, help="where the decision log is copied to")
     parser.add_argument("options", nargs="*", help="further options of transect serve, after --")
     options = parser.parse_args()
+    if (options.work == "chats") == (options.generator == "sglang") and options.work != "random":
+        parser.error("prefixes come from --generator sglang, and chats from this project's")
     began = time.perf_counter()
     rates = [float(each) for each in options.rates.split(",")]
     result: dict[str, Any] = {
-        "command": "python benchmarks/serve_load.py" + (" --generator sglang" if options.generator == "sglang" else ""),
+        "command": "python benchmarks/serve_load.py"
+        + (" --generator sglang" if options.generator == "sglang" else "")
+        + ("" if options.work == "random" else f" --work {options.work}"),
         "environment": record.environment(("torch", "triton")),
         "shape": options.shape,
         "options": options.options,
         "generator": "sglang.bench_serving" if options.generator == "sglang" else "transect bench serve",
-        "work": {"requests": options.requests, "prompt": PROMPT, "output": OUTPUT},
+        "work": {"kind": options.work, "requests": options.requests, "prompt": PROMPT, "output": OUTPUT},
         "levels": [],
     }
     runs: list[Result | None] = []
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        others = SglangGenerator() if options.generator == "sglang" else None
+        if others is not None:
+            stack.callback(others.close)
         folder = model_folder(options.shape, Path(name) / "model")
         log = Path(name) / "decisions.log"
         try:
-            with server(folder, log, options.options) as (url, ready_s):
+            with server(folder, log, options.options, caching=options.work != "random") as (url, ready_s):
                 result["ready_s"] = ready_s
                 for seed in map(int, options.seeds.split(",")):
                     for rate in rates:
                         if time.perf_counter() - began > options.limit:
                             continue
-                        summary, requests = run(url, options.generator, folder, rate, options.requests, seed)
+                        level = options.work, folder, rate, options.requests, seed
+                        summary, requests = run(url, others, *level)
                         runs.append(requests)
                         result["levels"].append({"rate": f"{rate:g}", "seed": seed, "result": summary})
                         print(row(f"{rate:g}", f"seed {seed}", figures(summary)), summary["counters"], flush=True)

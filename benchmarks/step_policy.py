@@ -1,8 +1,9 @@
 """How steps should be sized while requests come one by one: the shipping scheduler on a virtual clock.
 
 400 requests of Llama-3.1-8B's shape, 600 tokens in and 150 out (each +-60%), arrive at random times (Poisson). A step
-takes what the cost model says for an H200 at the rates measured there, a little more for what it does not count, and as
-much noise as was seen. What is compared: the policies that decide how many tokens a step has, and planning late.
+takes what steps of its size took in a server on an H200 under such load (``step_timeline.sizes``), with as much noise
+as was seen; the host needs time to hand it over, and the server to read a request. What is compared: the policies that
+decide how many tokens a step has, and planning late.
 
 This is a simulation. It says which policy is better and why, not what a server will show.
 
@@ -12,61 +13,104 @@ This is a simulation. It says which policy is better and why, not what a server 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import sys
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import record
 from transect.bench.arrivals import random_arrivals
-from transect.bench.floors import Rates, step_floor
 from transect.engine.batch import ScheduledBatch, StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
+from transect.engine.gpu.step_sizes import row_bucket, token_bucket
 from transect.engine.request import Request
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.models.cost import Row
+from transect.engine.step_time import StepLoad
 from transect.models.presets import PRESETS
 
 MODEL = PRESETS["llama-3.1-8b"]
-H200 = Rates(4.35e12, 700e12, "H200")
-OF_FLOOR = 0.92
-"""Share of the floor at which steps run."""
+KEY_S = 2 * MODEL.n_layers * MODEL.n_kv_heads * MODEL.head_dim * 2 / (0.9 * 4.35e12)
+"""Seconds to read a position of the cache in bfloat16, at 90% of an H200's bandwidth."""
+PAIR_S = 4 * MODEL.n_layers * MODEL.n_heads * MODEL.head_dim / 400e12
+"""Seconds for a token of a prompt to attend to a position."""
 NOISE = 0.02
-HOST_S = 0.6e-3
-"""What the host needs to plan a step and to hand it over."""
+HOST_S, LAUNCH_S = 0.6e-3, 45e-3
+"""What the host needs to plan a step and to hand it over: as a graph, and kernel by kernel."""
+GRAPH_TOKENS = 1856
+"""Tokens of the largest step that is a graph."""
+READ_S, SERVER_S = 1.3e-3, 2e-3
+"""What the server needs to read a request, while others wait, and what a request takes beside that on its way."""
+MEASURED = "serve_load.json", "serve_load_sglang.json"
+"""The results that say what steps take."""
 REQUESTS, INPUT, OUTPUT, SPREAD = 400, 600, 150, 0.6
 
 POLICIES: dict[str, tuple[dict[str, Any], bool]] = {
     "whole prompts": ({}, False),
-    "fill_steps": ({"fill_tokens": 256}, False),
-    "384 tokens": ({"max_mixed_tokens": 384}, False),
+    "512 tokens": ({"max_mixed_tokens": 512}, False),
     "by time": ({"itl_target": 0.0}, False),
     "by time, planned late": ({"itl_target": 0.0}, True),
 }
 """Name: limits of the scheduler, and whether the loop waits for messages until the step must be planned."""
 
 
-class Device:
-    """An executor whose steps take the time that the cost model says."""
+class Sizes:
+    """What steps take by their sizes, as measured.
 
-    def __init__(self, clock: VirtualClock, seed: int) -> None:
-        self.clock = clock
+    Args:
+        results: of ``serve_load.py``.
+    """
+
+    def __init__(self, results: Sequence[dict[str, Any]]) -> None:
+        levels = [level for result in results for level in result["levels"]]
+        best: dict[tuple[bool, int], dict[str, Any]] = {}
+        for size in (size for level in levels for size in level["timeline"]["sizes"]):
+            key = size["mixed"], size["tokens"]
+            if size["steps"] > best.get(key, {"steps": 0})["steps"]:
+                best[key] = size
+        self.seconds = {key: size["learned"] - attending(size["keys"], size["pairs"]) for key, size in best.items()}
+
+    def of(self, batch: ScheduledBatch) -> float:
+        """Seconds of a step."""
+        load = StepLoad.of(batch)
+        mixed = load.tokens > len(batch.rows)
+        graph = load.tokens <= GRAPH_TOKENS
+        tokens = load.tokens if not graph else token_bucket(load.tokens) if mixed else row_bucket(load.tokens, True)
+        return self._between(mixed, tokens) + attending(load.keys, load.pairs)
+
+    def _between(self, mixed: bool, tokens: int) -> float:
+        known = sorted((size, seconds) for (kind, size), seconds in self.seconds.items() if kind == mixed)
+        place = min(max(bisect_left(known, (tokens, 0.0)), 1), len(known) - 1)
+        (low, first), (high, last) = known[place - 1 : place + 1]
+        return first + (last - first) * (tokens - low) / (high - low)
+
+
+def attending(keys: float, pairs: float) -> float:
+    """Seconds of attention, see ``StepLoad``."""
+    return keys * KEY_S + pairs * PAIR_S
+
+
+class Device:
+    """An executor whose steps take as long as they were measured to take."""
+
+    def __init__(self, clock: VirtualClock, sizes: Sizes, seed: int) -> None:
+        self.clock, self.sizes = clock, sizes
         self.free_at = 0.0
-        self.known: dict[tuple[int, int], float] = {}
         self.random = random.Random(seed)
 
     def submit(self, batch: ScheduledBatch) -> Pending:
-        self.clock.advance(HOST_S)
-        rows = [Row(row.num_tokens, row.end) for row in batch.rows]
-        drawn = sum(len(row.draws) for row in batch.rows)
-        seconds = step_floor(MODEL, rows, H200, None, drawn).seconds / OF_FLOOR
-        seconds *= self.random.gauss(1.0, NOISE)
-        self.free_at = max(self.clock.now(), self.free_at) + seconds
+        launch = LAUNCH_S if batch.num_tokens > GRAPH_TOKENS else HOST_S
+        begins = max(self.clock.now() + HOST_S, self.free_at)
+        self.clock.advance(launch)
+        seconds = self.sizes.of(batch) * self.random.gauss(1.0, NOISE)
+        self.free_at = max(begins + seconds, self.clock.now())
         tokens = {draw.seq_id: 1 for row in batch.rows for draw in row.draws}
         return Pending(self.clock, self.free_at, StepResult(tokens))
 
@@ -89,26 +133,28 @@ def length(rng: random.Random, mean: int) -> int:
     return rng.randint(round(mean * (1 - SPREAD)), round(mean * (1 + SPREAD)))
 
 
-def simulate(limits: dict[str, Any], late: bool, rate: float, seed: int) -> dict[str, float]:
+def simulate(sizes: Sizes, limits: dict[str, Any], late: bool, rate: float, seed: int) -> dict[str, float]:
     """One run; times in milliseconds. ``rate`` 0: all requests at once."""
     rng = random.Random(seed)
     times = random_arrivals(REQUESTS, rate, seed=seed) if rate else [0.0] * REQUESTS
     clock = VirtualClock()
     config = SchedulerConfig(
-        num_blocks=50_000, max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=8192, seed=0,
-        enable_prefix_caching=False, **limits,
+        num_blocks=50_000, max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=8192, seed=0,
+        enable_prefix_caching=False, graph_tokens=GRAPH_TOKENS, **limits,
     )  # fmt: skip
-    core = EngineCore(Scheduler(config, clock), Device(clock, seed), lag=1)
-    arrivals = [(at, length(rng, INPUT), length(rng, OUTPUT)) for at in times]
+    core = EngineCore(Scheduler(config, clock), Device(clock, sizes, seed), lag=1)
+    arrivals, comes = [(at, length(rng, INPUT), length(rng, OUTPUT)) for at in times], []
+    for at in times:
+        comes.append(max(at + SERVER_S, comes[-1] if comes else 0.0) + READ_S)
     seen: dict[str, list[float]] = {str(index): [] for index in range(REQUESTS)}
     coming = 0
     while coming < REQUESTS or core.has_work:
-        while coming < REQUESTS and arrivals[coming][0] <= clock.now():
+        while coming < REQUESTS and comes[coming] <= clock.now():
             at, prompt, output = arrivals[coming]
             params = SamplingParams(max_tokens=output, ignore_eos=True)
             core.add(Request(str(coming), tuple(range(prompt)), params, arrival_time=at))
             coming += 1
-        until = arrivals[coming][0] - clock.now() if coming < REQUESTS else float("inf")
+        until = comes[coming] - clock.now() if coming < REQUESTS else float("inf")
         if not core.has_work:
             clock.advance(until)
             continue
@@ -159,9 +205,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     rows = []
+    results = [json.loads((record.RESULTS / "h200" / name).read_text()) for name in MEASURED]
+    sizes = Sizes(results)
     for rate in options.rates:
         for name, (limits, late) in POLICIES.items():
-            runs = [simulate(limits, late, rate, seed) for seed in range(options.seeds)]
+            runs = [simulate(sizes, limits, late, rate, seed) for seed in range(options.seeds)]
             row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
             rows.append({"rate": rate, "policy": name} | row)
             print(f"{rate:5g}/s {name:24}" + " ".join(f"{key} {value:8.1f}" for key, value in row.items()), flush=True)

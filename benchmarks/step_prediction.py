@@ -121,6 +121,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found = what_if(log, floors, [f"max_num_batched_tokens={AFTER}"])
     assert found.errors is not None, "the run is too short to check step times"
     print(found.errors, *found.warnings, sep="\n", flush=True)
+    print(f"following the machine: {found.followed}\nlike steps: {found.like}", flush=True)
     logged(options, work, AFTER, second)
     measured = recorded(load(second))
     latencies = {}
@@ -145,6 +146,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": len(log.steps),
         "replay": dataclasses.asdict(again),
         "step_time_errors": dataclasses.asdict(found.errors),
+        "followed_errors": None if found.followed is None else dataclasses.asdict(found.followed),
+        "like_steps": None if found.like is None else dataclasses.asdict(found.like),
         "warnings": found.warnings,
         "changed": {"max_num_batched_tokens": [BEFORE, AFTER]},
         "latencies": latencies,
@@ -192,6 +195,19 @@ def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
     return {"with_log_s": with_log, "without_s": none, "extra": extra}
 
 
+def _spread(result: dict[str, Any]) -> str:
+    """What the machine itself varies by."""
+    followed, like = result.get("followed_errors"), result.get("like_steps")
+    if followed is None or like is None:
+        return ""
+    return (
+        f" Where each prediction knows how fast the machine was in the five steps before: median "
+        f"{followed['median']:.1%}, p99 {followed['p99']:.1%}. Decode steps of the same sequences differ from the mean "
+        f"of the steps before and after by {like['median']:.1%} at the median and {like['p99']:.1%} at p99: that is "
+        "the machine alone, and no model knows it beforehand."
+    )
+
+
 def table(result: dict[str, Any]) -> str:
     """Predictions beside what was measured."""
     steps, machine, extra = result["step_time_errors"], result["environment"], result["log"]["extra"]
@@ -199,7 +215,8 @@ def table(result: dict[str, Any]) -> str:
         f"{result['replay']['decisions']:,} decisions replayed, "
         + ("all the same" if result["replay"]["difference"] is None else "not the same")
         + f". Step times, first half of the log on the second ({steps['steps']:,} steps): median error "
-        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {extra:+.2%} of a batch's time.",
+        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {extra:+.2%} of a batch's time."
+        + _spread(result),
         "",
         f"| ms | {BEFORE} tokens a step | predicted for {AFTER} | measured with {AFTER} | error |",
         "|---|---|---|---|---|",

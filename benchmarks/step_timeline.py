@@ -18,15 +18,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transect.bench.summary import percentile
 from transect.engine.decisions import Done, Planned
+from transect.engine.gpu.step_sizes import row_bucket, token_bucket
 from transect.engine.step_time import StepLoad, StepTimes
 from transect.explain.log import RunLog, StepRow, last_rows_on, load, rows_of
 
 PARTS = ("commit", "take", "plan", "launch", "device")
 LONGEST = 16
+SEEN_S = 5e-5
+"""A step that was waited for this long was seen to end."""
 KINDS = (0, 1, 64, 128, 256, 512, 1024, 1 << 20)
 """Prompt tokens of a step: bounds of the kinds in the table."""
 
@@ -49,6 +53,9 @@ class Gap:
     """What the step was predicted to take, by what had been learned before it; 0: nothing."""
     learned: float
     """What it was measured to take."""
+    keys: int
+    pairs: int
+    """See ``StepLoad``."""
 
     @property
     def cause(self) -> str:
@@ -105,6 +112,8 @@ def gaps(log: RunLog) -> Iterator[Gap]:
                     (sum(new for _, _, new in ahead), prompt),
                     predicted,
                     event.learned,
+                    size.keys,
+                    size.pairs,
                 )
             before, planned = event, None
             last = {row[0] for row in mine}
@@ -115,7 +124,7 @@ def timeline(log: RunLog, begin: float = -math.inf, end: float = math.inf) -> di
 
     Returns:
         ``causes``: of the gaps from the 99th percentile on, the share that each part took; ``longest`` gaps;
-        ``kinds`` of steps with medians; seconds.
+        ``kinds`` of steps with medians; what steps of each of the sizes that they are padded to took; seconds.
     """
     found = [gap for gap in gaps(log) if begin <= gap.at <= end]
     felt = [gap for gap in found if gap.decodes]
@@ -137,7 +146,21 @@ def timeline(log: RunLog, begin: float = -math.inf, end: float = math.inf) -> di
         "causes": {"shares": shares, "gaps": dict(by_cause)},
         "longest": [asdict(gap) | {"cause": gap.cause} for gap in longest],
         "kinds": [row for low, high in pairwise(KINDS) for row in kind(found, low, high)],
+        "sizes": list(sizes(found)),
     }
+
+
+def sizes(found: Sequence[Gap]) -> Iterator[dict[str, Any]]:
+    """Of steps with prompts (``mixed``) and without, by the tokens that they are padded to: how many were measured, and
+    medians of what they took, of their rows that decode, and of their ``keys`` and ``pairs``."""
+    kinds: dict[tuple[bool, int], list[Gap]] = defaultdict(list)
+    for gap in found:
+        if gap.learned and gap.parts["device"] > SEEN_S:
+            mixed = gap.prompt_tokens > 0
+            kinds[mixed, token_bucket(gap.tokens) if mixed else row_bucket(gap.tokens, fine=True)].append(gap)
+    for (mixed, tokens), mine in sorted(kinds.items()):
+        medians = {name: median(getattr(gap, name) for gap in mine) for name in ("learned", "decodes", "keys", "pairs")}
+        yield {"mixed": mixed, "tokens": tokens, "steps": len(mine)} | medians
 
 
 def kind(found: Sequence[Gap], low: int, high: int) -> Iterator[dict[str, Any]]:

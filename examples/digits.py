@@ -81,18 +81,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Learn to read digits.")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--rate", type=float, default=1e-2, help="learning rate")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--plot", type=Path, help="draw the curve into this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
 
-    (x, y), test = data()
-    weights = initial()
+    device = torch.device(options.device)
+    (x, y), test = ((pictures.to(device), digits.to(device)) for pictures, digits in data())
+    weights = {name: nn.Parameter(weight.detach().to(device)) for name, weight in initial().items()}
     optimizer = build_optimizer(OptimizerConfig(learning_rate=options.rate, weight_decay=0.01), weights)
     generator = torch.Generator().manual_seed(0)
     print(f"before: {accuracy(*test, weights):.1%} of the test pictures are read right")
     losses = []
     for step in range(options.steps):
-        picked = torch.randint(len(y), (BATCH,), generator=generator)
+        picked = torch.randint(len(y), (BATCH,), generator=generator).to(device)
         loss = loss_of(x[picked], y[picked], weights)
         loss.backward()
         optimizer.step(1 - step / options.steps)  # the rate falls to 0, which averages the noise away

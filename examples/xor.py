@@ -29,7 +29,7 @@ Then every weight moves against its gradient: W <- W - r dW.
 
 The three ways: *by hand*, the formulas above as code; *operators*, the forward pass written with this project's
 operators, whose gradients are registered with torch (``matmul.py``, ``gelu.py``, ``softmax.py``, ``dot.py`` under
-``ops/``); *autograd*, with torch's own. All in float64 (on a CPU, where our operators then run their references), from
+``ops/``); *autograd*, with torch's own. All in float64 (in which our operators run their references), from
 the same weights. They must agree to the last digit printed, in every step.
 
     python examples/xor.py
@@ -51,8 +51,8 @@ from transect.ops.first.softmax import softmax
 from transect.ops.first.vector_add import vector_add
 from transect.ops.linear.many_rows.matmul import linear_autograd as linear
 
-X = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.float64)
-Y = F.one_hot(torch.tensor([0, 1, 1, 0])).double()
+ROWS = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]], dtype=torch.float64)
+ANSWERS = F.one_hot(torch.tensor([0, 1, 1, 0])).double()
 Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -71,8 +71,14 @@ def initial(hidden: int = 8, seed: int = 1) -> Weights:
     )
 
 
+def task(weights: Tensor) -> tuple[Tensor, Tensor]:
+    """X and Y, on the device of the weights."""
+    return ROWS.to(weights.device), ANSWERS.to(weights.device)
+
+
 def by_hand(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Weights]:
     """Loss and gradients, the formulas above line by line."""
+    X, Y = task(w1)
     a = X @ w1.T + b1
     normal = (1 + torch.erf(a / math.sqrt(2))) / 2
     s = a * normal
@@ -93,6 +99,7 @@ def by_hand(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> tuple[Tensor, Wei
 
 def with_operators(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """The loss, by operators of ``transect.ops``."""
+    X, Y = task(w1)
     p = softmax(linear(gelu(linear(X, w1, b1), False), w2, b2))
     d = vector_add(p, -Y)
     return dot(d, d) / 4
@@ -100,6 +107,7 @@ def with_operators(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
 
 def with_torch(w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
     """The loss, by torch."""
+    X, Y = task(w1)
     p = F.linear(F.gelu(F.linear(X, w1, b1)), w2, b2).softmax(1)
     return F.mse_loss(p, Y, reduction="sum") / 4
 
@@ -128,12 +136,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="XOR by a two-layer network, three ways.")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--rate", type=float, default=1.0, help="learning rate")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--plot", type=Path, help="draw the curve into this file")
     options = parser.parse_args()
     torch.set_num_threads(1)  # for matrices of a few numbers, more would only be slower
 
     every = max(1, options.steps // 8)
-    weights = dict.fromkeys(WAYS, initial())
+    weights = dict.fromkeys(WAYS, tuple(weight.to(options.device) for weight in initial()))
     losses: dict[str, list[float]] = {name: [] for name in WAYS}
     print("  step  " + "".join(f"{name:>20}" for name in WAYS))
     for step in range(1, options.steps + 1):
@@ -150,8 +159,8 @@ def main() -> None:
         for ours, other in zip(weights[name], weights["autograd"], strict=True):
             torch.testing.assert_close(ours, other, rtol=1e-10, atol=1e-10)
     w1, b1, w2, b2 = weights["operators"]
-    answers = softmax(linear(gelu(linear(X, w1, b1), False), w2, b2))[:, 1]
-    for (left, right), answer in zip(X.int().tolist(), answers.tolist(), strict=True):
+    answers = softmax(linear(gelu(linear(task(w1)[0], w1, b1), False), w2, b2))[:, 1]
+    for (left, right), answer in zip(ROWS.int().tolist(), answers.tolist(), strict=True):
         print(f"{left} xor {right}: 1 with probability {answer:.4f}")
     print("the three ways agree in every loss to 12 decimals, and in every weight at the end to 10")
     show({"loss": losses["operators"]}, options.plot)

@@ -3,6 +3,7 @@
 import json
 import sys
 from array import array
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,8 +30,9 @@ def modules(monkeypatch):
         load_generators=load_generators,
         request_stages=request_stages,
     )
-    for name in ("serve_load", "step_timeline", "load_generators", "request_stages", "record"):
+    for name in ("serve_load", "step_timeline", "load_generators", "load_chats", "request_stages", "sglang_driver"):
         sys.modules.pop(name, None)
+    sys.modules.pop("record", None)
 
 
 def test_every_token_of_the_made_up_vocabulary_is_a_word(modules, tmp_path):
@@ -70,6 +72,8 @@ def test_parts_of_a_gap_add_up_and_name_its_cause(modules, tmp_path):
     assert gap.predicted == pytest.approx(0.009, rel=0.01)
     found = step_timeline.timeline(step_timeline.load(log))
     assert found["causes"]["gaps"] == {"launch": 1} and found["p99"] == pytest.approx(0.030)
+    step = {"mixed": False, "tokens": 2, "steps": 1, "learned": 0.030, "decodes": 2, "keys": 34, "pairs": 0}
+    assert found["sizes"] == [pytest.approx(step)]
     assert step_timeline.timeline(step_timeline.load(log), begin=1.0) == {}
 
 
@@ -108,7 +112,7 @@ def test_the_stages_of_a_request_add_up_to_its_first_token(modules, tmp_path):
     assert found["steps"]["p50"] == 2
 
 
-def test_the_generator_of_others_is_asked_for_the_same_work(modules, tmp_path, monkeypatch):
+def test_the_generator_of_others_is_asked_for_the_same_work(modules, tmp_path, monkeypatch, capsys):
     """The script exists, its options are the ones it knows, and its figures come out in seconds."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("raise ImportError('needs a GPU')")
@@ -126,6 +130,7 @@ def test_the_generator_of_others_is_asked_for_the_same_work(modules, tmp_path, m
         "('ttft', 'tpot', 'itl', 'e2e_latency')}\n"
         "more = {'completed': 3, 'duration': 2.0, 'total_input_tokens': low, 'total_output_tokens': 9}\n"
         "figures = times | more | {'output_throughput': 4.5, 'concurrency': 1.0}\n"
+        "figures['groups'] = given.get('--gsp-num-groups')\n"
         "open(given['--output-file'], 'a').write(json.dumps(figures))\n"
     )
 
@@ -133,7 +138,22 @@ def test_the_generator_of_others_is_asked_for_the_same_work(modules, tmp_path, m
         return "model"
 
     monkeypatch.setattr(generators, "served_model", name)
-    found = generators.sglang("http://localhost:1", tmp_path, float("inf"), 3, 0)
+    import sglang_driver
+
+    monkeypatch.setattr(sglang_driver, "LIBRARIES", ())
+    lines = StringIO()
+    for prefixes in (False, True):
+        out = tmp_path / f"figures {prefixes}"
+        command = generators.sglang_command("http://localhost:1", tmp_path, float("inf"), 3, 0, out, prefixes=prefixes)
+        print(json.dumps(command), file=lines)
+    lines.seek(0)
+    monkeypatch.setattr(sys, "stdin", lines)
+    monkeypatch.setattr(sys, "argv", [])
+    sglang_driver.main()
+    said = [line for line in capsys.readouterr().out.splitlines() if line]
+    assert said == [f'{sglang_driver.DONE}""'] * 2
+    assert json.loads((tmp_path / "figures True").read_text())["groups"] == "4"
+    found = generators.sglang_summary(json.loads((tmp_path / "figures False").read_text()), 3)
     assert found["ttft"] == {"mean": 0.04, "p50": 0.04, "p99": 0.04} and found["input_tokens"] == 240
     assert modules.serve_load.figures(found) == pytest.approx([4.5] + [40.0] * 7)
 

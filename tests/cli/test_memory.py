@@ -81,10 +81,6 @@ def test_serving(capsys):
         (("llama-3.1-8b", "--train", "--tp", "3", "--device-memory", "80GB"), "cannot be cut for 3 ranks"),
         (("llama-3.1-8b", "--train", "--zero", "1", "--device-memory", "80GB"), "parallel.data to 2"),
         (("llama-9b", "--train"), "llama-9b"),
-        (
-            ("llama-3.1-8b", "--serve", "--kv-cache-dtype", "int8", "--device-memory", "80GB"),
-            "int8 is for CPUs: take kv_cache_dtype fp8",
-        ),
         (("qwen3-0.6b", "--serve", "--context", "99999"), "--context is 99999, but the model knows 40960 positions"),
     ],
 )

@@ -9,9 +9,10 @@ from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
 from transect.engine.vllm_arguments import engine_settings
 from transect.models.load import cache_dtype
-from transect.ops.attention.paged import kv_cache_write, paged_attention, paged_attention_torch
+from transect.ops.attention.paged import kv_cache_write, paged_attention, paged_attention_torch, rotary_kv_write
 from transect.ops.attention.paged.cache_codes import encode, values_of
 from transect.ops.attention.paged.kv_cache_write import example_batch
+from transect.ops.lang.jit import INTERPRETED
 
 SETTINGS = {"device": "cpu", "max_model_len": 64, "dtype": "bfloat16"}
 
@@ -78,6 +79,30 @@ def test_attention_reads_int8_as_the_values_it_stands_for(window):
     q = torch.randn(8, 4, 8, generator=generator)
     for attend in (paged_attention.reference, paged_attention_torch.tiled, paged_attention_torch.tiled_uniform):
         torch.testing.assert_close(attend(q, *stored, batch, 0.3, window), attend(q, *exact, batch, 0.3, window))
+
+
+@pytest.mark.skipif(not INTERPRETED and not torch.cuda.is_available(), reason="needs a GPU or Triton's interpreter")
+def test_kernels_write_and_read_int8_as_the_references():
+    """Both kernels that write it, and paged attention in decode, in prefill and in a window."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    batch = example_batch(((3, 20), (1, 33)), 16, 16).to(device)
+    generator = torch.Generator().manual_seed(2)
+    q, k, v, more = torch.randn(4, 4, 4, 16, generator=generator).to(device)
+    k, v = k[:, :2], v[:, :2] * 30
+    v[1, 0] = 0
+    stored = encode(torch.randn(2, 16, 2, 16, 16, generator=generator)).to(device)
+    want, found, turned = stored.clone(), stored.clone(), stored.clone()
+    kv_cache_write.reference(k, v, *want, batch)
+    kv_cache_write.triton_kv_cache_write(k, v, *found, batch)
+    straight, none = torch.ones(4, 8, device=device), torch.zeros(4, 8, device=device)
+    rotary_kv_write.triton_rotary_kv_write(more, k, v, straight, none, *turned, batch)
+    for each in (found, turned):
+        torch.testing.assert_close(values_of(each, torch.float32), values_of(want, torch.float32), rtol=0, atol=1e-3)
+        assert (each != want).float().mean() < 1e-3  # a quotient next to a half may be rounded the other way
+    for window in (None, 9):
+        expected = paged_attention.reference(q, *want, batch, 0.3, window)
+        read = paged_attention.PagedTriton()(q, *want, batch, 0.3, window)
+        torch.testing.assert_close(read, expected, rtol=2e-3 if device == "cuda" else 1e-5, atol=2e-3)
 
 
 def test_what_is_too_large_becomes_the_largest_number():

@@ -106,14 +106,16 @@ def test_same_tokens_as_the_cpu_runner(model, seed):
 
 def test_every_layout_comes_up(model):
     torch.set_num_threads(1)
-    seen = set()
+    seen, layouts = set(), {"none", "alone", "after decodes", "after chunks"}
     for seed in range(6):
+        if seen == layouts:
+            break
         rng = random.Random(seed)
         config = scheduler_config(rng)
         executor = Shapes(runner(model, config, whole_prompts=(2, 0)))
         run_workload(executor, config, random_arrivals(rng, VOCAB, 14), lag=1)
         seen |= executor.seen
-    assert seen == {"none", "alone", "after decodes", "after chunks"}
+    assert seen == layouts
 
 
 @pytest.mark.parametrize("fill_tokens", [None, 64])
@@ -149,9 +151,9 @@ def test_graphs_of_irregular_steps_are_there_before_the_first_of_them(model, mon
 
 
 def test_token_buckets():
-    assert [token_bucket(n) for n in (1, 64, 65, 129, 200, 1025, 2049)] == [64, 64, 80, 160, 224, 1280, 3072]
+    assert [token_bucket(n) for n in (1, 64, 65, 129, 200, 1025, 2049)] == [64, 64, 80, 160, 256, 1280, 3072]
     for tokens in range(65, 3000):
-        assert tokens <= token_bucket(tokens) <= (1.25 if tokens <= 2048 else 1.5) * tokens
+        assert tokens <= token_bucket(tokens) <= (1.6 if tokens <= 256 else 1.34 if tokens <= 2048 else 1.5) * tokens
 
 
 def test_sizes_of_mixed_steps_are_few_and_hold_what_they_are_for():

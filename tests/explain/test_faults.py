@@ -3,7 +3,7 @@
 import pytest
 import torch
 from effort import quick_first
-from planted_faults import GPU_NAMES, NAMES, ceilings, explain, load, verdict
+from planted_faults import GPU_NAMES, NAMES, ceilings, explain, healthy, load
 
 from transect.explain.program import Explain, machine_ceilings
 
@@ -30,15 +30,6 @@ def test_there_are_enough():
     assert len(NAMES) >= 15 and len({load(name).KIND for name in NAMES}) >= 15
 
 
-def healthy():
-    """Large products, in one thread, without gradients."""
-    x = torch.randn(700, 700)
-    with torch.inference_mode():
-        for _ in range(10):
-            x = (x @ x).mul_(0.01)
-    return x
-
-
 def test_a_healthy_program_gets_no_finding():
     torch.set_num_threads(1)
     healthy()
@@ -58,5 +49,6 @@ def test_the_right_fault_comes_first_on_a_gpu(name):
     limits = machine_ceilings()
     torch._C._cuda_clearCublasWorkspaces()  # one in a block of memory keeps the allocator from freeing that
     torch.cuda.empty_cache()
-    found = verdict(name, limits)
-    assert found.right, str(found)
+    found = explain(name, limits, "cuda")
+    assert found.findings and found.findings[0].kind == load(name, "cuda").KIND, str(found)
+    assert found.split.on_gpu and found.split.share("unexplained") < 0.05

@@ -10,7 +10,7 @@ from transect.bench.floors import Rates, step_floor
 from transect.engine.decisions import Done, Header, Planned
 from transect.engine.gpu.step_sizes import row_bucket, token_bucket
 from transect.explain.log import build
-from transect.explain.step_time import StepTime, calibrated, known_steps, measured_steps
+from transect.explain.step_time import StepTime, calibrated, errors, followed, known_steps, measured_steps, spread
 from transect.explain.work import Padding, StepWork
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
@@ -74,6 +74,28 @@ def test_steps_whose_times_nobody_knows_are_left_out():
     assert [each.number for each in log.steps if each.late] == [4]
     assert [each.number for each in known_steps(log)] == [2, 3, 6, 7, 8]
     assert len(measured_steps(log, StepWork.of(log.header, None))[0]) == 5
+
+
+def test_like_steps_show_what_the_machine_varies_by():
+    """Two sequences decode with times that differ by 4%; steps with a third one, or a chunk, are no like steps."""
+    records, at = [header(lag=0)], 0.0
+    for number in range(1, 61):
+        rows = [0, number, 1, 1, number, 1] + ([2, 0, 9] if number == 30 else [2, number, 1] if number == 40 else [])
+        records.append(Planned(number, at, at, array("I", rows).tobytes(), 0, "", 0, 1, 4))
+        at += 0.01 * (1.0 if number % 2 else 1.04) * (5 if number == 30 else 1)
+        records.append(Done(number, at, at, at))
+    found = spread(build(records))
+    assert found is not None and found.steps == 57 - 3 - 3
+    assert found.median == pytest.approx(0.04, rel=0.05) and found.p99 < 0.05
+    assert spread(build(records[:20])) is None
+
+
+def test_predictions_follow_a_machine_that_becomes_slower():
+    chance = np.random.default_rng(2)
+    predicted = chance.uniform(0.01, 0.02, 200)
+    measured = predicted * np.linspace(1.0, 1.6, 200)
+    found = errors(followed(predicted, measured), measured)
+    assert errors(predicted, measured).median > 0.2 and found.median < 0.02 and found.p99 < 0.03
 
 
 def test_a_log_that_nobody_waited_for_says_so():

@@ -9,6 +9,7 @@ from commands import run_here
 from planted_faults import ceilings
 
 from transect.explain.program import explain_trace
+from transect.explain.sampler import Frame, Sample, Samples
 from transect.explain.trace_file import PIECE, read_trace
 from transect.hardware.presets import preset
 
@@ -54,6 +55,52 @@ def test_a_gpu_trace_is_split_exactly(gpu_trace):
     assert parts["floor"] + parts["inefficiency"] == pytest.approx(800)
     assert parts["sync"] == pytest.approx(20 * 50, rel=0.1)
     assert found.findings[0].kind == "sync"
+
+
+def launched(name, shapes, types, begin, length, number, kernel="kernel"):
+    """An operator, and the kernel that it launches."""
+    dims = {"Input Dims": shapes, "Input type": types, "External id": number}
+    return [
+        event("cpu_op", name, begin, 8, **dims),
+        event("cuda_runtime", "cudaLaunchKernel", begin + 3, 4),
+        event("kernel", kernel, begin + 10, length, tid=7, **{"External id": number}),
+    ]
+
+
+def test_python_between_kernels_is_named_by_samples(tmp_path):
+    """Each step waits for a value, and then text is cut into words for 2 ms: that holds the GPU up, not the wait."""
+    events, samples = [], Samples()
+    line = (Frame("prepare.py", "tokenize", 7), Frame("train.py", "step", 3))
+    for number in range(20):
+        begin = 2100.0 * number
+        events += launched("aten::mul", [[64, 64], [64, 64]], ["float", "float"], begin, 50, number)
+        events.append(event("cuda_runtime", "cudaStreamSynchronize", begin + 10, 55))
+        samples.samples += [Sample(1e-6 * (begin + late), line, 0) for late in (500, 1000, 1500)]
+    found = explain_trace(
+        read_trace(write(tmp_path / "gpu.json", events)), ceilings(), samples, facts={"backward": True}
+    )
+    assert found.findings[0].kind == "tokenize" and "tokenize (prepare.py:7)" in found.findings[0].evidence
+    assert found.findings[0].gain == pytest.approx(19 * 2.05e-3, rel=0.01)
+    assert found.split.parts["host"] == pytest.approx(19 * 2.05e-3, rel=0.01) and not found.split.parts["sync"]
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "types", "kind"),
+    [
+        ("aten::copy_", [[512, 512], [512, 512], []], ["float", "c10::BFloat16", ""], "convert"),
+        ("aten::copy_", [[512, 512], [512, 512], []], ["float", "float", ""], "layout"),
+        ("aten::cat", [[[512, 512], [1, 512]], []], ["TensorList", ""], "grow"),
+        ("aten::mm", [[1, 2048], [2048, 2048]], ["c10::BFloat16", "c10::BFloat16"], "small batch"),
+        ("aten::add", [[512, 512], [512, 512]], ["double", "double"], "float64"),
+    ],
+)
+def test_kernels_are_what_launched_them(tmp_path, name, shapes, types, kind):
+    """A kernel's own name says little: what is found is found by the operator, its shapes and its types."""
+    steps = [launched(name, shapes, types, 60.0 * number, 50, number, "void kernel<float>") for number in range(40)]
+    trace = read_trace(write(tmp_path / "gpu.json", [each for step in steps for each in step]))
+    found = explain_trace(trace, preset("h200").ceilings())
+    assert found.findings[0].kind == kind, str(found)
+    assert (found.split.parts["copies"] > 0) == (kind in ("convert", "layout", "grow"))
 
 
 def test_an_independent_reading_agrees(gpu_trace):

@@ -1,8 +1,10 @@
 """A counterfactual replay predicts what the changed run does: checked against runs whose steps take known times."""
 
+import dataclasses
 import json
 import random
 
+import msgspec
 import pytest
 from commands import run_here
 from decision_logs import log_for
@@ -10,16 +12,19 @@ from decision_logs import log_for
 from transect.engine.batch import StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
+from transect.engine.decision_setup import _plain
 from transect.engine.request import Request
 from transect.engine.runner import Done
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.explain.log import build
+from transect.explain.rates import rates_for
 from transect.explain.simulate import recorded
 from transect.explain.step_time import StepTime, calibrated, drift, measured_steps
 from transect.explain.what_if import parse, what_if
 from transect.explain.work import Load, StepWork
+from transect.models.presets import PRESETS
 
 LIMITS = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_model_len": 200, "seed": 0}
 
@@ -67,8 +72,8 @@ def log(tmp_path_factory):
 
 def test_step_times_are_learnt(log):
     work = StepWork.of(log[0].header, None)
-    model, errors = calibrated(log[0], work)
-    assert errors.median < 0.05 and errors.p99 < 0.15
+    model, (errors, followed) = calibrated(log[0], work)
+    assert errors.median < 0.05 and errors.p99 < 0.15 and followed.p99 < 0.15
     assert drift(model, *measured_steps(log[0], work)) is None
     slower = [2 * seconds for seconds in measured_steps(log[0], work)[1]]
     assert drift(model, measured_steps(log[0], work)[0], slower).startswith("StepTimeDrift")
@@ -84,6 +89,41 @@ def test_a_change_is_predicted(log, change):
             assert getattr(found.predicted, kind)[name] == pytest.approx(getattr(truth, kind)[name], rel=0.1)
     assert found.predicted.tokens_per_second == pytest.approx(truth.tokens_per_second, rel=0.1)
     assert found.predicted.output_tokens == truth.output_tokens == found.measured.output_tokens
+
+
+def on_a_gpu(log):
+    """The same log, as if it were of an 8B model on an H200."""
+    header = msgspec.structs.replace(
+        log.header,
+        model=_plain(PRESETS["llama-3.1-8b"]),
+        device={"kind": "cuda", "name": "NVIDIA H200", "dtype": "bfloat16"},
+    )
+    return dataclasses.replace(log, header=header)
+
+
+@pytest.mark.parametrize(
+    ("change", "faster"),
+    [
+        ("preset=l4", 0.3),
+        ("preset=b200", 1.2),
+        ("quantization=int4", 1.5),
+        ("quantization=fp8", 1.2),
+        ("policy=static", 0.0),
+    ],
+)
+def test_another_device_format_or_policy(log, change, faster):
+    """Step times are scaled by the floors: less bandwidth takes longer, fewer bytes take less."""
+    seen = on_a_gpu(log[0])
+    work = StepWork.of(seen.header, rates_for(seen.header, "h200"))
+    found = what_if(seen, work, [change])
+    scale = found.same.itl["p50"] / found.predicted.itl["p50"]
+    if not faster:
+        assert found.predicted.ttft["p50"] > 1.5 * found.same.ttft["p50"] and not found.warnings
+        return
+    assert scale > faster if faster > 1 else scale < faster
+    assert any("scaled by the floors" in warning for warning in found.warnings)
+    with pytest.raises(ValueError, match="one of int4, int8, fp8, null"):
+        what_if(seen, work, ["quantization=int5"])
 
 
 def test_the_command(log):

@@ -127,6 +127,7 @@ def workloads(
         max_mixed_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
         fill_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
         itl_target=draw(st.sampled_from((None, None, 0.0, 1.5))),
+        graph_tokens=draw(st.sampled_from((None, None, 4, 12))),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
         policy=policy,  # type: ignore[arg-type]
@@ -303,6 +304,7 @@ class Run:
     def _step(self) -> None:
         before = (self.scheduler._step, len(self.scheduler._in_flight))
         waiting = {seq.seq_id: seq for seq in self._sequences() if seq.status is Status.WAITING}
+        check(self.scheduler.coming().tokens <= self.workload.config.max_num_batched_tokens, "too much is coming")
         outputs = self.core.step()
         for output in outputs:
             self._take(output)

@@ -16,7 +16,10 @@ from transect.hardware.ceilings import Ceilings
 FOLDER = Path(__file__).resolve().parents[1] / "explain" / "faults"
 _ALL = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 NAMES = [name for name in _ALL if not name.startswith("gpu_")]
-GPU_NAMES = [name for name in _ALL if name.startswith("gpu_")]
+HOST_ONLY = ("one_thread", "sync_in_the_loop", "tiny_operators")
+"""On a GPU the first is no fault, and the others have programs of their own."""
+GPU_NAMES = [name for name in _ALL if name not in HOST_ONLY]
+"""Those that a GPU runs: made for it, or the same on its tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,8 @@ class Verdict:
     obtained: float
     """What the fix saves, as a share of it."""
     wall: float
+    said: str = ""
+    """The whole explanation."""
 
     @property
     def right(self) -> bool:
@@ -49,12 +54,13 @@ class Verdict:
         )
 
 
-def load(name: str) -> ModuleType:
-    """The program."""
+def load(name: str, device: str = "cpu") -> ModuleType:
+    """The program, with its tensors on ``device``."""
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with torch.device(device):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -63,44 +69,45 @@ def ceilings() -> Ceilings:
     return Ceilings("test", 20e9, 20e9, {"float32": 100e9, "bfloat16": 100e9})
 
 
-def explain(name: str, limits: Ceilings | None = None) -> Explanation:
-    """What is said of the faulty program; it has run once before."""
+def explain(name: str, limits: Ceilings | None = None, device: str = "cpu", trace: Path | None = None) -> Explanation:
+    """What is said of the faulty program; it has run once before. ``trace``: keep the profiler's there."""
     torch.set_num_threads(1)  # two would wait for one another whenever something else runs here
-    module = load(name)
+    module = load(name, device)
     module.faulty()
-    with Explain(limits or ceilings(), cores=getattr(module, "CORES", 1)) as run:
+    with Explain(limits or ceilings(), cores=getattr(module, "CORES", 1), trace=trace) as run:
         module.faulty()
     assert run.result is not None
     return run.result
 
 
-def verdict(name: str, limits: Ceilings | None = None) -> Verdict:
+def verdict(
+    name: str, limits: Ceilings | None = None, device: str = "cpu", trace: Path | None = None, rounds: int = 5
+) -> Verdict:
     """Explain a program, and time it with its fault and without."""
-    found = explain(name, limits)
-    module = load(name)
+    found = explain(name, limits, device, trace)
+    module = load(name, device)
     module.fixed()
-    both = [(seconds(module.faulty), seconds(module.fixed)) for _ in range(5)]  # in turns: others use this machine
+    both = [(seconds(module.faulty), seconds(module.fixed)) for _ in range(rounds)]  # in turns: others use this machine
     with_fault, without = (min(column) for column in zip(*both, strict=True))
     first = found.findings[0].kind if found.findings else "nothing"
     mine = next((each.share for each in found.findings if each.kind == module.KIND), 0.0)
-    return Verdict(name, module.KIND, first, mine, 1 - without / with_fault, with_fault)
+    return Verdict(name, module.KIND, first, mine, 1 - without / with_fault, with_fault, str(found))
 
 
 def seconds(function) -> float:
-    """Time of one call."""
+    """Time of one call, and of what it left a GPU to do."""
     began = time.perf_counter()
     function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
-if __name__ == "__main__":
-    import sys
-
-    from transect.explain.program import machine_ceilings
-
-    limits = machine_ceilings()
-    verdicts = []
-    for each in sys.argv[1:] or NAMES:
-        verdicts.append(verdict(each, limits))
-        print(verdicts[-1], flush=True)
-    print(f"{sum(v.right for v in verdicts)} of {len(verdicts)} first, {sum(v.near for v in verdicts)} within 30%")
+def healthy(device: str = "cpu") -> torch.Tensor:
+    """A program without a fault: large products, without gradients."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (700, torch.float32)
+    x = torch.randn(size, size, device=device, dtype=dtype)
+    with torch.inference_mode():
+        for _ in range(10):
+            x = (x @ x).mul_(0.01)
+    return x

@@ -193,6 +193,58 @@ def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, type_name):
                 assert (gated(x).float() - wanted).norm() < 0.03 * wanted.norm()
 
 
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    """Experts in MXFP4, as gpt-oss has them: blocks of 32 inputs, gate and up in turn."""
+    folder = tmp_path_factory.mktemp("gpt-oss")
+    model = make_model("gpt-oss", hidden_size=64, intermediate_size=32)
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, weight in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = weight.bfloat16().contiguous()
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(120, 125, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    settings = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return resolve(str(folder))
+
+
+def test_experts_in_mxfp4_stay_packed(gpt_oss):
+    """The values and products of the file's numbers, at 4.5 bits each; logits as near as those of bfloat16 are."""
+    assert {name: layout.block_type for name, layout in held_layouts(gpt_oss)} == dict.fromkeys(
+        ("mlp.experts_gate", "mlp.experts_up", "mlp.experts_down"), "MXFP4"
+    )
+    assert storage_held(storage_for(2), held_layouts(gpt_oss)).of("mlp.experts_up") == 4.5
+    held, dense = load_model(gpt_oss, native=False), load_model(gpt_oss, native=False, dtype="float32")
+    starts, x = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32), torch.randn(6, 64)
+    for one, other in zip(held.layers, dense.layers, strict=True):
+        for name in ("experts_gate", "experts_up", "experts_down"):
+            packed, values = getattr(one.mlp, name), getattr(other.mlp, name)
+            assert packed.format.name == "MXFP4"
+            assert torch.equal(packed.dense().float(), values.dense())
+            rows = x[:, : packed.in_features].bfloat16()
+            wanted = values.grouped(rows.float(), starts)
+            torch.testing.assert_close(packed.grouped(rows, starts).float(), wanted, rtol=0.02, atol=0.02)
+    tokens, half = range(5, 45), copy.deepcopy(dense).bfloat16()
+    exact = logits(dense, tokens)
+    assert errors(logits(held, tokens), exact) <= 2 * errors(logits(half, tokens), exact)
+
+
+def test_parts_of_experts_in_mxfp4_are_read_alone(gpt_oss):
+    weights = stored_weights(gpt_oss)
+    stored = next(stored for name, stored in weights if name == "layers.0.mlp.experts_up.weight")
+    whole = stored.codes(slice(None), slice(None)).blocks
+    part = stored.codes(slice(20, 90), slice(32, 64)).blocks  # of three experts
+    assert whole.shape == (4 * 32, 2 * 17) and torch.equal(part, whole[20:90, 17:])
+    with pytest.raises(ValueError, match=r"packs 32 numbers of a row together.*columns 16 and 64"):
+        stored.codes(slice(None), slice(16, 64))
+    weights.close()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q5_1", "Q8_0"])

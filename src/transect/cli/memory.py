@@ -48,7 +48,7 @@ def command(
     quantization: Annotated[
         str | None, typer.Option(help="--serve: int4, fp8 or int8, for the layers' matrices.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, fp8, or int8 (CPU).")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, fp8 or int8.")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
@@ -262,7 +262,6 @@ def _serve(
     from ..parallel.memory import smallest_layout, smallest_sharing, stages
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
-    config.check_device(kind)
     context, positions = config.max_model_len, source.config.max_position
     if context is not None and context > positions:
         raise ValueError(f"--context is {context}, but the model knows {positions} positions: set it to that or less")

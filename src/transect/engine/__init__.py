@@ -41,4 +41,5 @@ With tensors, or on the way to them:
   ``replicas``, ``router``: several of them behind one face, and which gets a request.
   ``mailbox``: where a request's news wait for its task. ``socket_folder``: where their socket lies.
   ``grammar_queue``: requests whose grammars are being compiled.
+  ``collector``: the garbage collector in a process that serves.
 """

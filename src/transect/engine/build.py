@@ -103,12 +103,12 @@ def build_engine(
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
-    fill_tokens: int | None = None
+    fill_tokens = graph_tokens = None
     if device.type == "cuda":
         parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
         storage = parts.storage
-        fill_tokens = parts.fill_tokens
+        fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
     else:
         executor, size, why, storage = _build_cpu(config, source, mesh)
         if config.device == "auto" and torch.cuda.is_available():
@@ -122,6 +122,7 @@ def build_engine(
             max_mixed_tokens=config.max_mixed_tokens,
             fill_tokens=fill_tokens,
             itl_target=config.step_seconds,
+            graph_tokens=graph_tokens,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,

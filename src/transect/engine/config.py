@@ -46,9 +46,9 @@ class EngineConfig:
         quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
             multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
         kv_cache_dtype: ``auto``: keys and values are cached in the compute dtype. ``fp8``: in e4m3, at half the bytes
-            of bfloat16, with a scale of 1; numbers beyond 448 become 448. On a GPU by Triton kernels, and on Hopper
-            by a kernel in CUDA C++ where steps decode; by plain torch on a CPU. ``int8``: with a scale for each head of
-            a token, by plain torch on a CPU alone.
+            of bfloat16, with a scale of 1; numbers beyond 448 become 448. ``int8``: with a scale for each head of a
+            token. Both by Triton kernels on a GPU (fp8 on Hopper by a kernel in CUDA C++ where steps decode), and by
+            plain torch on a CPU.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
@@ -70,7 +70,7 @@ class EngineConfig:
             anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
             models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
             a server.
-        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: three times what the decodes
+        itl_target: milliseconds that a step may take in which sequences decode; ``auto``: 2.5 times what the decodes
             alone take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and
             makes them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in
             ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
@@ -237,12 +237,6 @@ class EngineConfig:
                 "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
                 "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
             )
-        if self.data_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                "ranks with requests of their own (data_parallel_size) do not share experts in stages: leave "
-                f"pipeline_parallel_size out and let tensor_parallel_size be "
-                f"{self.tensor_parallel_size * self.pipeline_parallel_size}, or leave data_parallel_size out"
-            )
 
     def _check_text(self) -> None:
         override = self.override_generation_config
@@ -283,15 +277,6 @@ class EngineConfig:
             seqs = min(default, tokens or default)
             self._check_steps(seqs)
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
-
-    def check_device(self, device: str) -> None:
-        """Whether a device of this type (``cpu``, ``cuda``) has what is asked for.
-
-        Raises:
-            ValueError: it has not.
-        """
-        if device == "cuda" and self.kv_cache_dtype == "int8":
-            raise ValueError("a KV cache in int8 is for CPUs: take kv_cache_dtype fp8 on a GPU")
 
     def for_server(self) -> EngineConfig:
         """This configuration with what is left to a server decided: steps are sized by time, unless something else

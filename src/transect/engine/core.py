@@ -12,6 +12,7 @@ waits for messages until ``time_to_plan`` says that the device will soon want th
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -67,8 +68,11 @@ class EngineCore:
         """The last step whose work was counted, and that work."""
         self._ended = 0.0
         """When the result of the last step came, in seconds of the scheduler's clock."""
-        self._planning = 0.0
-        """Seconds that planning and handing over a step takes, smoothed."""
+        self._planning = {False: 0.0, True: 0.0}
+        """Seconds that planning and handing over a step takes, smoothed; True: one that no graph is for."""
+        self._graph = scheduler.config.graph_tokens or math.inf
+        self._launched_large = False
+        """The newest step is one that no graph is for."""
         self._drawn = 0.0
         """When the draws of the oldest step in flight were handed over, where they waited for masks of grammars."""
         self._waited = False
@@ -112,14 +116,19 @@ class EngineCore:
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
-        late counts as a large error, so that the next ones come earlier.
+        late counts as a large error, so that the next ones come earlier. There is nothing to wait for where the prompts
+        that are here fill the next step already.
         """
         if not self._timed or not self.lag or len(self._in_flight) != 1:
+            return 0.0
+        coming = self.scheduler.coming()
+        if coming.full:
             return 0.0
         running = self._in_flight[0]
         work = self._work_of(running.batch)
         end = max(running.submitted, self._ended) + self.scheduler.times.soonest(work)
-        seconds = end - self._planning - SHORTEST_LEAD - self.scheduler.clock.now()
+        planning = self._planning[coming.tokens > self._graph]
+        seconds = end - planning - SHORTEST_LEAD - self.scheduler.clock.now()
         self._waited = self._waited or seconds > 0
         return max(seconds, 0.0)
 
@@ -131,7 +140,9 @@ class EngineCore:
         if batch is not None:
             handle = self.executor.submit(batch)
             self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
-            self._planning += 0.1 * (now() - began - self._planning)
+            self._launched_large = large = not batch.again and batch.num_tokens > self._graph
+            before = self._planning[large]
+            self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
             if len(self._in_flight) == 1:
                 self._draw()
         elif self.idle is not None:
@@ -172,7 +183,8 @@ class EngineCore:
         ended = now()
         learned = 0.0
         if self._timed:
-            learned = self._learn(done, ended, late=self._waited and ended - asked < LATE)
+            hidden = self._waited or (self._launched_large and self.lag > 0)
+            learned = self._learn(done, ended, late=hidden and ended - asked < LATE)
         self._ended = ended
         self._ready.extend(self.scheduler.commit(done.batch, result))
         if self.decisions is not None:
@@ -182,8 +194,8 @@ class EngineCore:
         """Tell how long a step took. Returns what was told, in seconds."""
         times, work = self.scheduler.times, self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
-        if late:  # it was over before, nobody knows when: sooner than predicted
-            seconds = min(seconds, EARLIER * times.predict(work))
+        if late:  # it was over before, nobody knows when: sooner than predicted, or the next took long to launch
+            seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
         times.learn(work, seconds)
         self._waited = False
         return seconds

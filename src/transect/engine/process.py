@@ -20,6 +20,7 @@ import msgspec
 import zmq
 
 from . import wire
+from .collector import keep_from_collector
 from .config import EngineConfig
 from .core import EngineCore
 from .gpu.compilers import compiling
@@ -69,6 +70,7 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
         traceback.print_exc()
         socket.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}", user_error=False)))
         return 1
+    keep_from_collector()
     for line in built.report:
         print(f"transect: {line}", file=sys.stderr)
     socket.send(wire.encode(_ready(built, time.monotonic() - started)))

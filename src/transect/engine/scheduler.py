@@ -40,7 +40,7 @@ from .plan import Plan
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
 from .sequence_blocks import SequenceBlocks
-from .step_budget import StepBudget
+from .step_budget import Coming, StepBudget
 from .step_time import StepTimes
 from .waiting_queue import WaitingQueue
 
@@ -125,6 +125,10 @@ class Scheduler:
 
     # Planning a step
 
+    def coming(self) -> Coming:
+        """What the next step would have if it were planned now."""
+        return self.budget.coming(self.running, self.waiting, self._cut)
+
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
         must come back through ``commit``, in order."""
@@ -132,8 +136,7 @@ class Scheduler:
         running = self.running
         depth = self.config.pipeline_depth
         most = -(-len(running) // depth)
-        decoding = any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running)
-        budget = self.budget.beside_decodes(running, self.waiting, self._cut) if decoding else self.budget.alone()
+        budget = self.budget.of_next(running, self.waiting, self._cut)
         spare = budget.tokens - len(running)
         plan = Plan(self._step + 1, budget.chunk)
         step, rows, sequences = plan.step, plan.rows, plan.sequences

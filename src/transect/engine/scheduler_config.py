@@ -24,6 +24,9 @@ class SchedulerConfig:
             tokens (``filling.py``), at least ``max_num_seqs``; None: never.
         itl_target: seconds that a step in which sequences decode may take, by what is known of the device
             (``step_budget.py``); 0: a multiple of what the decodes alone take; None: steps are not sized by time.
+        graph_tokens: tokens of the largest step with prompts that the host hands over at once, as a CUDA graph. It
+            takes long over larger ones, so steps sized by time are larger only where a long queue waits. None: all
+            steps are handed over alike.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
         policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
@@ -55,6 +58,7 @@ class SchedulerConfig:
     max_mixed_tokens: int | None = None
     fill_tokens: int | None = None
     itl_target: float | None = None
+    graph_tokens: int | None = None
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"

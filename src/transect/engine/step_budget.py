@@ -2,9 +2,7 @@
 
 Three rules, the first that applies:
 
-* ``itl_target``: as many as take no longer than a target, by what has been learned of this device (``step_time``), but
-  no more than are cheap: while weights are read anyway, prompt tokens cost little more than half of what they cost in
-  larger steps. The
+* ``itl_target``: as many as take no longer than a target, by what has been learned of this device (``step_time``). The
   target grows with the queue: if prompts wait for more than ``PATIENCE`` such steps, streams that flow and prompts that
   stand still would be the worse bargain for all. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens instead of time.)
 * ``fill_tokens``: so many that they cost little more than the decodes alone, as long as nothing ends later
@@ -20,19 +18,20 @@ from typing import NamedTuple
 from .filling import nothing_ends_later
 from .request import Sequence
 from .scheduler_config import SchedulerConfig
-from .step_time import KNOTS, StepLoad, StepTimes
+from .step_time import StepLoad, StepTimes
 from .waiting_queue import WaitingQueue
 
-AUTO_RATIO = 3.0
+AUTO_RATIO = 2.5
 """Without a target in milliseconds: a step with prompts may take so many times as long as the decodes alone."""
 PATIENCE = 8
 """Steps for which prompts may wait before steps become longer than the target."""
 LONG = 4
 """A prompt that needs more such steps than this gets half of each while others wait."""
-CHEAP = 0.85
-"""A step has fewer tokens than the target allows if a prompt token then costs no more than this share. With an 8B
-model on an H200 it costs 13 us in steps of 256 tokens, 15 of 384 and 17 to 21 in larger ones. In steps of 128 it costs
-10, but a prompt then takes so many steps that its first token comes later (``benchmarks/step_policy.py``)."""
+LARGE = 4
+"""Steps that the host has to launch kernel by kernel are for queues of so many of the largest that are launched at
+once: the device waits while the first of them is launched."""
+KEPT = 0.75
+"""The share of a step's room for prompts that must be left when its tokens are rounded down (``even``)."""
 LEARN_STEPS = 8
 """Steps to measure before any is sized by time."""
 
@@ -43,6 +42,14 @@ class Budget(NamedTuple):
     tokens: int
     chunk: int
     """Tokens that one prompt may take of it: a long one leaves room for those behind it."""
+
+
+class Coming(NamedTuple):
+    """The next step, as far as it is known before it is planned."""
+
+    tokens: int
+    full: bool
+    """A prompt that comes now would not be part of it."""
 
 
 class StepBudget:
@@ -60,17 +67,17 @@ class StepBudget:
         self._config = config
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        graph = config.graph_tokens or 0
+        self._graph = min(graph, self._mixed) if graph >= 2 * config.max_num_seqs else self._mixed
 
-    def alone(self) -> Budget:
-        """A step in which nobody decodes."""
-        return Budget(self._config.max_num_batched_tokens, self._chunk)
-
-    def beside_decodes(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool) -> Budget:
-        """A step in which some of ``running`` decode.
+    def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool) -> Budget:
+        """What the next step may have.
 
         Args:
             cut: the step before left a prompt unfinished.
         """
+        if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
+            return Budget(self._config.max_num_batched_tokens, self._chunk)
         if not (len(waiting) or cut):
             return Budget(self._mixed, self._chunk)
         if self._config.itl_target is not None:
@@ -81,32 +88,31 @@ class StepBudget:
             return Budget(self.fill_tokens, self._chunk)
         return Budget(self._mixed, self._chunk)
 
+    def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool) -> Coming:
+        """What the next step would have if it were planned now; arguments as of ``of_next``."""
+        if not (len(waiting) or cut):
+            return Coming(len(running), False)
+        tokens, chunk = self.of_next(running, waiting, cut)
+        here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
+        here += waiting.num_tokens if chunk >= tokens else sum(min(seq.length, chunk) for seq in waiting.in_order())
+        return Coming(min(here, tokens), here >= tokens)
+
     def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue) -> Budget:
         left = [(seq.length - seq.scheduled, seq.scheduled) for seq in running]
         prompts = [(count, done) for count, done in left if count > 1]
         rows = len(left)
         beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
         context = prompts[0][1] if prompts else 0
-        seconds = target or AUTO_RATIO * self.times.predict(beside)
-        tokens = self._cheap(self.times.most_tokens(seconds, beside, context, self._mixed), beside)
         waits = sum(count for count, _ in prompts) + waiting.num_tokens
+        most = self._graph if waits < LARGE * self._graph else self._mixed
+        seconds = target or AUTO_RATIO * self.times.predict(beside)
+        tokens = even(self.times.most_tokens(seconds, beside, context, most), rows)
         steps = waits / max(tokens - rows, 1)
         if steps > PATIENCE:
-            tokens = self.times.most_tokens(seconds * steps / PATIENCE, beside, context, self._mixed)
+            tokens = even(self.times.most_tokens(seconds * steps / PATIENCE, beside, context, most), rows)
         room = tokens - rows
         shared = len(prompts) + len(waiting) > 1 and any(count > LONG * room for count, _ in prompts)
         return Budget(tokens, min(self._chunk, max(1, (room + 1) // 2)) if shared else self._chunk)
-
-    def _cheap(self, most: int, beside: StepLoad) -> int:
-        """``most`` tokens, or the largest number below at which each for a prompt costs much less."""
-        alone = self.times.predict(beside)
-
-        def each(tokens: int) -> float:
-            return (self.times.predict(beside._replace(tokens=tokens)) - alone) / (tokens - beside.tokens)
-
-        sizes = [knot for knot in KNOTS if beside.tokens < knot < most]
-        limit = CHEAP * each(most) if sizes else 0.0
-        return max((tokens for tokens in sizes if each(tokens) <= limit), default=most)
 
     def _fills(self, running: Listed[Sequence], waiting: WaitingQueue) -> bool:
         return (
@@ -115,3 +121,11 @@ class StepBudget:
             and len(waiting) + len(running) <= self._config.max_num_seqs
             and nothing_ends_later(self.fill_tokens, running, waiting.in_order())
         )
+
+
+def even(tokens: int, rows: int) -> int:
+    """``tokens`` rounded down to a size that products cut into whole tiles, and that graphs are for, where that leaves
+    nearly as many for prompts beside ``rows`` that decode."""
+    unit = 64 if tokens < 384 else 128 if tokens < 1280 else 256
+    rounded = tokens // unit * unit
+    return rounded if rounded - rows >= KEPT * (tokens - rows) else tokens

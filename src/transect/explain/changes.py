@@ -338,10 +338,12 @@ def _close(one: Any, other: Any) -> bool:
 
 def _near(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        same = one.shape == other.shape and one.dtype == other.dtype
-        return same and (
-            torch.allclose(one, other, RELATIVE, ABSOLUTE) if one.is_floating_point() else torch.equal(one, other)
-        )
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if not one.is_floating_point():
+            return torch.equal(one, other)
+        rounding = 2 * torch.finfo(one.dtype).eps  # of bfloat16 more than ``RELATIVE``
+        return torch.allclose(one, other, max(RELATIVE, rounding), ABSOLUTE)
     return type(one) is type(other)
 
 

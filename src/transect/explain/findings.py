@@ -182,11 +182,12 @@ def small_batch(material: Material) -> Iterator[Finding]:
     """The same product with few rows, again and again: the weights are read every time."""
     gain, evidence, worst = 0.0, "", 0.0
     for op in material.split.ops:
-        rows = _rows(op.key)
-        if op.key.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
+        key = replace(op.key, name=op.name)
+        rows = _rows(key)
+        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
             continue
         count = min(op.calls, 256)
-        batched = floor(_with_rows(op.key, rows * count), material.ceilings)
+        batched = floor(_with_rows(key, rows * count), material.ceilings)
         if batched is None:
             continue
         efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
@@ -194,7 +195,7 @@ def small_batch(material: Material) -> Iterator[Finding]:
         gain += max(0.0, seconds)
         if seconds > worst:
             worst = seconds
-            evidence = f"{op.key.name} {op.calls} times with {rows} rows ({op.key.shapes})"
+            evidence = f"{op.name} {op.calls} times with {rows} rows ({op.key.shapes})"
     if gain:
         yield Finding(
             "small batch",
@@ -224,7 +225,7 @@ def conversions(material: Material) -> Iterator[Finding]:
     """Copies that change the type, the layout or the length of the same tensors."""
     groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
     for op in material.split.named(*COPIES):
-        if op.key.name in ("aten::cat", "aten::stack"):
+        if op.name in ("aten::cat", "aten::stack"):
             groups["grow"].append(op)
         elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:
             groups["convert" if op.key.types[0] != op.key.types[1] else "layout"].append(op)
@@ -245,17 +246,17 @@ def conversions(material: Material) -> Iterator[Finding]:
         kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
         seconds = max(0.0, spent - kept) if kind != "layout" else spent
         title, advice = texts[kind]
-        evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.key.name} {most.key.shapes}"
+        evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.name} {most.key.shapes}"
         yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)
 
 
 def wide_numbers(material: Material) -> Iterator[Finding]:
     """float64 where float32 would do; float32 products where a GPU has faster ones."""
-    double = [op for op in material.split.ops if "double" in op.key.types and op.key.name not in COPIES]
-    seconds = sum(op.seconds - op.launch for op in double)
+    double = [op for op in material.split.ops if "double" in op.key.types and op.name not in COPIES]
+    seconds = sum(op.seconds - (0.0 if op.operator else op.launch) for op in double)  # a kernel was called beforehand
     if seconds:
         most = max(double, key=lambda op: op.seconds)
-        evidence = f"{1e3 * seconds:.1f} ms in float64, most of it in {most.key.name} {most.key.shapes}"
+        evidence = f"{1e3 * seconds:.1f} ms in float64, most of it in {most.name} {most.key.shapes}"
         advice = "use float32: a number takes half the bytes and half the time"
         yield Finding("float64", "float64 numbers", evidence, seconds / 2, advice)
     rates = material.ceilings.flops_per_second

@@ -12,6 +12,7 @@ import re
 import sysconfig
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,6 +22,9 @@ from .split import COMPILING, LOADING, LONG_GAP_S, SHORT_GAP_S, WINDOW, Gap, Spl
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
 WAITING = re.compile(r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy$")
+COMPUTED = " on the host"
+"""Ends the label of a gap in which an operator computed there."""
+READS = ("aten::item", "aten::_local_scalar_dense")
 LIBRARY = (
     sysconfig.get_paths()["stdlib"],
     sysconfig.get_paths()["purelib"],
@@ -83,7 +87,7 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
             split.parts[part] -= moved
             split.parts["profiler"] += moved
             left -= moved
-        return []
+        return _moved(split, _named(split, samples, offset))
     short = SHORT_GAP_S
     if len(split.gaps) >= 100:
         short = min(max(short, 10 * float(np.median([gap.seconds for gap in split.gaps]))), LONG_GAP_S)
@@ -91,12 +95,17 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
         if gap.seconds <= short:
             gap.part = "launch"
         split.parts[gap.part] += gap.seconds
-    named = _sampled(split, samples, offset) if samples is not None and samples.samples else _called(split)
+    named = _named(split, samples, offset)
     long = [gap.seconds for gap in split.gaps if gap.part == "host"]
     if len(split.gaps) >= 100 and len(long) < RARE * len(split.gaps) and max(long, default=0.0) < INTERRUPTED_S:
         # Rare and not very long: the loop was interrupted by other work on the machine.
         loop = Doing("launch", "loop", None)
         named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
+    return _moved(split, named)
+
+
+def _moved(split: Split, named: list[Named]) -> list[Named]:
+    """Give the parts that are no Python their time."""
     for each in named:
         if each.doing.part != "host":
             split.parts["host"] -= each.seconds
@@ -104,8 +113,20 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
     return named
 
 
+def _named(split: Split, samples: Samples | None, offset: float) -> list[Named]:
+    """What the host did in its gaps, without what the profiler added to them."""
+    found = _sampled(split, samples, offset) if samples is not None and samples.samples else _called(split)
+    whole = sum(gap.seconds for gap in split.gaps if gap.part == "host")
+    return [replace(each, seconds=each.seconds * split.parts["host"] / whole) for each in found]
+
+
+def _of_python(split: Split) -> list[Gap]:
+    """The host's gaps but those in which operators computed there."""
+    return [gap for gap in split.gaps if gap.part == "host" and not gap.label.endswith(COMPUTED)]
+
+
 def _sampled(split: Split, samples: Samples, offset: float) -> list[Named]:
-    host = [gap for gap in split.gaps if gap.part == "host"]
+    host = _of_python(split)
     begins = [gap.begin for gap in host]
     counts: Counter[Doing] = Counter()
     episodes: Counter[str] = Counter()
@@ -156,7 +177,7 @@ def _called(split: Split) -> list[Named]:
     indices = [int(i) for i in trace.where(PYTHON) if trace.lane[i] == split.lane]
     if not indices:
         return []
-    host = [gap for gap in split.gaps if gap.part == "host"]
+    host = _of_python(split)
     counts: Counter[str] = Counter()
     for gap in host:
         inside = [i for i in indices if trace.ts[i] < gap.end and trace.ts[i] + trace.dur[i] > gap.begin]
@@ -181,26 +202,37 @@ def _between_kernels(trace: Trace, gap: Gap, alone: set[int]) -> tuple[str, str]
             name = trace.key_of(index).name
             if trace.kind[index] in (RANGE, OP, PYTHON) and name != WINDOW and pattern.search(name):
                 return part, name
-    for index in cache:
-        name = trace.key_of(index).name
-        if trace.kind[index] == RUNTIME and WAITING.search(name):
-            return "sync", name
-        if name in ("aten::item", "aten::_local_scalar_dense"):
-            return "sync", name
 
     def within(i: int) -> float:
         return max(0.0, min(gap.end, trace.ts[i] + trace.dur[i]) - max(gap.begin, trace.ts[i]))
 
     on_host = [i for i in cache if i in alone]
     if sum(map(within, on_host)) >= gap.seconds / 2:
-        return "host", f"{trace.key_of(max(on_host, key=within)).name} on the host"
-    busy = sum(within(i) for i in cache if trace.kind[i] in (OP, RUNTIME))
-    if gap.seconds <= SHORT_GAP_S or busy >= gap.seconds / 2:
+        return "host", trace.key_of(max(on_host, key=within)).name + COMPUTED
+    calls = [i for i in cache if trace.kind[i] in (OP, RUNTIME)]
+    short = gap.seconds <= LONG_GAP_S
+    issued = (sum(map(within, calls)) if short else _covered(trace, calls, gap)) >= gap.seconds / 2
+    if short or issued:  # in a longer one without calls Python computes, whatever it waited for before
+        for index in calls:
+            name = trace.key_of(index).name
+            if (trace.kind[index] == RUNTIME and WAITING.search(name)) or name in READS:
+                return "sync", name
+    if gap.seconds <= SHORT_GAP_S or issued:
         return "launch", "the host was issuing work"
     python = [i for i in cache if trace.kind[i] == PYTHON]
     if python:
         return "host", trace.key_of(max(python, key=lambda i: trace.ts[i])).name
     return ("host", "") if cache else ("unexplained", "")
+
+
+def _covered(trace: Trace, calls: Sequence[int], gap: Gap) -> float:
+    """Seconds of a gap in which one of these events, in the order of their begins, was under way."""
+    seconds, reached = 0.0, gap.begin
+    for index in calls:
+        last = min(float(trace.ts[index] + trace.dur[index]), gap.end)
+        seconds += max(0.0, last - max(float(trace.ts[index]), reached))
+        reached = max(reached, last)
+    return seconds
 
 
 def _overlapping(trace: Trace, gap: Gap) -> list[int]:

@@ -27,7 +27,9 @@ SIZES = {
     "c10::complex<float>": 8,
 }
 DTYPES = {"float": "float32", "double": "float64", "c10::half": "float16", "c10::bfloat16": "bfloat16"}
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_int_mm", "aten::addmv", "aten::mv"}
+OURS = "transect::matmul"
+"""Its second factor is transposed, as a layer's weight is."""
+PRODUCTS = {OURS, "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_int_mm", "aten::addmv", "aten::mv"}
 CONVOLUTIONS = {
     "aten::mkldnn_convolution",
     "aten::cudnn_convolution",
@@ -112,7 +114,7 @@ def _product(name: str, shapes: list[list[int]], width: int) -> Cost | None:
     left, right = shapes[0], shapes[1]
     inner = left[-1]
     outer = math.prod(left[:-1])
-    columns = right[-1] if len(right) > 1 else 1
+    columns = right[0] if name == OURS else right[-1] if len(right) > 1 else 1
     written = outer * columns
     return Cost(2.0 * written * inner, (math.prod(left) + math.prod(right)) * width, written * width)
 

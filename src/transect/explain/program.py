@@ -114,6 +114,8 @@ class Explain:
         if kind is not None and not issubclass(kind, SystemExit):
             return
         trace = self._trace()
+        if torch.cuda.is_available() and not trace.on_gpu:
+            self._overhead = profiler_seconds("cpu")
         marked = [i for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
         offset = float(trace.ts[marked[0]]) - self._began if marked else 0.0
         self.result = explain_trace(
@@ -209,9 +211,10 @@ def machine_ceilings() -> Ceilings:
 
 
 @functools.cache
-def profiler_seconds() -> float:
-    """What the profiler adds to a small operator, measured once; with a GPU, to one that launches a kernel."""
-    on_gpu = torch.cuda.is_available()
+def profiler_seconds(device: str = "") -> float:
+    """What the profiler adds to a small operator on ``device``, measured once; by default on the GPU, if there is one,
+    where an operator launches a kernel."""
+    on_gpu = device != "cpu" and torch.cuda.is_available()
     x = torch.ones(4, device="cuda" if on_gpu else "cpu")
 
     def work() -> float:

@@ -30,6 +30,7 @@ from .step_time import StepTime
 from .work import StepWork
 
 MACHINE = ("preset", "quantization")
+QUANTIZATIONS = ("int4", "int8", "fp8", None)
 """Settings of a what-if that are not the scheduler's."""
 
 
@@ -126,8 +127,9 @@ def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[Sc
         rates = rates_for(log.header, machine["preset"]) or rates
     storage: Storage = work.storage
     if "quantization" in machine:
-        if machine["quantization"] not in ("int4", None):
-            raise ValueError(f"--set quantization must be int4, not {machine['quantization']!r}")
+        if machine["quantization"] not in QUANTIZATIONS:
+            known = ", ".join(str(name or "null") for name in QUANTIZATIONS)
+            raise ValueError(f"--set quantization must be one of {known}, not {machine['quantization']!r}")
         native = log.header.device.get("kind") == "cpu"
         packed = storage_for(2, machine["quantization"], native=native)
         storage = dataclasses.replace(storage, linear=packed.linear, matrices=())

@@ -74,6 +74,11 @@ class OpStat:
     """The operator that launched it, for a kernel."""
 
     @property
+    def name(self) -> str:
+        """The operator's name; a kernel has that of the operator that launched it, where that is known."""
+        return self.operator or self.key.name
+
+    @property
     def launch(self) -> float:
         """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
         floor = self.floor or 0.0
@@ -142,8 +147,8 @@ class Split:
         return self.wall - waited - self.profiling
 
     def named(self, *names: str) -> list[OpStat]:
-        """Operators with these names."""
-        return [op for op in self.ops if op.key.name in names]
+        """Operators with these names, and kernels that they launched."""
+        return [op for op in self.ops if op.name in names]
 
 
 def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, padding: float = 0.0) -> Split:
@@ -343,6 +348,9 @@ def _device(
             ops_seen[mark].add(op)
     for mark, stat in stats.items():
         if COMMUNICATION.search(stat.key.name) or mark[0].startswith(("Memcpy", "Memset")):
+            continue
+        if stat.operator in COPIES:
+            parts["copies"] += stat.seconds
             continue
         if stat.floor is None:
             parts["unrated"] += stat.seconds

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from .decoder import Decoder, Layer
 from .embedding import Embedding
 from .moe import MoE
 from .norm import RMSNorm
-from .weights.weight import Product, StreamProduct, Unsummed, Weight
+from .weights.weight import Chain, Product, StreamProduct, Unsummed, Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def refusal(config: ModelConfig) -> str | None:
     """Why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the fused layers are for RMSNorm, gated MLPs and rotary positions"
-    beyond = [what for what in config.beyond_stacks if what != "experts"]
+    beyond = [what for what in config.beyond_stacks if what not in ("experts", "attention sinks")]
     return f"the fused layers do not have {beyond[0]}" if beyond else None
 
 
@@ -92,6 +93,9 @@ class FusedStack:
         streamed = all(layer.on_stream for layer in self._layers)
         self._on_stream = self._layers[0].on_stream if streamed else None
         """The first layer's products on the stream, where all layers have them: they say which steps they take."""
+        self._chains = [_chain(layer, after) for layer, after in pairwise(self._layers)] + [None]
+        self._offloaded = lambda: model.offloaded is not None
+        """Whether layers come in their turn: then none may read the weights of the next."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
         """For each position, cosines and then sines."""
@@ -154,10 +158,20 @@ class FusedStack:
         """Does what ``_run`` does, by products that begin and end at the residual stream; all tokens are wanted."""
         first = self._layers[0].attention_norm
         stream = Stream(x_TD, first(x_TD), None, first.eps)
-        for layer, after in zip(self._in_turn(self._layers), [*self._layers[1:], None], strict=True):
+        chains = self._chains if len(x_TD) == 1 and not self._offloaded() else [None] * len(self._layers)
+        qkv: Tensor | None = None
+        for layer, after, chain in zip(self._in_turn(self._layers), [*self._layers[1:], None], chains, strict=True):
             products, norm = layer.on_stream, layer.mlp_norm
             assert products is not None
-            attended_THd = self._attend(layer, products.qkv.linear(stream), rotation, context, None)
+            if qkv is None:
+                qkv = products.qkv.linear(stream)
+            attended_THd = self._attend(layer, qkv, rotation, context, None)
+            if after is not None and chain is not None:
+                then = after.attention_norm
+                weights, eps = (norm.weight, then.weight), (norm.eps, then.eps)
+                qkv, x_TD = chain(attended_THd.flatten(-2), x_TD, weights, eps)
+                continue
+            qkv = None
             stream = products.o.add(attended_THd.flatten(-2), x_TD, norm.weight, norm.eps)
             gated_TF = products.gate_up.gated(stream)
             x_TD = stream.total
@@ -211,13 +225,13 @@ class FusedStack:
                 q_THd, k_TKd = q_norm(q_THd), k_norm(k_TKd)
             q_THd, k_TKd = self._ops.rotary(q_THd, k_TKd, *rotation)
             self._ops.kv_cache_write(k_TKd, v_TKd, k_cache, v_cache, context.batch)
-        scale, window = config.attention_scale, layer.window
+        scale, window, how = config.attention_scale, layer.window, layer.scores
         if wanted is None:
-            return context.attend_written(layer.index, q_THd, k_TKd, v_TKd, scale, window)
+            return context.attend_written(layer.index, q_THd, k_TKd, v_TKd, scale, window, **how)
         q_RHd = q_THd.index_select(0, wanted.tokens_R)
         if not len(q_RHd):
             return q_RHd
-        return self._ops.paged_attention(q_RHd, k_cache, v_cache, wanted.batch, scale, window)
+        return self._ops.paged_attention(q_RHd, k_cache, v_cache, wanted.batch, scale, window, **how)
 
     def _gated(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor:
         """``silu(gate(x)) * up(x)``."""
@@ -238,6 +252,8 @@ class _FusedLayer:
         assert isinstance(layer.attention_norm, RMSNorm) and isinstance(layer.mlp_norm, RMSNorm)
         self.attention_norm, self.mlp_norm = layer.attention_norm, layer.mlp_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.scores: dict[str, Tensor] = {} if attention.sinks is None else {"sinks": attention.sinks}
+        """What its attention does to scores, by the names of ``PagedContext.attend``."""
         qkv = attention.qkv
         self.experts: MoE | None = mlp if isinstance(mlp, MoE) else None
         self.qkv = qkv.product() if fusions.qkv else _together(qkv.products())
@@ -288,6 +304,14 @@ class _StreamLayer(NamedTuple):
         if len({type(product) for product in found}) > 1:  # they read what the others leave of a stream
             return None
         return cls(*(product for product in found if product is not None))
+
+
+def _chain(layer: _FusedLayer, after: _FusedLayer) -> Chain | None:
+    """The products between the attention of two layers in one launch, where there is such a kernel."""
+    own = layer.on_stream
+    if own is None or after.on_stream is None:
+        return None
+    return own.o.chain((own.gate_up, own.down, after.on_stream.qkv))
 
 
 def _layers(model: Decoder) -> list[Layer]:

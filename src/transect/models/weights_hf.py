@@ -32,7 +32,7 @@ from .safetensors_out import shards, write_json, write_shard
 from .shapes import projection_shapes, weight_shapes
 from .stored import ALL, Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import LLAMA4_MLP, expert_tensor
-from .weights_hf_quantized import packed_reader, with_values
+from .weights_hf_quantized import packed_reader, stack_reader, with_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SINGLE = "model.safetensors"
@@ -227,7 +227,11 @@ def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack
                 stack_of = [found[tensor] for tensor in place.tensors]
                 yield name, Stored(shape, partial(_read_experts, stack_of, place, one))
             elif place.stacked:
-                yield name, Stored(shape, partial(_read_stack, found[place.tensor], place, shape))
+                where, read = found[place.tensor], partial(_read_stack, found[place.tensor], place, shape)
+                kept = (
+                    stack_reader(where, place.stored[0], place.first, place.step, shape[0]) if len(shape) == 2 else ()
+                )
+                yield name, Stored(shape, read, *kept)
             else:
                 moved = place.transposed or bool(place.paired)
                 layout, codes = packed_reader(found[place.tensor], place.first, shape[0], moved)

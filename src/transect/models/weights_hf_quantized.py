@@ -16,17 +16,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ..ops.linear.packed.gguf_layout import FORMATS
 from .config_quantized import check_method
 from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, side
 from .quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
 from .storage import Layout
-from .stored import Codes4, Codes8, within
+from .stored import Blocks, Codes4, Codes8, within
 
 _SUFFIXES = (
     "weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
     "input_scale", "k_scale", "v_scale", "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
 _CODES = ("F8_E4M3", "I8")
+_MXFP4 = Layout("gguf", block_type="MXFP4", bits=FORMATS["MXFP4"].bits)
 
 
 class StoredTensor(Protocol):
@@ -48,6 +50,8 @@ class QuantizedMatrix:
     tensor: str
     layout: Layout | None = None
     packed: Callable[[slice, slice], Codes8 | Codes4] | None = None
+    expert: Callable[[int, slice, slice], Tensor] | None = None
+    """Where this is a stack of experts in blocks: some rows and columns of one, uint8, as a GGUF file has them."""
 
     def get_tensor(self, name: str) -> Tensor:
         """All values, float32."""
@@ -88,6 +92,30 @@ def packed_reader(
     return matrix.layout, read
 
 
+def stack_reader(
+    stored: StoredTensor, experts: int, first: int, step: int, rows: int
+) -> tuple[Layout, Callable[[slice, slice], Blocks]] | tuple[None, None]:
+    """``packed_reader`` for the matrices of all experts in one tensor, one below the other: each has ``rows / experts``
+    rows, every ``step``-th from ``first`` on."""
+    matrix = stored.file
+    if not isinstance(matrix, QuantizedMatrix) or matrix.layout is None or matrix.expert is None:
+        return None, None
+    layout, one, each = matrix.layout, matrix.expert, rows // experts
+
+    def read(part: slice, columns: slice) -> Blocks:
+        wanted, found = within(rows, part), []
+        try:
+            for expert in range(wanted.start // each, -(-wanted.stop // each)):
+                begin, end = max(0, wanted.start - expert * each), min(each, wanted.stop - expert * each)
+                near = slice(first + step * begin, first + step * (end - 1) + 1)
+                found.append(one(expert, near, columns)[::step])
+        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+            raise ValueError(f"{stored.path} cannot be read: {error}") from None
+        return Blocks(layout, torch.cat(found))
+
+    return layout, read
+
+
 def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """The tensors of a checkpoint where each quantized matrix is one tensor of its values, under the name that it would
     have unquantized. ``make(file, path, name, shape, dtype)`` is a tensor.
@@ -114,7 +142,9 @@ def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callab
         own, shape, rows = matrix
         out.pop(name)
         if suffix.endswith("_blocks"):
-            whole = QuantizedMatrix(rows, found[name].path, own)
+            whole = QuantizedMatrix(
+                rows, found[name].path, own, _MXFP4, expert=partial(_expert_blocks, *_stack(found, name))
+            )
         else:
             layout, packed = codes_of(found, prefix, suffix, shape, settings)
             whole = QuantizedMatrix(rows, found[name].path, own, layout, packed)
@@ -254,13 +284,38 @@ def _mxfp4(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callab
             f"{blocks.path}: the tensor {name!r} of shape {list(blocks.shape)} is no stack of MXFP4 blocks"
         )
     experts, outputs, groups, _ = blocks.shape
+    return (experts, groups * MX_BLOCK, outputs), partial(_mxfp4_expert, *_stack(found, name))
+
+
+def _stack(found: Mapping[str, Any], name: str) -> tuple[Any, Any]:
+    """The blocks of a stack of experts, and their scales."""
+    blocks = found[name]
     prefix, _, last = name.rpartition(".")
-    scales = side(found, prefix, f"{last.removesuffix('_blocks')}_scales", (experts, outputs, groups))
-    return (experts, groups * MX_BLOCK, outputs), partial(_mxfp4_expert, blocks, scales)
+    return blocks, side(found, prefix, f"{last.removesuffix('_blocks')}_scales", blocks.shape[:3])
 
 
 def _mxfp4_expert(blocks: Any, scales: Any, part: Any) -> Tensor:
+    return mxfp4_values(*_mxfp4_parts(blocks, scales, part)).mT
+
+
+def _expert_blocks(blocks: Any, scales: Any, expert: int, rows: slice, columns: slice) -> Tensor:
+    """Blocks as ggml has them: the exponent, then codes n and n + 16 in a byte; here neighbours share one."""
+    part = within(blocks.shape[2] * MX_BLOCK, columns)
+    if part.start % MX_BLOCK or part.stop % MX_BLOCK:
+        raise ValueError(
+            f"the tensor {blocks.name!r} packs {MX_BLOCK} numbers of a row together, and a cut at columns {part.start} "
+            f"and {part.stop} would part them; take fewer parts"
+        )
+    codes, exponents = _mxfp4_parts(
+        blocks, scales, (expert, rows, slice(part.start // MX_BLOCK, part.stop // MX_BLOCK))
+    )
+    each = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    both = each[..., : MX_BLOCK // 2] | each[..., MX_BLOCK // 2 :] << 4
+    return torch.cat([exponents[..., None], both], -1).flatten(1)
+
+
+def _mxfp4_parts(blocks: Any, scales: Any, part: Any) -> tuple[Tensor, Tensor]:
     codes, exponents = (each.file.get_slice(each.name)[part] for each in (blocks, scales))
     if bool((exponents == 255).any()):  # NaN
         raise ValueError(f"the scales of {blocks.name!r} hold infinite or NaN numbers")
-    return mxfp4_values(codes, exponents).mT
+    return codes, exponents

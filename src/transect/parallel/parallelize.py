@@ -31,7 +31,7 @@ from ..models.load import fill
 from ..models.shapes import weight_shapes
 from ..models.stored import Stored, StoredWeights
 from .differentiable import entered, gathered, own_rows
-from .experts import meeting, spread_experts
+from .experts import Way, meeting, spread_experts, way_of
 from .group import Group
 from .layout import Layout
 from .load import shard_embedding, shard_weights
@@ -64,9 +64,11 @@ class Plan:
         schedule: how micro-batches pass through stages, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
         copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
+        expert_way: how tokens and experts that ranks share come together, see ``experts.py``.
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
         folder: with ``host``, on a disk: they are in a file there.
+        tiles: with ``zero`` 3, the matrices of a layer come to the device in so many parts each.
         device: that computes; None: the one that the model is on.
     """
 
@@ -75,9 +77,11 @@ class Plan:
     sequence: bool = False
     schedule: Name = "1f1b"
     chunks: int = 1
+    expert_way: Way = "auto"
     host: bool = False
     copies: bool = True
     folder: str = ""
+    tiles: int = 1
     device: torch.device | None = None
 
 
@@ -95,6 +99,7 @@ def spread_of(layout: Layout, plan: Plan) -> Spread:
         expert=layout.expert,
         host_state=plan.host,
         host_weights=plan.host,
+        tiles=plan.tiles,
     )
 
 
@@ -165,7 +170,9 @@ class Parallel:
             part.embed.sequence = self.plan.sequence
         part = fill(part.to_empty(device=device), shard_weights(_held(model), shard))
         part.requires_grad_(True)
-        spread_experts(part, shard, mesh)
+        if shard.model.moe is not None:
+            way = way_of(mesh.data.size, shard.model.moe.per_token, self.plan.expert_way)
+            spread_experts(part, shard, mesh, way)
         if mesh.tensor.size > 1:
             self._join_halves(part)
         return part
@@ -216,7 +223,7 @@ class Parallel:
         part = self._part_of(name, self.shards)
         return part is not None and all(cut == slice(None) for cut in part)
 
-    def _counts(self, name: str) -> bool:
+    def counts(self, name: str) -> bool:
         """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
             return False
@@ -314,6 +321,9 @@ class Parallel:
                 folder=plan.folder,
                 copies=self._copies(group),
                 shared=partial(self._pieces, group),
+                parameters=trained,
+                complete=self._join_parts if self.mesh.tensor.size > 1 else None,
+                tiles=plan.tiles,
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
@@ -370,9 +380,13 @@ class Parallel:
         assert work is not None
         work.wait()
 
-    @torch.no_grad()
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up, in place, what ranks of the tensor group have in parts."""
+        """Add up, in place, what ranks of the tensor group have in parts; sharded gradients are complete already."""
+        if not isinstance(self.spread, Sharded):
+            self._join_parts(gradients)
+
+    @torch.no_grad()
+    def _join_parts(self, gradients: Mapping[str, Tensor]) -> None:
         found = [gradients[name] for name in gradients if self._partial(name)]
         if not found:
             return
@@ -383,7 +397,7 @@ class Parallel:
     @torch.no_grad()
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on all."""
-        mine = {name: gradient for name, gradient in gradients.items() if self._counts(name)}
+        mine = {name: gradient for name, gradient in gradients.items() if self.counts(name)}
         return self.norm_of(square_of(mine, self.model.device))
 
     @torch.no_grad()
@@ -400,7 +414,8 @@ class Parallel:
         """Every whole parameter on the CPU of the first rank, nothing on others; None where each rank has them all. All
         ranks call it."""
         if isinstance(self.spread, Sharded):
-            return self.spread.state()
+            found = self.spread.state()
+            return self._together(found) if self.cut else found
         if not self.cut:
             return None
         return self._together({name: parameter.detach() for name, parameter in self.parameters.items()})

@@ -20,6 +20,7 @@ from typing import Any
 
 import uvicorn
 
+from ..engine.collector import keep_from_collector
 from ..text.chat_template import ChatTemplate
 from .app import create_app
 from .connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
@@ -233,6 +234,7 @@ async def _serve(
                 running.result()
         if isinstance(engine.chat_template, ChatTemplate):
             renderer.start(engine.chat_template)
+        keep_from_collector()
         ready(engine)
         await asyncio.wait((running, death, signals.first), return_when=asyncio.FIRST_COMPLETED)
         if death.done():

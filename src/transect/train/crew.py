@@ -8,6 +8,7 @@ summed, is the business of ``parallel/parallelize.py``.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -112,9 +113,11 @@ class Crew:
             sequence=parallel.sequence,
             schedule=parallel.schedule,
             chunks=parallel.runs,
+            expert_way=parallel.expert_way,
             host=parallel.offload == "all",
             copies=parallel.sums == "auto" and parallel.offload == "none",
             folder=self._folder,
+            tiles=parallel.tiles,
             device=trainable.device,
         )
         found = self.parallel = parallelize(trainable.model, self.mesh, plan)
@@ -147,6 +150,8 @@ class Crew:
             self._token_loss = token_loss(trainable.device)
         if self.parallel is None:
             return trainable.parameters, shapes
+        if self.parallel.cut:
+            gc.collect()  # the whole model, which is in a cycle with its stack, would stay for many steps
         return self.parallel.share(trainable.parameters, recompute), shapes
 
     @property
@@ -216,7 +221,7 @@ class Crew:
                 spread.send_to(optimizer.sink)
             gradients = self._shared(spread, batches, labels, loss_of, losses, own)
             if leave:
-                return self.parallel.norm_of(optimizer.gradient_norm().square())
+                return self.parallel.norm_of(optimizer.sunk_square(self.parallel.counts))
         if own:  # their sum is the optimizer's business
             assert isinstance(optimizer, OneBitAdam)
             optimizer.give(gradients)
@@ -376,6 +381,8 @@ def asked(parallel: ParallelConfig) -> Spread:
         context=parallel.context,
         expert=parallel.expert > 1,
         reduce=4 if parallel.reduce == "float32" else 2,
+        tiles=parallel.tiles,
+        copies=parallel.sums == "auto",
         host_state=parallel.offload != "none",
         host_weights=streams,
     )

@@ -3,8 +3,10 @@
 import torch
 
 KIND = "convert"
-weight = torch.randn(2048, 1024).to(torch.bfloat16)
-x = torch.randn(16, 2048)
+ON_GPU = torch.get_default_device().type == "cuda"
+ROWS, COLUMNS = (8192, 8192) if ON_GPU else (2048, 1024)
+weight = torch.randn(ROWS, COLUMNS).to(torch.bfloat16)
+x = torch.randn(16, ROWS)
 
 
 @torch.inference_mode()

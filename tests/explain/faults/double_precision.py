@@ -3,19 +3,24 @@
 import torch
 
 KIND = "float64"
-wide = torch.randn(900, 900, dtype=torch.float64)
+ON_GPU = torch.get_default_device().type == "cuda"
+SIZE = 4096 if ON_GPU else 900
+wide = torch.randn(SIZE, SIZE, dtype=torch.float64)
 x = wide.float()
+
+
+def run(numbers):
+    """Products; on a GPU, which may multiply both at the same rate, sums."""
+    for _ in range(40 if ON_GPU else 8):
+        result = numbers + numbers if ON_GPU else numbers @ numbers
+    return result
 
 
 @torch.inference_mode()
 def faulty():
-    for _ in range(8):
-        result = wide @ wide
-    return result
+    return run(wide)
 
 
 @torch.inference_mode()
 def fixed():
-    for _ in range(8):
-        result = x @ x
-    return result
+    return run(x)

@@ -3,20 +3,22 @@
 import torch
 
 KIND = "grow"
-row = torch.randn(1, 2048)
+ON_GPU = torch.get_default_device().type == "cuda"
+STEPS, WIDTH = (160, 1 << 19) if ON_GPU else (500, 2048)
+row = torch.randn(1, WIDTH)
 
 
 @torch.inference_mode()
 def faulty():
-    cache = torch.empty(0, 2048)
-    for _ in range(500):
+    cache = row[:0]
+    for _ in range(STEPS):
         cache = torch.cat([cache, row])
     return cache
 
 
 @torch.inference_mode()
 def fixed():
-    cache = torch.empty(500, 2048)
-    for step in range(500):
+    cache = row.new_empty(STEPS, WIDTH)
+    for step in range(STEPS):
         cache[step] = row
     return cache

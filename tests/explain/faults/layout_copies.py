@@ -3,7 +3,8 @@
 import torch
 
 KIND = "layout"
-image = torch.randn(16, 64, 64, 32)
+ON_GPU = torch.get_default_device().type == "cuda"
+image = torch.randn(64, 128, 128, 64) if ON_GPU else torch.randn(16, 64, 64, 32)
 
 
 @torch.inference_mode()

@@ -1,5 +1,6 @@
 """Reading takes as long as computing, and each waits for the other."""
 
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 KIND = "loading"
 weight = torch.randn(800, 800)
+READERS = max(1, (os.cpu_count() or 2) - 1)
 
 
 class Slow(Dataset):
@@ -18,14 +20,14 @@ class Slow(Dataset):
 
     def __getitem__(self, index):
         time.sleep(0.008)
-        return torch.full((64,), float(index))
+        return torch.full((64,), float(index), device="cpu")
 
 
 def compute(batch):
     """About as long as reading."""
     for _ in range(3):
         result = weight @ weight
-    return batch @ result[:64]
+    return batch.to(result.device) @ result[:64]
 
 
 def read(data, first):
@@ -41,9 +43,9 @@ def faulty():
 
 @torch.inference_mode()
 def fixed():
-    """A thread reads ahead, as a worker of the loader does, without the time that a process takes to start."""
+    """Threads read ahead, as workers of the loader do, without the time that a process takes to start."""
     data = Slow()
-    with ThreadPoolExecutor(1) as reader:
+    with ThreadPoolExecutor(READERS) as reader:
         coming = [reader.submit(read, data, first) for first in range(0, 24, 4)]
         for batch in coming:
             result = compute(batch.result())

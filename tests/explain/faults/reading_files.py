@@ -8,7 +8,7 @@ import torch
 KIND = "file"
 folder = tempfile.mkdtemp()
 path = Path(folder) / "weights.pt"
-torch.save([torch.randn(64, 64) for _ in range(60)], path)
+torch.save([torch.randn(64, 64, device="cpu") for _ in range(60)], path)
 x = torch.randn(64, 64)
 
 
@@ -16,7 +16,7 @@ x = torch.randn(64, 64)
 def faulty():
     for _ in range(25):
         weights = torch.load(path)
-        result = x @ weights[0]
+        result = x @ weights[0].to(x.device)
     return result
 
 
@@ -24,5 +24,5 @@ def faulty():
 def fixed():
     weights = torch.load(path)
     for _ in range(25):
-        result = x @ weights[0]
+        result = x @ weights[0].to(x.device)
     return result

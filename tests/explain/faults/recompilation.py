@@ -3,6 +3,7 @@
 import torch
 
 KIND = "recompilation"
+DEVICE = torch.get_default_device()
 SIZES = (3, 5, 7, 9, 11, 13)
 
 
@@ -16,7 +17,7 @@ def run(sizes):
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="eager", dynamic=False)
     for size in sizes:
-        result = compiled(torch.ones(size))
+        result = compiled(torch.ones(size, device=DEVICE))
     return result
 
 

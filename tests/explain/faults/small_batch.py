@@ -3,8 +3,10 @@
 import torch
 
 KIND = "small batch"
-weight = torch.randn(2048, 2048)
-rows = torch.randn(96, 2048)
+ON_GPU = torch.get_default_device().type == "cuda"
+SIZE, DTYPE = (12288, torch.bfloat16) if ON_GPU else (2048, torch.float32)
+weight = torch.randn(SIZE, SIZE, dtype=DTYPE)
+rows = torch.randn(96, SIZE, dtype=DTYPE)
 
 
 @torch.inference_mode()

@@ -16,13 +16,13 @@ def tokenize(text):
 @torch.inference_mode()
 def faulty(steps=20):
     for _ in range(steps):
-        result = table[torch.tensor(tokenize(TEXT))].mean(0)
+        result = table[torch.tensor(tokenize(TEXT), device=table.device)].mean(0)
     return result
 
 
 @torch.inference_mode()
 def fixed(steps=20):
-    ids = torch.tensor(tokenize(TEXT))
+    ids = torch.tensor(tokenize(TEXT), device=table.device)
     for _ in range(steps):
         result = table[ids].mean(0)
     return result

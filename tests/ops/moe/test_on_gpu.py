@@ -11,7 +11,17 @@ from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
-from transect.ops.moe import combining, gating, grouped_gate_up, grouped_linear, ordering, router, routing
+from transect.ops.moe import (
+    combining,
+    gating,
+    grouped_blocks,
+    grouped_gate_up,
+    grouped_linear,
+    grouped_scaled8,
+    ordering,
+    router,
+    routing,
+)
 from transect.ops.moe.triton import triton_grouped_gate_up
 from transect.ops.opset import resolve_ops
 
@@ -190,3 +200,33 @@ def test_a_whole_model_draws_the_tokens_of_the_cpu():
     expected, _ = run_workload(Runner(cpu, *caches), limits, arrivals, lag=0)
     found, _ = run_workload(runner_for(gpu, limits, graphs=True), limits, arrivals, lag=1)
     assert_same(expected, found, arrivals)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+@pytest.mark.parametrize("name", [*grouped_blocks.BLOCKS, "int4", "int432"])
+def test_experts_of_4_bits(name, tokens):
+    """Tiles that end within an expert's outputs, inputs that end within a unit; the same in a graph."""
+    inputs = 1408 if name.startswith("int4") else 1440
+    shared = grouped_blocks._inputs(name, tokens, 16, 4, 144, inputs, "cuda")
+    x, bias = drawn(tokens, inputs), drawn(16 * 144, seed=1)
+    wanted = grouped_blocks.reference(x.double(), **shared, bias=bias.double())
+    check_in_a_graph(lambda: grouped_blocks.triton_grouped_blocks(x, **shared, bias=bias), wanted)
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 1000])
+@pytest.mark.parametrize(("fp8", "blocked"), [(True, False), (True, True), (False, False)])
+def test_experts_of_8_bits(fp8, blocked, tokens):
+    shared = grouped_scaled8._inputs(tokens, 16, 4, 256 if blocked else 144, 1440, fp8, blocked, "cuda")
+    x, bias = drawn(tokens, 1440), drawn(len(shared["codes"]), seed=1)
+    wanted = grouped_scaled8.reference(x.double(), **shared, bias=bias.double())
+    check_in_a_graph(lambda: grouped_scaled8.triton_grouped_scaled8(x, **shared, bias=bias), wanted)
+
+
+def check_in_a_graph(call, wanted):
+    found = call()
+    assert (found.double() - wanted).norm() < 5e-3 * wanted.norm()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        again = call()
+    graph.replay()
+    assert torch.equal(again, found)

@@ -14,7 +14,7 @@ from ..batch import Draw, ScheduledBatch, ScheduledRow
 from ..sampling_params import SamplingParams
 from .runner import GPURunner
 from .setup import Setup
-from .sharing_runner import GPUSharingRunner
+from .sharing_runner import GPUSharingRunner, GPUSharingStageRunner
 from .stage_runner import GPUStageRunner
 
 
@@ -60,9 +60,11 @@ def runner_of(model: Decoder, caches: tuple[Tensor, Tensor], mesh: Mesh | None, 
     """The executor of a model, or of a stage of one; ``options`` as for ``GPURunner``."""
     if mesh is not None:
         options.setdefault("anyone", lambda own: any(mesh.world.exchange(own)))
-    if mesh is not None and mesh.pipeline.size > 1:
-        return GPUStageRunner(model, *caches, mesh, **options)
     sharing = meeting(model)
+    if mesh is not None and mesh.pipeline.size > 1:
+        if sharing is not None:
+            return GPUSharingStageRunner(model, *caches, sharing, mesh=mesh, **options)
+        return GPUStageRunner(model, *caches, mesh, **options)
     if sharing is not None:
         return GPUSharingRunner(model, *caches, sharing, **options)
     return GPURunner(model, *caches, **options)

@@ -423,6 +423,7 @@ class GPURunner:
             chunk_rows=plan.chunk_rows,
             key_room=plan.key_room,
             wanted=self._wanted(fields) if plan.prune else None,
+            positions_T=fields.position,
         )
 
     def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:

@@ -16,6 +16,7 @@ from ...models.layouts import Layouts, storage_held
 from ...models.load import cache_dtype, kv_dtype
 from ...models.storage import Storage, storage_for
 from ...models.streaming.plan import StreamPlan
+from ...ops.attention.paged.cache_codes import stored_bits
 from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -104,8 +105,6 @@ def set_up(
         ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
             change.
     """
-    check_model(config, model)
-    config.check_device("cuda")
     torch.cuda.init()
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
@@ -117,7 +116,7 @@ def set_up(
         log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
         layouts = ()
     storage = storage_held(storage_for(dtype.itemsize, config.quantization), layouts)
-    storage = replace(storage, kv=8.0 * cache_dtype(config.dtype, config.kv_cache_dtype).itemsize)
+    storage = replace(storage, kv=stored_bits(model.head_dim, cache_dtype(config.dtype, config.kv_cache_dtype)))
     shapes = None if shard is None else shard.shapes()
     stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
     needed = weight_bytes(model, storage, shapes)
@@ -143,20 +142,6 @@ def set_up(
         others=total - free,
         total=total,
     )
-
-
-def check_model(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuse what has no kernel on a GPU.
-
-    Raises:
-        ValueError: attention or experts that only the CPU computes.
-    """
-    if model.plain_attention:
-        what = "attention in chunks" if model.attention_chunk is not None else "soft-capped scores"
-        what = "attention sinks" if model.attention_sinks else what
-        raise ValueError(f"{model.architecture} has {what}, which no kernel on a GPU computes: give device='cpu'")
-    if model.moe is not None and config.deterministic:
-        raise ValueError("experts on a GPU add up in another order for other batches: leave out deterministic")
 
 
 def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:

@@ -15,7 +15,7 @@ from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import WeightFormat, dense_format
-from .weight import Dimension, Product, TrainingPart, Values, Weight, draw_normal, part_of, shard_bias
+from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Weight, draw_normal, part_of, shard_bias
 
 
 class Dense(Weight):
@@ -145,6 +145,9 @@ class DenseStream:
 
     def linear(self, stream: Stream) -> Tensor:
         return self._products.linear(stream, self._weight, self._bias)
+
+    def chain(self, after: Sequence[StreamProduct]) -> None:
+        """There is no such kernel."""
 
     def plain(self, x: Tensor) -> Tensor:
         return self._products.product(x, self._weight)

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.activation import swiglu
+from ...ops.lang.jit import runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.packed import gguf_matmul
 from ...ops.linear.packed.gguf_layout import COLUMNS, FORMATS, ROWS, arrange, arranged_shape, dense
+from ...ops.moe import grouped_blocks
 from ...ops.opset import OpSet
 from ..staging import Staging
 from ..storage import Layout, WeightFormat
@@ -52,12 +56,32 @@ class GGUFBlocks(Weight):
         self.arranged.copy_(arrange(self.block_type, staging.bring(values.blocks), self.in_features))
 
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
-        self.arranged.copy_(
-            gguf_matmul.drawn(self.block_type, self.out_features, self.in_features, self.arranged.device)
-        )
+        """Random codes; their scales are small, whatever ``std`` is."""
+        device = None if generator is None else generator.device
+        seed = int(torch.randint(1 << 31, (), generator=generator, device=device))
+        outputs, inputs = self.shape
+        self.arranged.copy_(gguf_matmul.drawn(self.block_type, outputs, inputs, self.arranged.device, seed))
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.product()(x_TI)
+
+    def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+        """On a CPU the values of one expert after another are made, of those that have rows."""
+        each, odd = divmod(self.out_features, ROWS * (len(starts) - 1))
+        if odd or (x.is_cuda and self.block_type not in grouped_blocks.BLOCKS):
+            return super().grouped(x, starts, order)
+        if runs_triton(x) and x.is_cuda:
+            call = grouped_blocks.triton_grouped_blocks
+            return call(x, self.arranged, self.block_type, self.out_features, starts, order, self.bias)
+        rows = x if order is None else x[order.long() // max(1, len(order) // max(1, len(x)))]
+        out, kind = rows.new_empty(len(rows), each * ROWS), FORMATS[self.block_type]
+        for e, (first, end) in enumerate(pairwise(starts.tolist())):
+            if end > first:
+                own = slice(e * each, (e + 1) * each)
+                weight = dense(self.arranged[own], kind, each * ROWS, self.in_features, x.dtype)
+                bias = None if self.bias is None else self.bias[own.start * ROWS : own.stop * ROWS]
+                out[first:end] = F.linear(rows[first:end], weight, bias)
+        return out
 
     def dense(self) -> Tensor:
         kind = FORMATS[self.block_type]

@@ -27,12 +27,13 @@ from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.packed import int4_matmul, int4_rows
 from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.moe.grouped_blocks import triton_grouped_blocks
 from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, Layout, WeightFormat, int4_format
 from ..stored import Codes4
 from .int4 import codes_of
-from .weight import Dimension, Product, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
+from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
 
 SCALES = torch.bfloat16
 PANEL = 32
@@ -95,6 +96,9 @@ class Int4Stream:
 
     def linear(self, stream: Stream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
+
+    def chain(self, after: Sequence[StreamProduct]) -> None:
+        """There is no such kernel."""
 
     def plain(self, x: Tensor) -> Tensor:
         return self._run(x, Beside())[0]
@@ -164,6 +168,12 @@ class ServingInt4(Weight):
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return self.product()(x_TI)
+
+    def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+        if not (runs_triton(x) and x.is_cuda) or self.out_features % (BLOCK * (len(starts) - 1)):
+            return super().grouped(x, starts, order)
+        x = self._filled(x if self.order is None else x.index_select(1, self.order))
+        return triton_grouped_blocks(x, self.arranged, "int4", self.out_features, starts, order, self.bias)
 
     def dense(self) -> Tensor:
         rows = int4_matmul.dense(self.arranged, self.out_features, self._dtype)[:, : self.in_features]

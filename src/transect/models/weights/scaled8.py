@@ -22,8 +22,9 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed import scaled8_rows, scaled8_tiles
+from ...ops.linear.packed import scaled8_chain, scaled8_rows, scaled8_tiles
 from ...ops.linear.packed.scaled8 import triton_scaled8
+from ...ops.linear.packed.scaled8_chain import ChainWeights, Matrix8
 from ...ops.linear.packed.scaled8_tiles import BLOCK
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_scaled8
@@ -34,7 +35,18 @@ from ..staging import Staging, dense_values
 from ..storage import Layout, WeightFormat
 from ..stored import Codes8
 from .dense import Dense
-from .weight import Dimension, Kinds, Product, Values, Weight, WeightKind, part_of, shard_bias
+from .weight import (
+    Chain,
+    Dimension,
+    Kinds,
+    Product,
+    StreamProduct,
+    Values,
+    Weight,
+    WeightKind,
+    part_of,
+    shard_bias,
+)
 
 log = logging.getLogger(__name__)
 EIGHT_BITS = ("fp8", "int8")
@@ -51,6 +63,8 @@ class Products8:
     many: scaled8_tiles.Products8 | None = None
     dependent: bool = False
     """Launches begin while the kernel before still ends."""
+    chain: scaled8_chain.CudaChain | None = None
+    """Of one row: a layer's last three products and the next layer's first in one launch."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Products8:
@@ -156,6 +170,11 @@ class Scaled8(Weight):
 
         return gated
 
+    @property
+    def chained(self) -> scaled8_chain.CudaChain | None:
+        """What does a layer's last three products and the next layer's first in one launch, where something does."""
+        return self._products.chain
+
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
         few = self._products.few
         return None if few is None or not self._products.dependent else Stream8(few, self)
@@ -260,6 +279,19 @@ class Stream8:
 
     def gated(self, stream: Stream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
+
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
+        call, parts = self._weight.chained, [self, *(each for each in after if isinstance(each, Stream8))]
+        if call is None or len(parts) < 4 or any(not part._weight.fp8 for part in parts):
+            return None
+
+        def weights(norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> ChainWeights:
+            o, gate_up, down, qkv = (Matrix8(part._weight.codes, part._weight.scale) for part in parts)
+            return ChainWeights(o, gate_up, down, qkv, norms, eps, parts[-1]._weight.bias)
+
+        if scaled8_chain.refusal(weights((), ())):  # type: ignore[arg-type]
+            return None
+        return lambda x, residual, norms, eps: call(x, residual, weights(norms, eps), dependent_launch=True)
 
     def _run(
         self, x: Tensor, norm: Beside, bias: Tensor | None = None, *, gated: bool = False

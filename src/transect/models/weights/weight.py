@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from ...ops.sampling.sampling import Spread
 
 Product = Callable[[Tensor], Tensor]
+Chain = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[float, float]], tuple[Tensor, Tensor]]
+"""``(x, residual, weights of the two norms, their eps) -> (q with k and v of the next layer, residual stream)``."""
 Dimension = Literal["out", "in"]
 
 
@@ -67,6 +69,11 @@ class StreamProduct(Protocol):
     def plain(self, x: Tensor) -> Tensor: ...
 
     def gated(self, stream: Stream) -> Tensor: ...
+
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
+        """This product on a stream and the three after it (gate with up, down, q with k and v of the next layer) in one
+        launch for one row; None where they are launches of their own."""
+        ...
 
 
 class Unsummed(NamedTuple):

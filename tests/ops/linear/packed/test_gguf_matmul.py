@@ -1,5 +1,5 @@
-"""Products with blocks of GGUF files: the kernel for few rows on Hopper, gates and tilings, what is said to what it
-does not take. The reference and Triton are tested with all operators."""
+"""Products with blocks of GGUF files: the kernels for few and for many rows on Hopper, gates and tilings, what is said
+to what they do not take. The reference and Triton are tested with all operators."""
 
 import re
 
@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from transect.ops.lang import cuda_build
-from transect.ops.linear.packed import gguf_rows
+from transect.ops.linear.packed import gguf_rows, gguf_tiles
 from transect.ops.linear.packed.gguf_layout import FORMATS, arranged_shape
 from transect.ops.linear.packed.gguf_matmul import Products, dequantize, drawn, reference
-from transect.ops.linear.packed.gguf_rows import GGUFRows, Tiling, choose_tiling, refusal, shared_bytes
+from transect.ops.linear.packed.gguf_rows import GGUFRows, Tiling, choose_tiling, refusal, shared_bytes, tiling_of
+from transect.ops.linear.packed.gguf_tiles import GGUFTiles
 from transect.ops.registry import Unavailable
 
 
@@ -18,6 +19,14 @@ from transect.ops.registry import Unavailable
 def rows() -> GGUFRows:
     try:
         return GGUFRows()
+    except Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def tiles() -> GGUFTiles:
+    try:
+        return GGUFTiles()
     except Unavailable as error:
         pytest.skip(str(error))
 
@@ -58,9 +67,28 @@ def test_gates_and_tilings_on_hopper(rows: GGUFRows, name: str) -> None:
         turns = both.unflatten(-1, (-1, 2, 16))
         wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)
         assert miss(rows(x, arranged, name, n, gated=True), wanted) < 6e-3
-        for tiling in (Tiling(1, 1, 8, 2), Tiling(1, 3, 4, 3), Tiling(2, 2, 4, 2), Tiling(2, 6, 8, 2)):
+        for tiling in (Tiling(1, 1, 8, 1, 2), Tiling(1, 3, 4, 2, 3), Tiling(2, 2, 12, 3, 2), Tiling(2, 6, 16, 1, 2)):
             if shared_bytes(tiling, FORMATS[name].unit, m) <= 227 * 1024:
                 assert miss(rows(x, arranged, name, n, tiling=tiling), both) < 4e-3, tiling
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(48, 512), (4096, 4096), (40, 1280), (1000, 14336)])
+def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> None:
+    """Every cut, also where tiles follow one another; the same bits in every run."""
+    arranged = drawn(name, n, k, "cuda")
+    bias = torch.randn(n, device="cuda").to(torch.bfloat16)
+    for m in (1, 17, 33, 64, 100, 130, 256, 300):
+        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+        wanted = reference(x.double(), arranged, name, n, bias.double())
+        found = tiles(x, arranged, name, n, bias)
+        assert miss(found, wanted) < 5e-3, m
+        assert torch.equal(tiles(x, arranged, name, n, bias, dependent_launch=True), found)
+    for cut in gguf_tiles.cuts(name):
+        tiling = gguf_tiles.tiling_of(cut, name, m, n, k, 132)
+        assert tiling is not None
+        assert miss(tiles(x, arranged, name, n, bias, tiling=tiling), wanted) < 5e-3, tiling
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -68,11 +96,31 @@ def test_gates_and_tilings_on_hopper(rows: GGUFRows, name: str) -> None:
 def test_chosen_tilings_fit(name: str, gated: bool) -> None:
     unit = FORMATS[name].unit
     for m in (1, 2, 8, 9, 16):
-        for n in (16, 1024, 4096, 6144, 28672, 128256):
-            tiling = choose_tiling(m, n, unit, 132, gated)
+        for n, k in ((16, 256), (1024, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (128256, 4096)):
+            tiling = choose_tiling(m, n, k, unit, 132, gated)
             assert shared_bytes(tiling, unit, m) <= 227 * 1024
-            assert tiling.per % tiling.columns == 0 and (not gated or tiling.columns == 2)
+            assert tiling.warps % tiling.teams == 0
+            assert not gated or (tiling.per % 2 == 0 and tiling.columns * tiling.teams % 2 == 0)
             assert -(-n // 16 // tiling.per) <= 132
+
+
+def test_teams_keep_all_warps_busy() -> None:
+    """Of two sixteens by 56 units, eight warps share each; of four by 2, four."""
+    deep, wide = (tiling_of(1, n, k, 2368, 132, 1, 16) for n, k in ((4096, 14336), (8448, 512)))
+    assert deep is not None and wide is not None
+    assert (deep.per, deep.teams) == (2, 2) and (wide.per, wide.teams) == (4, 4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tiles_of_many_rows_fit(name: str) -> None:
+    for m in (17, 33, 64, 128, 256, 512):
+        tiling = gguf_tiles.choose_tiling(name, m, 4096, 4096, 132)
+        assert tiling.resident * (tiling.shared(FORMATS[name].unit) + 1024 + 512) <= 228 * 1024
+        assert 2 <= tiling.x_stages <= gguf_tiles.MOST_STAGES and tiling.blocks <= min(132 * tiling.resident, 4096)
+        assert tiling.rows >= min(m, 256)
+    assert gguf_tiles.choose_tiling(name, 64, 48, 512, 132).blocks == 2
+    x, arranged = torch.zeros(3, 512, dtype=torch.bfloat16), drawn(name, 36, 512)
+    assert "multiple of 8" in str(gguf_tiles.refusal(x, arranged, name, 36))
 
 
 def test_what_the_kernel_does_not_take_is_said() -> None:
@@ -91,10 +139,14 @@ def test_a_product_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_source_knows_the_types_and_their_sizes() -> None:
-    source = cuda_build.source("gguf_rows.cu").read_text()
-    (listed,) = re.findall(r"^enum Type \{(.*?)\};", source, re.M)
+    source, tiles, codes = (
+        cuda_build.source(f"gguf_{name}").read_text() for name in ("rows.cu", "tiles.cu", "codes.cuh")
+    )
+    (listed,) = re.findall(r"^enum Type \{(.*?)\};", codes, re.M)
     assert [name.strip().removeprefix("k") for name in listed.split(",")] == list(FORMATS)
     started = re.findall(r"^  TRANSECT_START\(k(\w+), (\d), (\d)\)$", source, re.M)
     assert started == [(name, rb, nt) for name in FORMATS for rb in "12" for nt in "12"]
+    started = re.findall(r"^  TRANSECT_CUT\(k(\w+), (\d+), (\d), (\d)\)$", tiles, re.M)
+    assert started == [(name, *map(str, cut)) for name in FORMATS for cut in gguf_tiles.cuts(name)]
     assert arranged_shape(FORMATS["Q4_K"], 33, 300) == (3, 2, 2368)
     assert gguf_rows.MOST_ROWS >= 16

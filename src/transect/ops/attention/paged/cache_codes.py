@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...lang.jit import kernel, tl
+
 SCALE_BYTES = 4
 MOST = 127
 
@@ -41,3 +43,44 @@ def values_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
         return stored.to(dtype)
     scale = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)
     return (stored[..., :-SCALE_BYTES].float() * scale).to(dtype)
+
+
+@kernel
+def codes_of(x, scale):  # type: ignore[no-untyped-def]
+    """``x [n, columns]`` divided by ``scale [n]``, to the nearest whole number; 0 where the scale is."""
+    share = x / tl.maximum(scale, 1.1754943508222875e-38)[:, None]
+    return ((share + 12582912.0) - 12582912.0).to(tl.int8)  # + 1.5 * 2^23: of two as near to the even one
+
+
+@kernel
+def store_scale(cache, at, scale, inside):  # type: ignore[no-untyped-def]
+    """Write ``scale [n]`` behind the codes of heads, at ``at [n, 1]``; ``inside [n, columns]``: which there are."""
+    place = (cache + at).to(tl.pointer_type(tl.float32), bitcast=True)
+    tl.store(place, scale[:, None], mask=(tl.max(inside.to(tl.int32), 1) > 0)[:, None])
+
+
+@kernel
+def store_heads(cache, at, size, column, x, inside):  # type: ignore[no-untyped-def]
+    """Write heads ``x [n, columns]`` to a cache in its dtype, from ``at`` ``[n, 1]`` on."""
+    if cache.dtype.element_ty == tl.int8:
+        wide = tl.where(inside, x.to(tl.float32), 0.0)
+        scale = tl.max(tl.abs(wide), 1) / 127.0
+        tl.store(cache + at + column, codes_of(wide, scale), mask=inside)
+        store_scale(cache, at + size, scale, inside)
+    else:
+        tl.store(cache + at + column, x.to(cache.dtype.element_ty), mask=inside)
+
+
+@kernel
+def store_halves(cache, at, half, column, first, second, inside):  # type: ignore[no-untyped-def]
+    """As ``store_heads``, of heads in two halves of ``half`` columns."""
+    if cache.dtype.element_ty == tl.int8:
+        a = tl.where(inside, first.to(tl.float32), 0.0)
+        b = tl.where(inside, second.to(tl.float32), 0.0)
+        scale = tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)) / 127.0
+        tl.store(cache + at + column, codes_of(a, scale), mask=inside)
+        tl.store(cache + at + half + column, codes_of(b, scale), mask=inside)
+        store_scale(cache, at + 2 * half, scale, inside)
+    else:
+        tl.store(cache + at + column, first.to(cache.dtype.element_ty), mask=inside)
+        tl.store(cache + at + half + column, second.to(cache.dtype.element_ty), mask=inside)

@@ -27,7 +27,7 @@ from ...lang.tiles import after_previous, also
 from ...numerics import sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from .batch import PagedBatch
-from .cache_codes import encode
+from .cache_codes import encode, store_heads
 
 
 def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> None:
@@ -43,8 +43,8 @@ def reference(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Pag
 
 
 def numbers(*caches: Tensor) -> tuple[Tensor, ...]:
-    """For ``require``: the caches whose dtype kernels compute in. One in fp8 is only converted to and from."""
-    return tuple(cache for cache in caches if cache.dtype != torch.float8_e4m3fn)
+    """For ``require``: the caches whose dtype kernels compute in. One in 8 bits is only converted to and from."""
+    return tuple(cache for cache in caches if cache.dtype not in (torch.float8_e4m3fn, torch.int8))
 
 
 @kernel
@@ -83,9 +83,9 @@ def _write_kernel(
     token = token.to(tl.int64)
     k = tl.load(k_ptr + token * k_token + head * k_head + col, mask=inside)
     v = tl.load(v_ptr + token * v_token + head * v_head + col, mask=inside)
-    place = page * cache_block + head * cache_head + offset * cache_slot + col
-    tl.store(k_cache_ptr + place, k.to(k_cache_ptr.dtype.element_ty), mask=inside)
-    tl.store(v_cache_ptr + place, v.to(v_cache_ptr.dtype.element_ty), mask=inside)
+    place = page * cache_block + head * cache_head + offset * cache_slot
+    store_heads(k_cache_ptr, place, size, col, k, inside)
+    store_heads(v_cache_ptr, place, size, col, v, inside)
 
 
 def side_by_side(x: Tensor) -> Tensor:
@@ -146,7 +146,8 @@ def triton_kv_cache_write(
 
 def cost(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> Cost:
     """Each new key and value read and written once; block tables are not counted."""
-    return Cost(0, k.nbytes + v.nbytes, k.numel() * k_cache.element_size() + v.numel() * v_cache.element_size())
+    kept = k.shape[0] * k.shape[1] * k_cache.shape[3]
+    return Cost(0, k.nbytes + v.nbytes, kept * (k_cache.element_size() + v_cache.element_size()))
 
 
 def example_batch(rows: Sequence[tuple[int, int]], block_size: int, n_blocks: int) -> PagedBatch:

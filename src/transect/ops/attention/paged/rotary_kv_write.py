@@ -36,6 +36,7 @@ from ...registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
 from ...tuning import Config, choose
 from . import kv_cache_write
 from .batch import PagedBatch
+from .cache_codes import store_halves, stored_width
 from .kv_cache_write import BLOCK_SIZE, case_batch, example_batch, side_by_side, slot, slot_arguments
 
 
@@ -106,18 +107,16 @@ def _kernel(
                 k_at = k_out_ptr + token * k_out_token + head * k_out_head + plane
                 tl.store(k_at, a.to(k_out_ptr.dtype.element_ty), mask=inside)
                 tl.store(k_at + n_planes, b.to(k_out_ptr.dtype.element_ty), mask=inside)
-            out = k_cache_ptr + page * cache_block + head * cache_head + offset * cache_slot + plane
-            tl.store(out, a.to(k_cache_ptr.dtype.element_ty), mask=inside)
-            tl.store(out + n_planes, b.to(k_cache_ptr.dtype.element_ty), mask=inside)
+            place = page * cache_block + head * cache_head + offset * cache_slot
+            store_halves(k_cache_ptr, place, n_planes, plane, a, b, inside)
         else:
             head = (group - q_groups - k_groups) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = v_ptr + token * v_token + head * v_head + plane
             first = tl.load(x_ptr, mask=inside)
             second = tl.load(x_ptr + n_planes, mask=inside)
-            out = v_cache_ptr + page * cache_block + head * cache_head + offset * cache_slot + plane
-            tl.store(out, first.to(v_cache_ptr.dtype.element_ty), mask=inside)
-            tl.store(out + n_planes, second.to(v_cache_ptr.dtype.element_ty), mask=inside)
+            place = page * cache_block + head * cache_head + offset * cache_slot
+            store_halves(v_cache_ptr, place, n_planes, plane, first, second, inside)
 
 
 def rule(size: tuple[int, int, int]) -> Config:
@@ -166,7 +165,7 @@ def triton_rotary_kv_write(
     """
     require("rotary_kv_write", q, k, v, cos, sin, *kv_cache_write.numbers(k_cache, v_cache))
     check_shapes("rotary_kv_write", q, k, cos, sin)
-    if v.shape != k.shape or k_cache.shape[1::2] != k.shape[1:]:
+    if v.shape != k.shape or k_cache.shape[1::2] != (k.shape[1], stored_width(k.shape[2], k_cache.dtype)):
         raise ValueError(
             f"rotary_kv_write: k and v [T, K, d] and caches [blocks, K, block_size, d] are needed; got "
             f"{list(k.shape)}, {list(v.shape)}, {list(k_cache.shape)}"
@@ -265,7 +264,8 @@ def cost(
 ) -> Cost:
     """3 FLOPs an element of q and k, 4 more with the norm; block tables are not counted."""
     weights = sum(w.nbytes for w in (q_weight, k_weight) if w is not None)
-    written = q.nbytes + k.numel() * k_cache.element_size() + v.numel() * v_cache.element_size()
+    kept = k.shape[0] * k.shape[1] * k_cache.shape[3]
+    written = q.nbytes + kept * (k_cache.element_size() + v_cache.element_size())
     read = q.nbytes + k.nbytes + v.nbytes + cos.nbytes + sin.nbytes + weights
     return Cost((7 if weights else 3) * (q.numel() + k.numel()), read, written)
 
@@ -334,8 +334,12 @@ def _kernels() -> Sequence[Kernel]:
     tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "DEPENDENT_LAUNCH": False, "k_out_ptr": None}
     in_fp8 = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
     cached = {**tile, "HEADS": 16, "SEARCH": 0, "NORM": False}
-    small = Kernel("cache in fp8", _kernel, arguments | in_fp8, cached, ("n_planes", *strides), targets=("sm_90",))
-    return [small] + [
+    in_int8 = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i8")
+    small = [
+        Kernel("cache in fp8", _kernel, arguments | in_fp8, cached, ("n_planes", *strides), targets=("sm_90",)),
+        Kernel("cache in int8", _kernel, arguments | in_int8, cached, ("n_planes",), targets=("sm_90",)),
+    ]
+    return small + [
         Kernel(
             f"{name}{', with norm' if norm else ''}",
             _kernel,

@@ -15,11 +15,10 @@
 //   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
 // * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
 
-#include <cuda.h>
-
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
 #include "../../lang/parts.cuh"
+#include "../../lang/wgmma.cuh"
 
 #define TRANSECT_PARTS 4
 
@@ -28,23 +27,10 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kChunk = 64;  // k in a chunk: 128 bytes, the width of the swizzle
 constexpr int kMostStages = 16;
 
 template <int ROWS>
 constexpr int kBox = ROWS % 128 ? 64 : 128;  // rows of the left operand in one copy
-
-// As ``barrier_wait``, with a loop that the compiler sees.
-__device__ __forceinline__ void barrier_poll(uint32_t barrier, int parity) {
-  uint32_t done = 0;
-  while (!done) {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
 
 // Arrive at the barrier at the same place in block ``block`` of the cluster.
 __device__ __forceinline__ void barrier_arrive_of(uint32_t barrier, int block) {
@@ -52,16 +38,6 @@ __device__ __forceinline__ void barrier_arrive_of(uint32_t barrier, int block) {
       "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(
           barrier),
       "r"(block)
-      : "memory");
-}
-
-__device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier,
-                                      uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, "
-      "%3}], [%4], "
-      "%5;" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
 
@@ -85,44 +61,6 @@ __device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* ma
       : "memory");
 }
 
-// How wgmma finds rows of 128 swizzled bytes in shared memory: groups of 8 rows are 1024 bytes apart.
-__device__ __forceinline__ uint64_t matrix(uint32_t address) {
-  return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
-}
-
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void products_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-
-// No use of the sums moves across this place.
-template <int RM, int COUNT>
-__device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
-#pragma unroll
-  for (int r = 0; r < RM; r++)
-#pragma unroll
-    for (int e = 0; e < COUNT; e++) asm volatile("" : "+f"(c[r][e])::"memory");
-}
-
-#define R8(c, i)                                                                                              \
-  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]), \
-      "+f"(c[i + 7])
-#define R16(c, i) R8(c, i), R8(c, i + 8)
-#define R32(c, i) R16(c, i), R16(c, i + 16)
-#define R64(c, i) R32(c, i), R32(c, i + 32)
-#define N0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define N1 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define N1H ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define N3H ", %48, %49, %50, %51, %52, %53, %54, %55"
-#define N6H ", %96, %97, %98, %99, %100, %101, %102, %103"
-#define N2 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define N3 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define N4 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
-#define N5 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define N6 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define N7 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define PRODUCT(n, numbers, a, b, ...)                                                                          \
   if constexpr (NB == n)                                                                                        \
   asm volatile(                                                                                                 \
@@ -490,36 +428,6 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
   }
   if (blocks > 1) cluster_meet();  // nobody leaves while others reach into its shared memory
 #endif
-}
-
-// Rows of ``columns`` bfloat16 in pieces of ``box`` rows by 64. ``both``: the rows are half a gate's and half the other
-// factor's, and a piece has eight of one and eight of the other in turn.
-int describe(CUtensorMap* map, const void* address, int rows, int columns, long long stride, int box,
-             bool both = false) {
-  typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  static Encode encode = nullptr;
-  if (!encode) {
-    void* found = nullptr;
-    cudaDriverEntryPointQueryResult status;
-#if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status);
-#endif
-    if (!found) return 1;
-    encode = (Encode)found;
-  }
-  const cuuint64_t row = (cuuint64_t)stride * 2, width = (cuuint64_t)columns;
-  const cuuint64_t plain[2] = {width, (cuuint64_t)rows}, plain_strides[1] = {row};
-  const cuuint64_t paired[4] = {width, 8, 2, (cuuint64_t)rows / 16}, paired_strides[3] = {row, rows / 2 * row, 8 * row};
-  const cuuint32_t plain_box[2] = {kChunk, (cuuint32_t)box}, paired_box[4] = {kChunk, 8, 2, (cuuint32_t)box / 16};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, both ? 4 : 2, (void*)address, both ? paired : plain,
-                     both ? paired_strides : plain_strides, both ? paired_box : plain_box, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 template <bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>

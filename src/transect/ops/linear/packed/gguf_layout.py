@@ -7,15 +7,14 @@ in the planes' widths and in their scales alone (``BlockFormat``), so one kernel
     value = scale (code - offset)        or        value = scale code + minimum
 
 A lane of a warp holds the same places of every unit, those that it gives to a tensor-core product: of lane 4 g + c the
-rows g and g + 8 (h = 0, 1), and of each 32 columns (j = 0 to 7) 16 q + 4 c + e, with q = 0, 1 and e = 0 to 3. What it
-reads at once lies together:
+rows g and g + 8 (h = 0, 1), and of each 32 columns (j = 0 to 7) 16 q + 8 t + 2 c + o, with q, t and o = 0, 1. What it
+reads at once lies together, with s = 2 q + t:
 
 ====== ================================================================================================================
-4 bits ``[j / 2][lane][j % 2][h]``, a word of eight codes: (q, e) in bits 4 s and 16 + 4 s, s = 2 q + e / 2, the upper
-       half for odd e
+4 bits ``[j / 2][lane][j % 2][h]``, a word of eight codes: pair s (o = 0 and 1) in bits 4 s and 16 + 4 s
 2 bits ``[j / 4][lane][j % 4]``, a word of sixteen: pair p = 4 h + s in bits 2 p and 16 + 2 p
 1 bit  ``[lane][j / 2]``, a word of thirty-two: pair p = 8 (j % 2) + 4 h + s in bits p and 16 + p
-8 bits ``[j][lane][h][q]``, a word of four: e in the order 0, 2, 1, 3
+8 bits ``[j][lane][h][q]``, a word of four: (t, o) in the order 00, 10, 01, 11
 scales ``[j][g][group of the 32 columns][scale, minimum][h]``, float16 (of MXFP4 bfloat16), or a byte each; behind bytes
        ``[g][scale, minimum][h]`` float16, which they are multiplied by
 ====== ================================================================================================================
@@ -204,8 +203,8 @@ def _unpacked(kind: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor, Tensor | No
 def _arranged(kind: BlockFormat, codes: Tensor, scales: Tensor, behind: Tensor | None) -> Tensor:
     """Units of codes ``[M, K]``, scales ``[M, groups, 1 or 2]`` and what they are multiplied by, of whole units."""
     down, across = units_of(*codes.shape)
-    # [down, h, g, across, j, q, c, s % 2, e % 2] -> [down, across, j, g, c, h, s, e % 2]
-    places = codes.view(down, 2, 8, across, 8, 2, 4, 2, 2).permute(0, 3, 4, 2, 6, 1, 5, 7, 8)
+    # [down, h, g, across, j, q, t, c, o] -> [down, across, j, g, c, h, s, o]
+    places = codes.view(down, 2, 8, across, 8, 2, 2, 4, 2).permute(0, 3, 4, 2, 7, 1, 5, 6, 8)
     places = places.reshape(down, across, 8, 32, 2, 4, 2)
     parts, below = [], 0
     for width in kind.planes:
@@ -225,17 +224,17 @@ def _as_bytes(numbers: Tensor, down: int, across: int) -> Tensor:
 
 
 def _plane(part: Tensor, width: int) -> Tensor:
-    """``[down, across, j, lane, h, s, e % 2]`` of ``width`` bits each -> bytes ``[down, across, ...]``."""
+    """``[down, across, j, lane, h, s, o]`` of ``width`` bits each -> bytes ``[down, across, ...]``."""
     down, across = part.shape[:2]
-    if width == 8:  # [.., j, lane, h, q, s % 2, e % 2] -> e % 2 before s % 2: bytes 0, 2, 1, 3
+    if width == 8:  # [.., j, lane, h, q, t, o] -> o before t: bytes 0, 2, 1, 3
         return part.unflatten(-2, (2, 2)).transpose(-1, -2).reshape(down, across, -1)
-    # Bits of a word, from the lowest: [e % 2] of 16 bits, and in these the pairs.
+    # Bits of a word, from the lowest: [o] of 16 bits, and in these the pairs.
     if width == 4:  # a word of (j, h): pairs s
-        words = part.unflatten(2, (4, 2)).permute(0, 1, 2, 4, 3, 5, 7, 6)  # [.., t, lane, j % 2, h, e % 2, s]
+        words = part.unflatten(2, (4, 2)).permute(0, 1, 2, 4, 3, 5, 7, 6)  # [.., lane, j % 2, h, o, s]
     elif width == 2:  # a word of j: pairs (h, s)
-        words = part.unflatten(2, (2, 4)).permute(0, 1, 2, 4, 3, 7, 5, 6).flatten(-2)  # [.., t, lane, j % 4, e, (h s)]
+        words = part.unflatten(2, (2, 4)).permute(0, 1, 2, 4, 3, 7, 5, 6).flatten(-2)  # [.., lane, j % 4, o, (h s)]
     else:  # a word of j / 2: pairs (j % 2, h, s)
-        words = part.unflatten(2, (4, 2)).permute(0, 1, 4, 2, 7, 3, 5, 6).flatten(-3)  # [.., lane, j / 2, e, (j h s)]
+        words = part.unflatten(2, (4, 2)).permute(0, 1, 4, 2, 7, 3, 5, 6).flatten(-3)  # [.., lane, j / 2, o, (j h s)]
     words = words.flatten(-2).reshape(down, across, -1, 8 // width)  # numbers of a byte
     shift = torch.arange(0, 8, width, dtype=torch.uint8, device=part.device)
     return (words << shift).sum(-1, dtype=torch.uint8)
@@ -264,8 +263,8 @@ def dense(arranged: Tensor, kind: BlockFormat, outputs: int, inputs: int, dtype:
         whole = codes.float()
     else:
         whole = codes.float() - kind.offset
-    # [down, across, j, g, c, h, q, s % 2, e % 2] -> [down, h, g, across, j, q, (c, s % 2, e % 2)]
-    whole = whole.view(down, across, 8, 8, 4, 2, 2, 2, 2).permute(0, 5, 3, 1, 2, 6, 4, 7, 8).flatten(-3)
+    # [down, across, j, g, c, h, q, t, o] -> [down, h, g, across, j, q, (t, c, o)]
+    whole = whole.view(down, across, 8, 8, 4, 2, 2, 2, 2).permute(0, 5, 3, 1, 2, 6, 7, 4, 8).flatten(-3)
     whole = whole.reshape(*whole.shape[:5], 32 // kind.group, kind.group)
     found = whole * each[..., :1]
     if kind.minimum:
@@ -275,7 +274,7 @@ def dense(arranged: Tensor, kind: BlockFormat, outputs: int, inputs: int, dtype:
 
 
 def _places(plane: Tensor, width: int) -> Tensor:
-    """The reverse of ``_plane``: ``[down, across, j, lane, h, s, e % 2]``."""
+    """The reverse of ``_plane``: ``[down, across, j, lane, h, s, o]``."""
     down, across = plane.shape[:2]
     if width == 8:
         return plane.reshape(down, across, 8, 32, 2, 2, 2, 2).transpose(-1, -2).flatten(-3, -2)

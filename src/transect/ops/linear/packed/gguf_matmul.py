@@ -2,9 +2,10 @@ r"""Product with a weight in a block type of GGUF files, in the file's own bits.
 
     y_to = sum_i x_ti W_oi + b_o        W_oi = scale (code - offset)  or  scale code + minimum, by groups of 16 or 32 i
 
-``gguf_layout.py`` says how the bits lie. On Hopper ``gguf_rows.cu`` runs up to ``MOST_ROWS`` rows of bfloat16: it
-decodes in registers, so that the weight is read once in its own bits. More rows, and other GPUs, rebuild the matrix in
-the activations' dtype for the time of the product (``dequantize``), and multiply by that.
+``gguf_layout.py`` says how the bits lie. On Hopper the weight is read in its own bits and decoded in registers: for up
+to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``gguf_tiles.MOST_ROWS`` by
+``gguf_tiles.cu``. More rows, and other GPUs, rebuild the matrix in the activations' dtype for the time of the product
+(``dequantize``), and multiply by that.
 
 Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``FORMATS``, outputs O, bias ``[O]`` or None,
 result ``[T, O]`` in x's dtype. Inference only: no gradient.
@@ -29,7 +30,7 @@ from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
-from . import gguf_rows
+from . import gguf_rows, gguf_tiles
 from .gguf_layout import COLUMNS, FORMATS, BlockFormat, arrange, dense
 
 log = logging.getLogger(__name__)
@@ -74,9 +75,9 @@ def _dequantize(  # type: ignore[no-untyped-def]
     g = r % 8
     j = k // 32
     q = k % 32 // 16
-    s = 2 * q + k % 4 // 2
+    s = k % 32 // 8
     odd = k % 2
-    lane = 4 * g + k % 16 // 4
+    lane = 4 * g + k % 8 // 2
     code = _bits(words + unit * (UNIT // 4), j, lane, h, q, s, odd, LOW)
     if HIGH:
         upper = _bits(words + unit * (UNIT // 4) + 128 * LOW, j, lane, h, q, s, odd, HIGH)
@@ -143,24 +144,33 @@ class Products:
 
     def __init__(self, device: torch.device | str, *, dependent: bool = False) -> None:
         device = torch.device(device)
-        self.dependent, self._rows = dependent, None
+        self.dependent = dependent
+        self._rows: gguf_rows.GGUFRows | None = None
+        self._tiles: gguf_tiles.GGUFTiles | None = None
         self._triton = runs_triton(torch.empty(0, device=device))
         if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
             try:
-                self._rows = gguf_rows.GGUFRows(device)
+                self._rows, self._tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
             except Unavailable as reason:
                 log.warning("blocks of GGUF files are rebuilt for each product, which is slower: %s", reason)
 
-    def few(self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> bool:
-        """Whether the kernel for few rows takes this product."""
-        if self._rows is None or len(x) > gguf_rows.MOST_ROWS:
-            return False
-        return gguf_rows.refusal(x, arranged, name, outputs, bias) is None
+    def kernel(
+        self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None
+    ) -> gguf_rows.GGUFRows | gguf_tiles.GGUFTiles | None:
+        """The kernel that reads the blocks themselves for this product; None: the matrix is rebuilt."""
+        if self._rows is None or gguf_rows.refusal(x, arranged, name, outputs, bias) is not None:
+            return None
+        if len(x) <= gguf_rows.MOST_ROWS:
+            return self._rows
+        if len(x) > gguf_tiles.MOST_ROWS or gguf_tiles.refusal(x, arranged, name, outputs, bias) is not None:
+            return None
+        return self._tiles
 
     def __call__(self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
         """``reference``. Can be captured in a CUDA graph."""
-        if self._rows is not None and self.few(x, arranged, name, outputs, bias):
-            return self._rows(x, arranged, name, outputs, bias, dependent_launch=self.dependent)
+        kernel = self.kernel(x, arranged, name, outputs, bias)
+        if kernel is not None:
+            return kernel(x, arranged, name, outputs, bias, dependent_launch=self.dependent)
         if self._triton and x.dtype != torch.float64:
             return rebuilt(x, arranged, name, outputs, bias)
         return reference(x, arranged, name, outputs, bias)
@@ -168,7 +178,7 @@ class Products:
     def gated(self, x: Tensor, arranged: Tensor, name: str, outputs: int) -> Tensor | None:
         """``silu(gate) * up [T, O / 2]`` in one kernel, of a weight whose sixteens are gate and up in turn; None where
         none does that."""
-        if self._rows is None or not self.few(x, arranged, name, outputs):
+        if self._rows is None or self.kernel(x, arranged, name, outputs) is not self._rows:
             return None
         return self._rows(x, arranged, name, outputs, gated=True, dependent_launch=self.dependent)
 
@@ -260,6 +270,14 @@ register(
                 dtypes=("bfloat16",),
                 refusal=gguf_rows.refusal,
                 source="gguf_rows.cu",
+            ),
+            "cuda_tiles": Implementation(
+                "cuda",
+                lambda: gguf_tiles.GGUFTiles(),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refusal=gguf_tiles.refusal,
+                source="gguf_tiles.cu",
             ),
         },
         examples=_examples,

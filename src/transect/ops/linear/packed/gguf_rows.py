@@ -16,22 +16,30 @@ from torch import Tensor
 from ...lang import cuda
 from ...lang.jit import multiprocessors
 from ..few_rows.cuda import SHARED
-from .gguf_layout import FORMATS, ROWS, arranged_shape
+from .gguf_layout import FORMATS, ROWS, arranged_shape, units_of
 
-MOST_ROWS = 48
-"""More rows are quicker with a weight that is rebuilt, by what both ways take at 8, 64 and 256 rows on an H200."""
-X_BYTES = 2 * 256 + 32
+MOST_ROWS = 16
+"""For more rows tiles of tensor-core products are quicker (``gguf_tiles.py``)."""
+X_BYTES = 2 * 256 + 16
 """Bytes of a row of x in a buffer."""
+GROUP_END = 0.3
+"""What the end of a group of sixteens takes, at which all warps of a block wait, in steps of a warp: an estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """How a product is cut up: ``columns`` sixteens of rows of the weight in a group, ``per`` in a block of threads."""
+    """How a product is cut up: the fields are arguments of the launcher."""
 
     columns: int
+    """Sixteens of rows of the weight for a warp at a time, 1 or 2."""
     per: int
+    """Sixteens for a block of threads."""
     warps: int
+    """Warps of a block: 4, 8, 12 or 16."""
+    teams: int
+    """Teams of warps have sixteens of their own; the warps of a team share K."""
     stages: int
+    """Buffers of a warp's ring, 2 to 4."""
 
 
 def shared_bytes(tiling: Tiling, unit: int, m: int) -> int:
@@ -41,18 +49,37 @@ def shared_bytes(tiling: Tiling, unit: int, m: int) -> int:
     return tiling.warps * (tiling.stages * (tiling.columns * unit + min(m, tile) * X_BYTES) + sums)
 
 
-@cache
-def choose_tiling(m: int, n: int, unit: int, units: int, gated: bool = False) -> Tiling:
-    """Blocks share the rows of W evenly (``units``: multiprocessors), in as wide groups and as deep rings as fit."""
-    sixteens = -(-n // ROWS)
-    per = -(-sixteens // units)
-    columns = 2 if gated or per > 1 else 1
-    per = -(-per // columns) * columns
-    for warps, stages in ((8, 4), (8, 3), (8, 2), (4, 3), (4, 2)):
-        tiling = Tiling(columns, per, warps, stages)
-        if shared_bytes(tiling, unit, m) <= SHARED:
+def tiling_of(
+    m: int, n: int, k: int, unit: int, units: int, columns: int, warps: int, *, resident: int = 1, gated: bool = False,
+    teams: int | None = None,
+) -> Tiling | None:  # fmt: skip
+    """Blocks share the rows of W evenly, ``resident`` on each of ``units`` multiprocessors, in the teams whose warps
+    wait least for each other (or so many ``teams``), with as deep rings as fit; None: not even two buffers do."""
+    across = units_of(n, k)[1]
+    per = -(-n // (ROWS * units * resident))
+    per += gated and per % 2
+
+    def steps(teams: int) -> float:
+        groups = -(-per // (teams * columns))
+        return groups * (-(-across * teams // warps) * columns + GROUP_END)
+
+    possible = [t for t in range(1, warps + 1) if warps % t == 0 and not (gated and t * columns % 2)]
+    teams = teams or min(possible, key=steps)
+    for stages in (4, 3, 2):
+        tiling = Tiling(columns, per, warps, teams, stages)
+        if shared_bytes(tiling, unit, m) <= SHARED // resident - 1024:
             return tiling
-    raise ValueError(f"no tiling of {columns} columns fits {m} rows of units of {unit} bytes")
+    return None
+
+
+@cache
+def choose_tiling(m: int, n: int, k: int, unit: int, units: int, gated: bool = False) -> Tiling:
+    """The tiling of m rows, at most 16 at a time."""
+    for columns, warps in ((1, 16), (1, 8), (1, 4)):
+        tiling = tiling_of(m, n, k, unit, units, columns, warps, gated=gated)
+        if tiling is not None:
+            return tiling
+    raise ValueError(f"no tiling fits {m} rows of units of {unit} bytes")
 
 
 def refusal(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> str | None:
@@ -74,7 +101,7 @@ class GGUFRows:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._launch = cuda.bind_on_hopper("gguf_rows", "transect_gguf_rows", "ppppiiil" + "iiiiiii" + "p", device)
+        self._launch = cuda.bind_on_hopper("gguf_rows", "transect_gguf_rows", "ppppiiil" + "iiiiiiii" + "p", device)
 
     def __call__(
         self,
@@ -104,11 +131,11 @@ class GGUFRows:
         out = x.new_empty(m, outputs // 2 if gated else outputs)
         if not out.numel():
             return out
-        tiling = tiling or choose_tiling(min(m, 16), outputs, kind.unit, multiprocessors(x.device), gated)
+        tiling = tiling or choose_tiling(min(m, 16), outputs, k, kind.unit, multiprocessors(x.device), gated)
         code = self._launch(
             x.data_ptr(), arranged.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, outputs, k,
-            x.stride(0), kind.index, tiling.columns, tiling.per, tiling.warps, tiling.stages, int(gated),
-            2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
+            x.stride(0), kind.index, tiling.columns, tiling.per, tiling.warps, tiling.teams,
+            tiling.stages, int(gated), 2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             raise RuntimeError(f"gguf_rows.cu: the launch of {tiling} for {m} x {k} by {outputs} x {k} returned {code}")

@@ -1,0 +1,125 @@
+"""Products with weights in block types of GGUF files on one Hopper GPU: every way to cut them, beside the floor of
+their bytes and bfloat16's product.
+
+    python benchmarks/gguf_kernels.py [--rows 1,8,16,32,64,128] [--types Q4_K,Q6_K] [--shapes o,down] [--out FILE]
+
+Shapes are those of the matrices of Llama 3.1 8B. A time is the median of graphs of 20 launches over copies of the
+weight that do not fit into the L2 cache together. The first result of each way is compared with the product of the
+values in float32: a way that misses by more than 1% is marked, and is no choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import record
+from engine_gpu import RATES, Kept, release
+from formats_gpu import SHAPES, product_seconds
+from transect.ops.lang.jit import multiprocessors
+from transect.ops.linear.packed import gguf_rows, gguf_tiles
+from transect.ops.linear.packed.gguf_layout import FORMATS
+from transect.ops.linear.packed.gguf_matmul import dequantize, drawn, rebuilt
+from transect.ops.registry import get
+
+Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+MATRICES = SHAPES | {"head": (128256, 4096)}
+
+
+def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterator[tuple[str, Way]]:
+    """Every way of some ``kernels`` to multiply m rows by a weight of a type, with its name."""
+    device = torch.device("cuda")
+    units, unit = multiprocessors(device), FORMATS[name].unit
+    rows, tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
+    if m <= 16 and "rows" in kernels:
+        known = set()
+        cuts = [(c, w, r, None) for c in (1, 2) for w in (8, 12, 16) for r in (1, 2)]
+        cuts += [(c, 16, 1, 16 >> e) for c in (1, 2) for e in range(5 - gated)]
+        for columns, warps, resident, teams in cuts:
+            cut = gguf_rows.tiling_of(m, n, k, unit, units, columns, warps, resident=resident, gated=gated, teams=teams)
+            if cut is not None and cut not in known:
+                known.add(cut)
+                yield (
+                    f"rows {cut.columns}x{cut.warps} per {cut.per} teams {cut.teams} stages {cut.stages} x{resident}",
+                    lambda x, w, cut=cut: rows(x, w, name, n, gated=gated, dependent_launch=True, tiling=cut),
+                )
+    if not gated and "tiles" in kernels:
+        for cut_ in gguf_tiles.cuts(name):
+            if cut_[0] < min(m / 2, 128) or cut_[0] > max(16, 2 * m):
+                continue
+            tiling = gguf_tiles.tiling_of(cut_, name, m, n, k, units)
+            if tiling is not None:
+                yield (
+                    "tiles {}x{}x{}".format(*cut_) + f" stages {tiling.w_stages} {tiling.x_stages}",
+                    lambda x, w, cut=tiling: tiles(x, w, name, n, dependent_launch=True, tiling=cut),
+                )
+        if m >= 64:
+            yield "rebuilt", lambda x, w: rebuilt(x, w, name, n)
+
+
+def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, Any]:
+    """Microseconds of all ways, by rows."""
+    n, k = MATRICES[matrix]
+    weight = drawn(name, n, k, "cuda")
+    copies = [weight, *(weight.clone() for _ in range(max(1, int(120e6 // weight.nbytes))))]
+    values = dequantize(weight, name, n, k, torch.float32)
+    dense = [values.bfloat16() for _ in range(max(2, int(120e6 // (2 * n * k))))]
+    plain: Any = get("linear").implementations["triton"].load()
+    found: dict[str, Any] = {}
+    for m in rows:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        wanted = x.float() @ values.T
+        moved = weight.nbytes + 2 * m * (n + k)
+        floor = max(moved / RATES.bytes_per_second, 2 * m * n * k / RATES.flops_per_second)
+        peer = product_seconds(lambda turn, x=x: plain(x, dense[turn % len(dense)], dependent_launch=True))
+        own: dict[str, Any] = {}
+        gated = matrix == "gate_up" and m <= 16 and "rows" in kernels
+        if gated:
+            turns = wanted.unflatten(-1, (-1, 2, 16))
+            wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)
+        for label, way in ways(name, m, n, k, gated, kernels):
+            try:
+                miss = float((way(x, weight).float() - wanted).norm() / wanted.norm())
+                seconds = product_seconds(lambda turn, x=x, way=way: way(x, copies[turn % len(copies)]))
+                own[label] = {"seconds": seconds, "miss": miss}
+            except (RuntimeError, ValueError) as error:
+                own[label] = {"error": str(error)[:200]}
+        right = {label: each for label, each in own.items() if each.get("miss", 1) < 0.01}
+        best = min(right, key=lambda label: right[label]["seconds"]) if right else None
+        found[str(m)] = {"floor_s": floor, "bf16_s": peer, "best": best, "ways": own}
+        print(f"{matrix} {name} {m} rows: floor {floor * 1e6:.1f} us, bf16 {peer * 1e6:.1f}", flush=True)
+        for label, each in sorted(own.items(), key=lambda item: item[1].get("seconds", 9)):
+            if "seconds" in each:
+                wrong = "" if each["miss"] < 0.01 else f"  WRONG, misses {each['miss']:.2g}"
+                print(f"    {each['seconds'] * 1e6:8.1f} us {floor / each['seconds']:5.0%}  {label}{wrong}", flush=True)
+            else:
+                print(f"    {label}: {each['error']}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=lambda text: [int(each) for each in text.split(",")],
+                        default=[1, 8, 16, 32, 64, 128, 256, 512])  # fmt: skip
+    parser.add_argument("--types", default="Q4_K,Q6_K")
+    parser.add_argument("--shapes", default="qkv,o,gate_up,down")
+    parser.add_argument("--kernels", default="rows,tiles", help="for few rows, for many, or both")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "gguf_kernels.json")
+    options = parser.parse_args()
+    kept = Kept(options.out)
+    for name in options.types.split(","):
+        for matrix in options.shapes.split(","):
+            kept.attempt(f"{matrix} {name}", lambda m=matrix, t=name: measure(m, t, options.rows, options.kernels))
+            release()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+r"""Grouped linear with experts of 4 bits: in groups with a scale and a zero (``linear/packed/int4_packing.py``), or in
+a block type of GGUF files (``linear/packed/gguf_layout.py``), such as the MXFP4 of gpt-oss.
+
+    y_r = W_e(r) x_s(r) + b_e(r)                  rows, experts and order as in ``grouped_linear.py``
+
+An expert's codes are decoded in registers, tile by tile: no expert is rebuilt in memory. The two orders of the codes
+differ in where a word's eight codes belong, and in their scales; the rest of the kernel is one.
+
+Shapes: x ``[R, I]`` or ``[T, I]``, arranged as ``name`` lays a matrix ``[E O, I]`` out (``int4``, or one of
+``BLOCKS``), O a multiple of 16, starts ``[E + 1]`` int32, order ``[R]`` int32 or None, bias ``[E O]`` or None, result
+``[R, O]``. A weight is rounded to x's dtype once, sums are in float32. Inference only: no gradient.
+Sources: Gale et al. 2022, arXiv:2211.15841; OCP Microscaling Formats 1.0.
+
+Bound by the bytes of the experts that are touched for few rows: a quarter of bfloat16's. By arithmetic at the
+activations' rate from some hundred rows an expert on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..counting import touched
+from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
+from ..lang.tiles import dot
+from ..linear.packed import gguf_layout, gguf_matmul, int4_matmul
+from ..linear.packed.gguf_layout import FORMATS, ROWS
+from ..linear.packed.int4_packing import CHUNK, arrange_codes, group_of
+from ..numerics import compute_dtype, sample
+from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from . import grouped_linear
+from .ordering import draw
+from .ordering import reference as order_of
+from .triton import _expert_of_tile, tiling
+
+BLOCKS = ("Q4_0", "Q4_1", "Q4_K", "MXFP4")
+"""The block types that are taken."""
+
+
+def dense(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """The values ``[outputs, inputs]`` of all experts."""
+    if name == "int4":
+        return int4_matmul.dense(arranged, outputs, dtype)[:, :inputs]
+    return gguf_layout.dense(arranged, FORMATS[name], outputs, inputs, dtype)
+
+
+def reference(
+    x: Tensor,
+    arranged: Tensor,
+    name: str,
+    outputs: int,
+    starts: Tensor,
+    order: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Shapes as above, one expert after another; ``outputs``: E O."""
+    wide = compute_dtype(x.dtype)
+    weight = dense(arranged, name, outputs, x.shape[1], wide)
+    y = grouped_linear.reference(x.to(wide), weight, starts, order, None if bias is None else bias.to(wide))
+    return y.to(x.dtype)
+
+
+@kernel
+def _product(  # type: ignore[no-untyped-def]
+    x, words, halves, bytes_, bias, starts, order, out, N, K, E, k_choices, down, across,
+    INT4: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, BYTES: tl.constexpr, MINIMUM: tl.constexpr,
+    OFFSET: tl.constexpr, MX: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    BM: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """See ``triton._grouped_product``. A program has R sixteens of outputs, and takes 128 inputs at a time: half a unit
+    of 16 outputs by 256 inputs, UNIT words each, or with INT4 a whole one of 128; ``down`` and ``across``: units of all
+    experts."""
+    expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
+    if expert < E:
+        r = row + tl.arange(0, BM)
+        inside = r < end
+        source = r
+        if ORDERED:
+            source = tl.load(order + r, inside, 0) // k_choices
+        sixteen = tl.program_id(0) * R + tl.arange(0, R)
+        there = (sixteen < N // 16)[:, None]
+        unit = (expert.to(tl.int64) * (N // 16) + sixteen)[:, None]
+        pair = tl.arange(0, 8)
+        shift = pair // 2 * 4 + pair % 2 * 16
+        acc = tl.zeros([BM, R * 16], tl.float32)
+        for start in range(0, K, 128):
+            k = start + tl.arange(0, 128)
+            a = tl.load(x + source.to(tl.int64)[:, None] * K + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
+            # Words of the sixteens by 128 inputs; then of each its codes; then outputs by inputs.
+            if INT4:
+                base = (unit + start // 128 * down) * UNIT
+                w = tl.load(words + base + tl.arange(0, 256)[None, :], there, 0)
+                w = tl.reshape(w, (R, 2, 8, 4, 4, 1, 1, 1)) >> tl.reshape(shift, (1, 1, 1, 1, 1, 2, 2, 2))
+                code = tl.reshape(tl.permute(w & 15, (0, 6, 2, 1, 4, 5, 3, 7)), (R * 16, 128))
+                lin = tl.arange(0, 128 // GROUP * 16)
+                both = tl.load(words + base + 256 + lin[None, :], there, 0)
+                both = tl.permute(tl.reshape(both, (R, 128 // GROUP, 8, 2)), (0, 3, 2, 1))
+                both = tl.reshape(both, (R * 16, 128 // GROUP, 1))
+                scale = (both << 16).to(tl.float32, bitcast=True)
+                zero = (both & -65536).to(tl.float32, bitcast=True)
+                value = tl.reshape(code.to(tl.float32), (R * 16, 128 // GROUP, GROUP)) * scale + zero
+            else:
+                base = (unit * across + start // 256) * UNIT
+                half = start // 128 % 2
+                w = tl.load(words + base + half * 256 + tl.arange(0, 256)[None, :], there, 0)
+                w = tl.reshape(w, (R, 2, 8, 4, 2, 2, 1, 1)) >> tl.reshape(shift, (1, 1, 1, 1, 1, 1, 4, 2))
+                code = tl.reshape(tl.permute(w & 15, (0, 5, 2, 1, 4, 6, 3, 7)), (R * 16, 4, 32))
+                if MX:  # e2m1 is the upper end of a float16 whose exponent is 14 less, and here twice as much
+                    number = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
+                    value = number.to(tl.float32) * 32768.0
+                else:
+                    value = (code - OFFSET).to(tl.float32)
+                V: tl.constexpr = 2 if MINIMUM else 1
+                lin = tl.arange(0, 64)
+                at = (half * 32 + lin // 2) * (2 * V) + lin % 2
+                if BYTES:
+                    scale = tl.load(bytes_ + base * 4 + 2048 + at[None, :], there, 0).to(tl.float32)
+                    own = tl.arange(0, 16)
+                    behind = 1024 + 64 * V + own // 2 * (2 * V) + own % 2
+                    d = tl.load(halves + base * 2 + behind[None, :], there, 0.0).to(tl.float32)
+                    d = tl.reshape(tl.permute(tl.reshape(d, (R, 8, 2)), (0, 2, 1)), (R * 16, 1, 1))
+                    if MINIMUM:
+                        least = tl.load(bytes_ + base * 4 + 2050 + at[None, :], there, 0).to(tl.float32)
+                        less = tl.load(halves + base * 2 + 2 + behind[None, :], there, 0.0).to(tl.float32)
+                        less = tl.reshape(tl.permute(tl.reshape(less, (R, 8, 2)), (0, 2, 1)), (R * 16, 1, 1))
+                else:
+                    scale = tl.load(halves + base * 2 + 1024 + at[None, :], there, 0.0).to(tl.float32)
+                    if MINIMUM:
+                        least = tl.load(halves + base * 2 + 1026 + at[None, :], there, 0.0).to(tl.float32)
+                scale = tl.reshape(tl.permute(tl.reshape(scale, (R, 4, 8, 2)), (0, 3, 2, 1)), (R * 16, 4, 1))
+                if BYTES:
+                    scale = scale * d
+                value = value * scale
+                if MINIMUM:
+                    least = tl.reshape(tl.permute(tl.reshape(least, (R, 4, 8, 2)), (0, 3, 2, 1)), (R * 16, 4, 1))
+                    value = value - least * less if BYTES else value + least
+            acc = dot(a, tl.trans(tl.reshape(value, (R * 16, 128)).to(a.dtype)), acc)
+        n = tl.program_id(0) * (R * 16) + tl.arange(0, R * 16)
+        if BIAS:
+            acc += tl.load(bias + expert * N + n, n < N, 0.0).to(tl.float32)[None, :]
+        place = out + r.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), inside[:, None] & (n < N)[None, :])
+
+
+def _constants(name: str, arranged: Tensor) -> dict[str, Any]:
+    if name == "int4":
+        none = {"BYTES": False, "MINIMUM": False, "OFFSET": 0, "MX": False}
+        return {"INT4": True, "GROUP": group_of(arranged), "UNIT": arranged.shape[2], **none}
+    kind = FORMATS[name]
+    return {
+        "INT4": False, "GROUP": 32, "UNIT": kind.unit // 4, "BYTES": kind.byte_scales is not None,
+        "MINIMUM": kind.minimum, "OFFSET": kind.offset, "MX": kind.chosen is not None,
+    }  # fmt: skip
+
+
+def triton_grouped_blocks(
+    x: Tensor,
+    arranged: Tensor,
+    name: str,
+    outputs: int,
+    starts: Tensor,
+    order: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """``reference`` in Triton; can be captured in a CUDA graph.
+
+    Raises:
+        ValueError: a type that is not taken, or experts whose outputs are no whole sixteens.
+    """
+    require("grouped_blocks", x)
+    experts = len(starts) - 1
+    n, k = outputs // experts, x.shape[1]
+    if (name != "int4" and name not in BLOCKS) or n % ROWS:
+        raise ValueError(
+            f"grouped_blocks: experts of {n} outputs in {name}; it takes whole sixteens in int4, {', '.join(BLOCKS)}"
+        )
+    if name == "int4" and k % CHUNK:
+        raise ValueError(f"grouped_blocks: with int4 the inputs are a multiple of {CHUNK}, not {k}")
+    x, arranged = x.contiguous(), arranged.contiguous()
+    rows = len(x) if order is None else len(order)
+    out = x.new_empty(rows, n)
+    if rows and n:
+        bm, bn, _, warps = tiling(rows, experts)
+        sixteens = max(1, min(bn, 64) // ROWS)
+        flat = arranged.view(-1).view(torch.uint8)
+        down, across = (arranged.shape[1], arranged.shape[0]) if name == "int4" else arranged.shape[:2]
+        scales = torch.bfloat16 if name == "int4" else FORMATS[name].scale_dtype
+        _product[(-(-n // (ROWS * sixteens)), rows // bm + min(experts, rows))](
+            x, flat.view(torch.int32), flat.view(scales), flat, x if bias is None else bias.contiguous(), starts,
+            starts if order is None else order, out, n, k, experts, 1 if order is None else rows // len(x), down,
+            across, **_constants(name, arranged), ORDERED=order is not None, BIAS=bias is not None,
+            WIDTH=next_power_of_2(experts), BM=bm, R=sixteens, num_warps=warps,
+        )  # fmt: skip
+    return out
+
+
+def cost(
+    x: Tensor,
+    arranged: Tensor,
+    name: str,
+    outputs: int,
+    starts: Tensor,
+    order: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Cost:
+    """The cost, as ``grouped_linear`` has it: the experts that random routing touches."""
+    experts = len(starts) - 1
+    rows, own = len(x) if order is None else len(order), outputs // experts
+    read = x.nbytes + touched(rows, 1, experts) / experts * arranged.nbytes + starts.nbytes
+    read += sum(t.nbytes for t in (order, bias) if t is not None)
+    return Cost(rows * own * (2 * x.shape[1] + 1), read, rows * own * x.element_size())
+
+
+def _inputs(
+    name: str, tokens: int, experts: int, k: int, outputs: int, inputs: int, device: torch.device | str
+) -> dict[str, Any]:
+    generator = torch.Generator(device).manual_seed(tokens)
+    if name.startswith("int4"):
+        size = int(name.removeprefix("int4") or 128)
+        random: dict[str, Any] = {"device": device, "generator": generator}
+        codes = torch.randint(0, 16, (experts * outputs, inputs), dtype=torch.uint8, **random)
+        scale = torch.rand(experts * outputs, inputs // size, **random) / 64 + 1e-3
+        arranged, name = arrange_codes(codes, scale, -8 * scale), "int4"
+    else:
+        arranged = gguf_matmul.drawn(name, experts * outputs, inputs, device, tokens)
+    order, _, starts = order_of(draw(tokens, k, experts, tokens, device), experts)
+    return {"arranged": arranged, "name": name, "outputs": experts * outputs, "starts": starts, "order": order}
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    made = []
+    for name, tokens, experts, k, outputs, inputs, biased in (
+        ("MXFP4", 5, 4, 2, 32, 320, True), ("Q4_K", 3, 2, 1, 16, 256, False), ("Q4_1", 4, 2, 2, 16, 288, False),
+        ("Q4_0", 3, 3, 1, 16, 160, True), ("int4", 5, 4, 2, 48, 128, True), ("int432", 3, 2, 2, 16, 256, False),
+    ):  # fmt: skip
+        bias = sample(experts * outputs, seed=3) if biased else None
+        made.append({"x": sample(tokens, inputs), **_inputs(name, tokens, experts, k, outputs, inputs, "cpu"),
+                     "bias": bias})  # fmt: skip
+    return made
+
+
+def _cases() -> Sequence[Case]:
+    def case(name: str, tokens: int) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            x = torch.randn(tokens, 2880, device=device, dtype=torch.bfloat16, generator=generator)
+            return {"x": x, **_inputs(name, tokens, 32, 4, 2880, 2880, device), "bias": None}
+
+        return Case(f"up of gpt-oss-20b, {name}, {tokens} tokens", make)
+
+    return [case("MXFP4", tokens) for tokens in (1, 16, 64, 256, 2048)]
+
+
+def _kernels() -> Sequence[Kernel]:
+    pointers = {"x": "*bf16", "words": "*i32", "bytes_": "*u8", "bias": "*bf16", "out": "*bf16"}
+    indices = dict.fromkeys(("starts", "order"), "*i32")
+    indices |= dict.fromkeys(("N", "K", "E", "k_choices", "down", "across"), "i32")
+    common = {"ORDERED": True, "BIAS": True, "WIDTH": 32, "R": 4}
+
+    def of(label: str, name: str, halves: str, bm: int, warps: int, words: int) -> Kernel:
+        constants = _constants(name, torch.empty(1, 1, words))
+        types = pointers | {"halves": halves} | indices
+        return Kernel(label, _product, types, constants | common | {"BM": bm}, ("N", "K"), warps)
+
+    return [
+        of("MXFP4, few rows", "MXFP4", "*bf16", 16, 4, 0),
+        of("Q4_K, many rows", "Q4_K", "*fp16", 128, 8, 0),
+        of("int4, few rows", "int4", "*bf16", 16, 4, 272),
+    ]
+
+
+register(
+    Op(
+        name="grouped_blocks",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "torch": Implementation("torch", lambda: reference, ("any",)),
+            "triton": Implementation("triton", available(triton_grouped_blocks), TRITON_TARGETS),
+        },
+        examples=_examples,
+        peers={"torch": reference},
+        directions=("forward",),
+        cases=_cases,
+        kernels=_kernels,
+        error_ratio=4.0,
+        error_note="weights are rounded to the dtype first; float32 is summed along I one product after another",
+    )
+)
