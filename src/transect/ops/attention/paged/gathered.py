@@ -46,7 +46,8 @@ def _gather(  # type: ignore[no-untyped-def]
             high = middle
     position = first - tl.load(keys + low) + tl.arange(0, TILE)
     owned = (position < tl.load(lengths + low)) & (first < tl.load(keys + low + 1))
-    block = tl.load(tables + low.to(tl.int64) * table_b + position // BLOCK, owned, 0).to(tl.int64)
+    row = tl.full((), 0, tl.int64) + low
+    block = tl.load(tables + row * table_b + position // BLOCK, owned, 0).to(tl.int64)
     d = tl.arange(0, DP)
     at = (block * cache_b + head * cache_k + position % BLOCK * D)[:, None] + d[None, :]
     inside = owned[:, None] & (d < D)[None, :]
