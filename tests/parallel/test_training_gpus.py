@@ -12,8 +12,8 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 LEARNING_RATE = 2e-4
-"""So small that the rounding of one step changes little of the next (a first step of Adam is the sign of a gradient), so
-large that weights in bfloat16 change."""
+"""So small that the rounding of one step changes little of the next (a first step of Adam is the sign of a gradient),
+so large that weights in bfloat16 change."""
 LAYOUTS = {
     "copies": {"data": 2, "reduce": "bfloat16"},
     "nccl": {"data": 2, "sums": "nccl"},
