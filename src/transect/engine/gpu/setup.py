@@ -182,6 +182,7 @@ def runner_tricks(
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
         "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not config.shares_data,
+        "gathered_keys": switches.gathered_keys and not config.deterministic and not by_torch(ops),
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": switches.copy_kernels and not by_torch(ops),
