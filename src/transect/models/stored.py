@@ -119,6 +119,20 @@ def joined_rows(parts: Sequence[Values]) -> Values:
     return QuantizedTensor(first.type_name, (len(blocks), *first.shape[1:]), blocks)
 
 
+def joined_codes(parts: Sequence[PackedValues]) -> PackedValues:
+    """Rows of one matrix that were read apart, below each other."""
+    first = parts[0]
+
+    def of(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    if isinstance(first, Blocks):
+        return Blocks(first.layout, of("blocks"))
+    if isinstance(first, Codes8):
+        return Codes8(first.layout, of("codes"), of("scale"))
+    return Codes4(first.layout, of("codes"), of("scale"), of("zero"), first.order)
+
+
 def within(size: int, part: slice) -> slice:
     """A slice with its bounds filled in."""
     start, stop, step = part.indices(size)

@@ -82,7 +82,11 @@ def load(
     warming = warm_kernels.start(work, setup.ops, setup.device, compilers, setup.asked)
     if warming.collected:
         times.done(f"{warming.collected} kernels found")
-    read = partial(load_on_device, device=setup.device) if mesh is None else partial(load_shard_on_device, mesh=mesh)
+    read = partial(load_on_device, device=setup.device)
+    if mesh is not None:
+        blocks = bool(setup.layouts) and {layout.format for _, layout in setup.layouts} == {"gguf"}
+        # A file says itself where its blocks cannot be cut.
+        read = partial(load_shard_on_device, mesh=mesh, **({"group": 1} if blocks else {}))
     model = read(
         source,
         dtype=setup.dtype,
