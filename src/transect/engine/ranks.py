@@ -111,6 +111,11 @@ def start_engine(
     own = ranks is None
     kind: Literal["cpu", "cuda"] = "cuda" if device_for(config)[0].type == "cuda" else "cpu"
     config = replace(config, device=kind)
+    if kind == "cuda" and config.deterministic and config.layout.data > 2:
+        raise ValueError(
+            f"NCCL adds over {config.layout.data} GPUs in another order for other batches: leave out deterministic, or "
+            "let data_parallel_size be 2"
+        )
     leads = leads or ranks is not None or not under_torchrun()
     if ranks is None and under_torchrun():
         ranks = Ranks.join(kind)
@@ -205,7 +210,7 @@ def _follow(world: World, config: EngineConfig) -> None:
         return  # rank 0 says it
     assert built.mesh is not None
     place, grammars = built.mesh.place, built.grammars(checked=False)
-    reports = place.data > 0 and place.tensor == 0
+    reports = place.data > 0 and place.tensor == place.pipeline == 0
     core = GroupCore(built.core, world, place.data) if reports else FollowingCore(built.core)
     while (orders := world.listen()) is not None:
         for name, arguments, group in orders.messages:

@@ -26,6 +26,7 @@ from .mlp import MLP
 from .moe import MoE, Router, SharedRouter
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
+from .stored import StoredWeights, stored_tensor
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
@@ -260,19 +261,41 @@ class Decoder(nn.Module):
         """Draw all weights for training from scratch: matrices and tables normal with ``std``, biases 0, norms 1. They
         are drawn on the generator's device, and so the same wherever the model is."""
         for module in self.modules():
-            if isinstance(module, Projection):
-                continue
-            if isinstance(module, Embedding):
-                draw_normal(module.weight, std, generator)
-            elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
-                module.draw(std, generator)
-            elif isinstance(module, (Router, SharedRouter)):
-                draw_normal(module.weight, std, generator)
-            elif isinstance(module, (RMSNorm, LayerNorm)):
-                module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
-            elif isinstance(module, Attention) and module.sinks is not None:
-                module.sinks.zero_()
-            bias = getattr(module, "bias", None)
-            if bias is not None:
-                bias.zero_()
+            self._draw(module, std, generator)
         return self
+
+    @torch.no_grad()
+    def drawn_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> StoredWeights:
+        """The same numbers as weights to be read, in this order and each while it is there: one module at a time has
+        memory, on the generator's device. The model must be on ``meta``, and has no more use."""
+        device = torch.device("cpu") if generator is None else generator.device
+        for name, module in list(self.named_modules()):
+            if isinstance(module, Projection) or (module is self.head and self.head_tied):
+                continue
+            if not module._parameters:
+                continue
+            module.to_empty(device=device, recurse=False)
+            self._draw(module, std, generator)
+            for leaf, parameter in module.named_parameters(recurse=False):
+                yield f"{name}.{leaf}", stored_tensor(parameter.detach())
+            module.to_empty(device="meta", recurse=False)
+
+    def _draw(self, module: nn.Module, std: float, generator: torch.Generator | None) -> None:
+        """The own weights of a module, as ``init_weights`` has them."""
+        if isinstance(module, Projection):
+            return
+        if isinstance(module, Embedding):
+            draw_normal(module.weight, std, generator)
+        elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
+            module.draw(std, generator)
+        elif isinstance(module, (Router, SharedRouter)):
+            draw_normal(module.weight, std, generator)
+        elif isinstance(module, (RMSNorm, LayerNorm)):
+            module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
+        elif isinstance(module, Attention) and module.sinks is not None:
+            module.sinks.zero_()
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            bias.zero_()
+        if isinstance(module, Router) and module.score_bias is not None:
+            module.score_bias.zero_()

@@ -32,7 +32,8 @@ Training on them:
 * ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass; ``copy_memory.py``: in how much
   memory (no torch); ``peer_pieces.py``: sharded weights that other ranks read by them
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
-* ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time
+* ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time;
+  ``tiled.py``: matrices that come in parts
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)
 * ``spread.py``: how a run is spread; ``refusals.py``: why it cannot be, and the nearest layout that can (no torch)
 * ``training_memory.py``: what each rank then needs (no torch)
