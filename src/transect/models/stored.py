@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -122,7 +123,8 @@ def joined_rows(parts: Sequence[Values]) -> Values:
 def joined_codes(parts: Sequence[Codes8 | Codes4]) -> Codes8 | Codes4:
     """Matrices that are packed alike, without an order of their inputs, one below the other."""
     names = ("codes", "scale") if isinstance(parts[0], Codes8) else ("codes", "scale", "zero")
-    return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return replace(parts[0], **whole)
 
 
 def within(size: int, part: slice) -> slice:
