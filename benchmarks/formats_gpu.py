@@ -52,6 +52,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
     "fp8-kv8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
+    "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},
     "q8_0": {},
 }
@@ -107,7 +108,8 @@ def storage(name: str) -> Storage:
         mixed = (("mlp.down", half), ("attention.v", half))
         return replace(storage_for(2), linear=kinds["Q4_K"], head=kinds["Q6_K"], matrices=mixed)
     made = storage_for(2, FORMATS[name].get("quantization"))
-    return replace(made, kv=8.0) if "kv_cache_dtype" in FORMATS[name] else made
+    stored = FORMATS[name].get("kv_cache_dtype")
+    return made if stored is None else replace(made, kv=8.25 if stored == "int8" else 8.0)  # heads of 128, a scale each
 
 
 def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -> dict[str, Any]:

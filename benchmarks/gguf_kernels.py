@@ -34,12 +34,12 @@ Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MATRICES = SHAPES | {"head": (128256, 4096)}
 
 
-def ways(name: str, m: int, n: int, k: int, gated: bool) -> Iterator[tuple[str, Way]]:
-    """Every way to multiply m rows by a weight of a type, with its name."""
+def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterator[tuple[str, Way]]:
+    """Every way of some ``kernels`` to multiply m rows by a weight of a type, with its name."""
     device = torch.device("cuda")
     units, unit = multiprocessors(device), FORMATS[name].unit
     rows, tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
-    if m <= 16:
+    if m <= 16 and "rows" in kernels:
         known = set()
         cuts = [(c, w, r, None) for c in (1, 2) for w in (8, 12, 16) for r in (1, 2)]
         cuts += [(c, 16, 1, 16 >> e) for c in (1, 2) for e in range(5 - gated)]
@@ -51,7 +51,7 @@ def ways(name: str, m: int, n: int, k: int, gated: bool) -> Iterator[tuple[str, 
                     f"rows {cut.columns}x{cut.warps} per {cut.per} teams {cut.teams} stages {cut.stages} x{resident}",
                     lambda x, w, cut=cut: rows(x, w, name, n, gated=gated, dependent_launch=True, tiling=cut),
                 )
-    if not gated:
+    if not gated and "tiles" in kernels:
         for cut_ in gguf_tiles.cuts(name):
             if cut_[0] < min(m / 2, 128) or cut_[0] > max(16, 2 * m):
                 continue
@@ -65,7 +65,7 @@ def ways(name: str, m: int, n: int, k: int, gated: bool) -> Iterator[tuple[str, 
             yield "rebuilt", lambda x, w: rebuilt(x, w, name, n)
 
 
-def measure(matrix: str, name: str, rows: list[int]) -> dict[str, Any]:
+def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, Any]:
     """Microseconds of all ways, by rows."""
     n, k = MATRICES[matrix]
     weight = drawn(name, n, k, "cuda")
@@ -81,11 +81,11 @@ def measure(matrix: str, name: str, rows: list[int]) -> dict[str, Any]:
         floor = max(moved / RATES.bytes_per_second, 2 * m * n * k / RATES.flops_per_second)
         peer = product_seconds(lambda turn, x=x: plain(x, dense[turn % len(dense)], dependent_launch=True))
         own: dict[str, Any] = {}
-        gated = matrix == "gate_up" and m <= 16
+        gated = matrix == "gate_up" and m <= 16 and "rows" in kernels
         if gated:
             turns = wanted.unflatten(-1, (-1, 2, 16))
             wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)
-        for label, way in ways(name, m, n, k, gated):
+        for label, way in ways(name, m, n, k, gated, kernels):
             try:
                 miss = float((way(x, weight).float() - wanted).norm() / wanted.norm())
                 seconds = product_seconds(lambda turn, x=x, way=way: way(x, copies[turn % len(copies)]))
@@ -111,12 +111,13 @@ def main() -> None:
                         default=[1, 8, 16, 32, 64, 128, 256, 512])  # fmt: skip
     parser.add_argument("--types", default="Q4_K,Q6_K")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
+    parser.add_argument("--kernels", default="rows,tiles", help="for few rows, for many, or both")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "gguf_kernels.json")
     options = parser.parse_args()
     kept = Kept(options.out)
     for name in options.types.split(","):
         for matrix in options.shapes.split(","):
-            kept.attempt(f"{matrix} {name}", lambda m=matrix, t=name: measure(m, t, options.rows))
+            kept.attempt(f"{matrix} {name}", lambda m=matrix, t=name: measure(m, t, options.rows, options.kernels))
             release()
 
 

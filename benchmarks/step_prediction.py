@@ -34,7 +34,7 @@ from transect.explain.log import RunLog, load
 from transect.explain.rates import rates_for
 from transect.explain.replay import replay
 from transect.explain.simulate import recorded
-from transect.explain.step_time import StepTime, measured_steps, spread
+from transect.explain.step_time import StepTime, measured_steps
 from transect.explain.what_if import what_if
 from transect.explain.work import StepWork
 
@@ -121,8 +121,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     found = what_if(log, floors, [f"max_num_batched_tokens={AFTER}"])
     assert found.errors is not None, "the run is too short to check step times"
     print(found.errors, *found.warnings, sep="\n", flush=True)
-    like = spread(log)
-    print(f"decode steps beside those before and after: {like}", flush=True)
+    print(f"following the machine: {found.followed}\nlike steps: {found.like}", flush=True)
     logged(options, work, AFTER, second)
     measured = recorded(load(second))
     latencies = {}
@@ -147,7 +146,8 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": len(log.steps),
         "replay": dataclasses.asdict(again),
         "step_time_errors": dataclasses.asdict(found.errors),
-        "like_steps": None if like is None else dataclasses.asdict(like),
+        "followed_errors": None if found.followed is None else dataclasses.asdict(found.followed),
+        "like_steps": None if found.like is None else dataclasses.asdict(found.like),
         "warnings": found.warnings,
         "changed": {"max_num_batched_tokens": [BEFORE, AFTER]},
         "latencies": latencies,
@@ -197,12 +197,14 @@ def ablation(options: argparse.Namespace, rounds: int) -> dict[str, Any]:
 
 def _spread(result: dict[str, Any]) -> str:
     """What the machine itself varies by."""
-    like = result.get("like_steps")
-    if like is None:
+    followed, like = result.get("followed_errors"), result.get("like_steps")
+    if followed is None or like is None:
         return ""
     return (
-        f" Decode steps of the same sequences differ from the mean of the step before and the step after by "
-        f"{like['median']:.1%} at the median and {like['p99']:.1%} at p99: that is the machine, and no model knows it."
+        f" Where each prediction knows how fast the machine was in the five steps before: median "
+        f"{followed['median']:.1%}, p99 {followed['p99']:.1%}. Decode steps of the same sequences differ from the mean "
+        f"of the steps before and after by {like['median']:.1%} at the median and {like['p99']:.1%} at p99: that is "
+        "the machine alone, and no model knows it beforehand."
     )
 
 

@@ -195,7 +195,11 @@ def configuration(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     from train_parallel import random_tokens, smallest_model, text
 
     tokens = 64 if given.smallest else 4096
-    parallel: dict[str, Any] = {"offload": "all" if given.all else "optimizer", "delayed_update": given.delayed}
+    parallel: dict[str, Any] = {
+        "offload": "all" if given.all else "optimizer",
+        "delayed_update": given.delayed,
+        "tiles": given.tiles,
+    }
     if given.part == "disk":
         parallel["offload_path"] = given.folder
     return {
@@ -293,6 +297,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         "accumulate": given.accumulate,
         "delayed": given.delayed,
         "all": given.all,
+        "tiles": given.tiles,
         "peak_bytes": torch.cuda.max_memory_allocated() if gpu else 0,
         "predicted_bytes": trainer.memory.estimate.peak,
         "build_seconds": built,
@@ -375,6 +380,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of 2 x 4096 tokens to a step")
     parser.add_argument("--delayed", action="store_true", help="steps beside the next one (delayed_update)")
     parser.add_argument("--all", action="store_true", help="weights too, layer by layer")
+    parser.add_argument("--tiles", type=int, default=1, help="with --all: parts that each matrix comes in")
     parser.add_argument("--smallest", action="store_true", help="a rehearsal on a CPU")
     given = parser.parse_args()
     from record import commit, environment, write

@@ -38,7 +38,7 @@ sys.path[:0] = [str(HERE.parent / "src"), str(HERE)]
 SEQUENCE, ROWS = 4096, 2
 DOCUMENT = 32768
 """Tokens of a step of the ways that have one document to a step."""
-SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b"}
+SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "moe": "qwen3-30b-a3b, 8 layers"}
 WAYS: dict[str, dict[str, Any]] = {
     "one": {},
     "ddp": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
@@ -53,6 +53,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "pipeline": {"parallel": {"pipeline": 2}},
     "one, one document": {},
     "context, one document": {"parallel": {"context": 2}},
+    "experts gathered": {"parallel": {"expert": 2, "expert_way": "gather", "reduce": "bfloat16"}},
+    "experts exchanged": {"parallel": {"expert": 2, "expert_way": "all_to_all", "reduce": "bfloat16"}},
     "mixed zero 3": {"precision": "mixed", "parallel": {"zero": 3, "reduce": "bfloat16"}},
     "fsdp2": {},
     "fsdp2 compiled": {},
@@ -73,7 +75,7 @@ def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool =
     many = 1 if document else ranks * ROWS if shared else ROWS  # sequences of a step of ranks that have the same tokens
     parts = many if shared == "pipeline" else 1  # of one sequence each, so that few stages wait
     found: dict[str, Any] = {
-        "model": smallest_model(folder) if smallest else SHAPES[work],
+        "model": smallest_model(folder) if smallest else model_of(work),
         "load_format": "auto" if smallest else "dummy",
         "task": "finetune" if smallest else "pretrain",
         "steps": 10**6,
@@ -90,6 +92,13 @@ def configuration(work: str, way: str, ranks: int, folder: str, smallest: bool =
         found["parallel"] = {"data": 1 if shared else ranks, **parallel, **({shared: ranks} if shared else {})}
         found["accumulate"] = found["parallel"]["data"] * parts
     return found | changes
+
+
+def model_of(work: str) -> str:
+    """A name or a directory, as ``model`` of a run."""
+    from train_gpu import source_of
+
+    return source_of(SHAPES[work])
 
 
 def smallest_model(folder: str) -> str:
@@ -131,16 +140,16 @@ def predicted(work: str, way: str, ranks: int) -> dict[str, float] | None:
     import torch
 
     from transect.hardware.presets import preset
-    from transect.models.presets import PRESETS
     from transect.plan.machine import Machine
     from transect.plan.step import predict
     from transect.train.config import TrainConfig
     from transect.train.memory import fit, plan_of, spread_of
+    from transect.train.model import source_of
 
     if way.startswith("fsdp2"):
         return None
     config, gpu = TrainConfig.from_dict(configuration(work, way, ranks, tempfile.mkdtemp())), torch.device("cuda")
-    model, machine = PRESETS[SHAPES[work]], Machine.of(preset("h200"))
+    model, machine = source_of(config).config, Machine.of(preset("h200"))
     plan, spread = plan_of(config, model, gpu), spread_of(config, gpu)
     memory = fit(config, model, gpu, free=machine.memory_bytes)
     return {**predict(model, plan, spread, machine).to_dict(), "peak_bytes": memory.estimate.peak}
@@ -157,7 +166,8 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
 
     gpu = torch.cuda.is_available() and not given["smallest"]
     begin = time.perf_counter()
-    facts: dict[str, Any] = {}
+    left = torch.cuda.memory_allocated() if gpu else 0  # by the way before
+    facts: dict[str, Any] = {"left_bytes": left}
     tokens = SEQUENCE * ROWS * given["ranks"]
     if given["way"].startswith("fsdp2"):
         step = fsdp2(given["work"], compiled="compiled" in given["way"])
@@ -185,11 +195,12 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     warm = time.perf_counter() - begin - built
     each = mine_s if world is None else max(world.exchange(mine_s))
     times = step_times(step, max(7, min(MOST, int(given["seconds"] / each))) | 1, gpu)
-    # Pieces that other GPUs read are not the allocator's.
-    pieces = 0 if given["way"].startswith("fsdp2") else getattr(trainer.crew.units, "shared_bytes", 0)
+    # What other GPUs reach is not the allocator's.
+    parallel = None if given["way"].startswith("fsdp2") else trainer.crew.parallel
+    shared = 0 if parallel is None or parallel.spread is None else parallel.spread.shared_bytes
     mine = {
         "times": times,
-        "peak_bytes": torch.cuda.max_memory_allocated() + pieces if gpu else 0,
+        "peak_bytes": torch.cuda.max_memory_allocated() - left + shared if gpu else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved() if gpu else 0,
         "communication": watched(step) if gpu else None,
     }

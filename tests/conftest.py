@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -29,6 +30,8 @@ if not Path("/dev/nvidiactl").exists() and not Path("/dev/kfd").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 left_out = pytest.StashKey[int]()
+MANY = 1000
+"""After so many tests the dearest of them are named."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -84,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = kept
 
 
+def pytest_collection_finish() -> None:
+    """What the test files have imported stays; else every search for garbage goes through it, for half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
@@ -100,6 +109,14 @@ def pytest_testnodedown(node) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if count := config.stash[left_out]:
         terminalreporter.write_line(f"{count} tests were left out that `make prove` runs")
+    seconds: dict[str, float] = defaultdict(float)
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            seconds[getattr(report, "nodeid", "")] += getattr(report, "duration", 0.0)
+    if len(seconds) > MANY:
+        dearest = sorted(seconds, key=lambda name: -seconds[name])[:5]
+        named = "; ".join(f"{seconds[name]:.0f} s {name}" for name in dearest)
+        terminalreporter.write_line(f"{sum(seconds.values()):.0f} s of tests, of which {named}")
 
 
 @pytest.fixture(autouse=True)

@@ -13,14 +13,21 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
-from commands import UNLIKE_HERE, run_here
-from effort import proving
+from commands import UNLIKE_HERE, run_here, script_here
+from effort import proving, quick_first
 from pages import CHAPTERS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LEVELS = sorted(file.parent for file in (ROOT / "src" / "transect").rglob("*/__init__.py"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LONG = (
+    "transect eval smollm2-135m --text docs/eval.md --window 256",
+    "transect inspect softmax --target sm_90",
+    "transect bench ops kv_cache_write --device cpu",
+    "transect bench latency --batch 1 --batch 4 --prompt-tokens 32 --new-tokens 8 --runs 1",
+)
+"""Commands that take seconds, of kinds that run in other tests or pages: they run with ``--prove``."""
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
 
@@ -42,7 +49,9 @@ def _commands() -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize(("page", "command"), _commands())
+@pytest.mark.parametrize(
+    ("page", "command"), quick_first(_commands(), [each for each in _commands() if each[1] not in LONG])
+)
 def test_commands_in_the_pages_run(smollm2, page: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In this process where that is the same; with ``--prove`` all in processes of their own."""
     arguments = shlex.split(command, comments=True)[1:]
@@ -74,6 +83,7 @@ def test_programs_in_the_pages_run(smollm2, tmp_path: Path, capsys, page: str, p
 
 def test_the_pages_have_what_is_tested_here() -> None:
     assert len(_commands()) >= 2
+    assert {*LONG} <= {command for _, command in _commands()}
     assert _blocks("python")
 
 
@@ -108,7 +118,7 @@ def test_the_map_of_the_benchmarks_names_all_of_them() -> None:
 
 
 def test_quoted_results_are_the_recorded_ones() -> None:
-    done = subprocess.run([sys.executable, "benchmarks/render.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    done = script_here(ROOT / "benchmarks" / "render.py", "--check")
     assert done.returncode == 0, done.stderr
 
 

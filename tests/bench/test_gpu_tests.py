@@ -1,21 +1,20 @@
 """``benchmarks/gpu_tests.py``: what it keeps of a file of tests."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from commands import beside
 from effort import quick_first
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def kept(file: Path, limit: float, parts: int = 1) -> dict:
-    program = f"import json, gpu_tests; print(json.dumps(gpu_tests.run({str(file)!r}, {limit}, {parts})))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    with beside(BENCHMARKS):
+        import gpu_tests
+
+        return gpu_tests.run(str(file), limit, parts)
 
 
 @pytest.fixture

@@ -138,7 +138,7 @@ def test_chat_remembers_until_reset(model):
 
 
 def test_demo_without_a_terminal_prints_plain_lines(model):
-    done = run("demo", model, "--max-tokens", "16")
+    done = run("demo", model, "--max-tokens", "8")
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^chat \d: first token after", done.stdout, re.M)) == 8
     assert len(re.findall(r"^chat \d: \d+ tokens, \d+ tok/s", done.stdout, re.M)) == 8

@@ -45,6 +45,12 @@ def start(folder, *arguments):
 
 
 def finish(folder, *arguments):
+    """In this process; with ``--prove`` in one of its own."""
+    if not proving():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(folder)
+            done = run_here("train", *map(str, arguments))
+        return done.returncode, done.stdout + done.stderr
     process = start(folder, *arguments)
     out, _ = process.communicate(timeout=300)
     return process.returncode, out
@@ -84,17 +90,16 @@ def folder(tmp_path_factory):
 
 
 def test_killed_and_resumed_it_is_the_same_run(folder) -> None:
-    process = start(folder, write_config(folder, "killed"))
+    arguments = (write_config(folder, "killed"),)
     for step in (4, 9, 14) if proving() else (4,):
+        process = start(folder, *arguments)
         wait_for_step(folder, "killed", step)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        if checkpoint.list_steps(folder / "runs" / "killed"):
-            process = start(folder, "--resume", "--run", "runs/killed")
-        else:  # killed before the first checkpoint was whole
-            process = start(folder, folder / "killed.toml")
-    out, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, out
+        if checkpoint.list_steps(folder / "runs" / "killed"):  # else killed before the first one was whole
+            arguments = ("--resume", "--run", "runs/killed")
+    code, out = finish(folder, *arguments)
+    assert code == 0, out
     assert losses(folder, "killed") == losses(folder, "whole")
     a, b = (checkpoint.newest(folder / "runs" / name) for name in ("killed", "whole"))
     assert all((a.tensors[name] == b.tensors[name]).all() for name in b.tensors)
@@ -156,8 +161,9 @@ def test_mistakes_get_one_line(folder, arguments, message: str, monkeypatch) -> 
 
 def test_a_second_process_is_refused_and_disturbs_nothing(folder) -> None:
     with checkpoint.RunLock(folder / "runs" / "whole"):
-        code, out = finish(folder, "--resume", "--run", "runs/whole")
-    assert code == 2 and "another process trains in runs/whole" in out.replace(str(folder) + "/", "")
+        process = start(folder, "--resume", "--run", "runs/whole")
+        out, _ = process.communicate(timeout=300)
+    assert process.returncode == 2 and "another process trains in runs/whole" in out.replace(str(folder) + "/", "")
     assert len(losses(folder, "whole")) == 20
 
 

@@ -51,6 +51,21 @@ def test_greedy_tokens_are_those_of_transformers(tiny, llm):
     assert all(result.finished and result.outputs[0].finish_reason == "length" for result in results)
 
 
+IN_MANY_WAYS = [
+    greedy(40, logprobs=3),
+    SamplingParams(seed=3, max_tokens=40, ignore_eos=True, top_p=0.9),
+    SamplingParams(seed=4, max_tokens=40, ignore_eos=True, temperature=1.5, frequency_penalty=0.5),
+    SamplingParams(seed=5, n=3, max_tokens=20, top_k=20, min_p=0.01),
+    SamplingParams(seed=6, n=2, max_tokens=30, min_tokens=25, repetition_penalty=1.2, logprobs=0),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """The tokens of each request when it runs by itself."""
+    return tokens_of(llm.generate([prompt], each)[0] for prompt, each in zip(PROMPTS, IN_MANY_WAYS, strict=True))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -61,21 +76,13 @@ def test_greedy_tokens_are_those_of_transformers(tiny, llm):
         {"async_scheduling": True, "block_size": 4, "num_kv_blocks": 40, "max_model_len": 128},
     ],
 )
-def test_tokens_do_not_depend_on_how_the_engine_runs(tiny, llm, settings):
+def test_tokens_do_not_depend_on_how_the_engine_runs(tiny, alone, settings):
     """Other batches, chunks, preemptions and lag; and every slot of the cache that nobody wrote holds NaN."""
-    params = [
-        greedy(40, logprobs=3),
-        SamplingParams(seed=3, max_tokens=40, ignore_eos=True, top_p=0.9),
-        SamplingParams(seed=4, max_tokens=40, ignore_eos=True, temperature=1.5, frequency_penalty=0.5),
-        SamplingParams(seed=5, n=3, max_tokens=20, top_k=20, min_p=0.01),
-        SamplingParams(seed=6, n=2, max_tokens=30, min_tokens=25, repetition_penalty=1.2, logprobs=0),
-    ]
     other = make(tiny, **settings)
     other._core.executor._k_cache.fill_(math.nan)
     other._core.executor._v_cache.fill_(math.nan)
-    alone = [llm.generate([prompt], each)[0] for prompt, each in zip(PROMPTS, params, strict=True)]
-    together = other.generate(PROMPTS, params)
-    assert tokens_of(together) == tokens_of(alone)
+    together = other.generate(PROMPTS, IN_MANY_WAYS)
+    assert tokens_of(together) == alone
     if settings.get("num_kv_blocks"):
         assert other.stats().preemptions > 0
     stats = other.stats()

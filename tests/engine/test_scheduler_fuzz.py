@@ -8,25 +8,25 @@ from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler_config import SchedulerConfig
 
 
-@examples(200, 800, print_blob=True)
+@examples(80, 800, print_blob=True)
 @given(workloads(lag=0))
 def test_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(250, 1000, print_blob=True)
+@examples(80, 1000, print_blob=True)
 @given(workloads(lag=1))
 def test_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(90, 350, print_blob=True)
+@examples(50, 350, print_blob=True)
 @given(workloads(lag=0, storm=True))
 def test_preemption_storm_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
-@examples(110, 450, print_blob=True)
+@examples(50, 450, print_blob=True)
 @given(workloads(lag=1, storm=True))
 def test_preemption_storm_with_tokens_one_step_late(workload: Workload):
     run(workload)
@@ -44,7 +44,7 @@ def test_static_batches_with_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
-@examples(60, 500, print_blob=True)
+@examples(50, 500, print_blob=True)
 @given(workloads(lag=2, depth=3))
 def test_pipeline(workload: Workload):
     run(workload)

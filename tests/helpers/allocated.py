@@ -29,3 +29,18 @@ def shape_of(folder, **changes):
     config = json.loads((made / "config.json").read_text())
     (made / "config.json").write_text(json.dumps(config | sizes | changes))
     return str(made)
+
+
+def watched(trainer):
+    """Gets what the second step of ``trainer`` allocates."""
+    step, records, found = trainer.step, [], []
+
+    def second():
+        if not records:
+            records.append(step())
+        else:
+            found.append(allocated_by(lambda: records.append(step())))
+        return records[-1]
+
+    trainer.step = second
+    return found

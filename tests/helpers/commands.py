@@ -1,11 +1,14 @@
-"""``transect`` commands inside the test's process, which needs no second start of Python and torch."""
+"""Commands and scripts inside the test's process, which needs no second start of Python and torch."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import os
+import runpy
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
@@ -35,3 +38,30 @@ def run_here(*arguments: str, stdin: str = "") -> CompletedProcess[str]:
         patch.setattr(sys, "argv", ["transect", *arguments])  # results record it
         main()
     return CompletedProcess(["transect", *arguments], int(stopped.value.code or 0), out.getvalue(), errors.getvalue())
+
+
+@contextlib.contextmanager
+def beside(folder: Path) -> Iterator[None]:
+    """The modules of a folder of scripts can be imported by their names, and are forgotten afterwards."""
+    before = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        try:
+            yield
+        finally:
+            for name in set(sys.modules) - before:
+                if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == folder:
+                    del sys.modules[name]
+
+
+def script_here(file: Path, *arguments: str) -> CompletedProcess[str]:
+    """``python FILE ARGUMENTS`` without a process of its own."""
+    out, errors, code = io.StringIO(), io.StringIO(), 0
+    with beside(file.parent), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(file), *arguments])
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            try:
+                runpy.run_path(str(file), run_name="__main__")
+            except SystemExit as stopped:
+                code = int(stopped.code or 0)
+    return CompletedProcess([str(file), *arguments], code, out.getvalue(), errors.getvalue())

@@ -1,10 +1,14 @@
 """Runs on several ranks, and what is compared of them."""
 
 import torch
+from effort import proving
 from safetensors.torch import load_file
 
 from transect.train import checkpoint
 from transect.train.follow import JOB, Run
+
+STEPS = 50 if proving() else 8
+"""So many are compared with those of one rank."""
 
 
 def curve(pair, config, found=None):

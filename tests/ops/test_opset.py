@@ -94,13 +94,14 @@ def test_swiglu_far_from_zero() -> None:
     assert gradient.tolist() == pytest.approx([0, 0, 0, 1, 1], abs=1e-30)
 
 
-def test_operators_of_the_cpu_need_no_triton() -> None:
+def test_operators_of_the_cpu_need_no_triton_and_no_compiler_of_torch() -> None:
     program = """
 import sys
 sys.modules["triton"] = None  # what an import of it then meets is an ImportError
 import transect.engine.gpu.build
 from transect.ops.opset import resolve_ops
 resolve_ops("cpu")
+assert "torch._dynamo" not in sys.modules, "it takes a second at every start"
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

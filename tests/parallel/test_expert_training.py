@@ -29,7 +29,16 @@ def run_of(tmp_path, name, family="qwen3-moe", **changes):
 SHARED = {"data": 2, "expert": 2}
 
 
-@pytest.mark.parametrize("changes", [{}, {"checkpointing": "full"}, {"parallel": {"offload": "optimizer"}}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"parallel": {"expert_way": "gather"}},
+        {"parallel": {"expert_way": "all_to_all"}},
+        {"checkpointing": "full", "parallel": {"expert_way": "all_to_all"}},
+        {"parallel": {"offload": "optimizer"}},
+    ],
+    ids=str,
+)
 def test_steps_are_those_of_one_rank(pair, tmp_path, changes):
     one = curve(None, run_of(tmp_path, "one", steps=4))
     two = curve(pair, run_of(tmp_path, "two", steps=4, **{**changes, "parallel": SHARED | changes.get("parallel", {})}))

@@ -2,15 +2,14 @@
 
 import pytest
 import torch
-from parallel_runs import curve, same_runs
+from parallel_runs import STEPS, curve, same_runs
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
 from transect.train.crew import check
 
 torch.set_num_threads(1)
-STEPS = 50
-HOW = {"steps": STEPS, "accumulate": 4, "eval_every": 25, "data": {"seq_len": 32, "micro_batch": 64}}
+HOW = {"steps": STEPS, "accumulate": 4, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 64}}
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
@@ -23,7 +22,8 @@ def alone(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "gpipe"])
-def test_fifty_steps_are_those_of_one_rank(pair, alone, schedule):
+def test_steps_are_those_of_one_rank(pair, alone, schedule):
+    """Fifty with ``--prove``."""
     tmp_path, one = alone
     parallel = {"pipeline": 2, "schedule": schedule}
     same_runs(one, curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / schedule), parallel=parallel, **HOW)))

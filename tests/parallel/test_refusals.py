@@ -23,7 +23,7 @@ TWO, FOUR = {"accumulate": 2}, {"accumulate": 4}
 ADAMW = 'set optimizer.name to "adamw", or parallel.zero to 2'
 ONE_BIT = 'set optimizer.name to "onebit_adam", or parallel.zero to 0'
 CAPPED = replace(LLAMA, attention_softcap=50.0)
-ELSEWHERE = {"tensor": 2, "data": 2, "zero": 3, "host_state": True, "host_weights": True}  # zero 2 keeps weights here
+ELSEWHERE = {"pipeline": 2, "data": 2, "zero": 3, "host_state": True, "host_weights": True}  # zero 2 keeps weights here
 INTERLEAVED = {"pipeline": 4, "schedule": "interleaved", "chunks": 2}
 
 
@@ -32,8 +32,9 @@ INTERLEAVED = {"pipeline": 4, "schedule": "interleaved", "chunks": 2}
     [
         ({"tensor": 4}, TWO, SMALL, "2 key heads cannot be cut for 4 ranks: set parallel.tensor to 2 and"),
         ({"tensor": 2}, {}, replace(SMALL, ffn_dim=97), "to 1, parallel.data to 2 and accumulate to 2"),
-        ({"tensor": 2, "data": 2, "zero": 3}, TWO, SMALL, "cut them already: set parallel.zero to 2"),
-        (ELSEWHERE, TWO, SMALL, "already: set parallel.tensor to 1, parallel.data to 4 and accumulate to 4"),
+        ({"pipeline": 2, "data": 2, "zero": 3}, TWO, SMALL, "of a pipeline: set parallel.zero to 2"),
+        (ELSEWHERE, TWO, SMALL, "of a pipeline: set parallel.pipeline to 1, parallel.data to 4"),
+        ({"data": 2, "zero": 3, "tiles": 2}, TWO, MIXTURE, "set parallel.tiles to 1"),
         (INTERLEAVED, FOUR, SMALL, "cannot be cut into 8 runs: set"),
         ({"pipeline": 7}, {"accumulate": 7}, SMALL, "set parallel.pipeline to 1 and parallel.data to 7"),
         ({"data": 3}, FOUR, None, "set accumulate to 6"),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from parallel_jobs import ring_attention
-from parallel_runs import curve, same_runs
+from parallel_runs import STEPS, curve, same_runs
 from training_runs import tiny_run
 
 from transect.models.presets import PRESETS
@@ -13,7 +13,7 @@ from transect.parallel.spread import Spread
 from transect.train.crew import check
 
 torch.set_num_threads(1)
-HOW = {"steps": 50, "accumulate": 2, "eval_every": 25, "data": {"seq_len": 64, "micro_batch": 130}}
+HOW = {"steps": STEPS, "accumulate": 2, "eval_every": STEPS // 2, "data": {"seq_len": 64, "micro_batch": 130}}
 
 
 @pytest.mark.parametrize("window", [None, 1, 5, 30])
@@ -61,7 +61,8 @@ def alone(tmp_path_factory):
     return tmp_path, curve(None, tiny_run(tmp_path, **HOW))
 
 
-def test_fifty_steps_are_those_of_one_rank(pair, alone):
+def test_steps_are_those_of_one_rank(pair, alone):
+    """Fifty with ``--prove``."""
     tmp_path, one = alone
     config = tiny_run(tmp_path, run_dir=str(tmp_path / "ring"), parallel={"context": 2}, **HOW)
     same_runs(one, curve(pair, config))

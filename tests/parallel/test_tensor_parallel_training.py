@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parallel_runs import curve, same_runs, tensors_of
+from parallel_runs import STEPS, curve, same_curves, same_runs, tensors_of
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
@@ -10,8 +10,7 @@ from transect.parallel import split_loss
 from transect.train.crew import check
 
 torch.set_num_threads(1)
-STEPS = 50
-HOW = {"steps": STEPS, "accumulate": 2, "eval_every": 25, "data": {"seq_len": 32, "micro_batch": 65}}
+HOW = {"steps": STEPS, "accumulate": 2, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 65}}
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +21,8 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_fifty_steps_are_those_of_one_rank(pair, alone, sequence):
+def test_steps_are_those_of_one_rank(pair, alone, sequence):
+    """Fifty with ``--prove``."""
     tmp_path, one = alone
     parallel = {"tensor": 2, "sequence": sequence}
     same_runs(one, curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / f"cut{sequence}"), parallel=parallel, **HOW)))
@@ -41,6 +41,17 @@ def test_models_are_trained_as_on_one_rank(pair, tmp_path, changes, sequence):
     one = curve(None, tiny_run(tmp_path, **how))
     parallel = {"tensor": 2, "sequence": sequence}
     same_runs(one, curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "cut"), parallel=parallel, **how)))
+
+
+@pytest.mark.parametrize("more", [{}, {"sequence": True, "tiles": 2}], ids=["plain", "sequence-tiles"])
+def test_slices_that_are_sharded_too(pair, tmp_path, more):
+    """Tensor ranks whose weights are on the host (zero 3 with one rank along data): uneven vocabularies, tied."""
+    (tmp_path / "model").mkdir()
+    save_tiny_llm(tmp_path / "model", tie_word_embeddings=True)
+    how = {"steps": 3, "data": {"seq_len": 32, "micro_batch": 65}}
+    one = curve(None, tiny_run(tmp_path, **how))
+    parallel = {"tensor": 2, "offload": "all", **more}
+    same_curves(one[0], curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "cut"), parallel=parallel, **how))[0])
 
 
 class Recorder:

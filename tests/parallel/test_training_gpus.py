@@ -11,6 +11,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
+LEARNING_RATE = 2e-4
+"""So small that the rounding of one step changes little of the next (a first step of Adam is the sign of a gradient),
+so large that weights in bfloat16 change."""
 LAYOUTS = {
     "copies": {"data": 2, "reduce": "bfloat16"},
     "nccl": {"data": 2, "sums": "nccl"},
@@ -20,6 +23,7 @@ LAYOUTS = {
     "sequence": {"tensor": 2, "sequence": True},
     "pipeline": {"pipeline": 2},
     "context": {"context": 2},
+    "tiles": {"data": 2, "zero": 3, "tiles": 4},
 }
 
 
@@ -28,7 +32,7 @@ def steps(tmp_path, gpus=None, merged=True, **parallel):
     config = tiny_run(
         tmp_path, run_dir=str(tmp_path / "-".join(map(str, [*parallel.values(), merged]))), device="cuda",
         precision="mixed", accumulate=4, steps=5, log_to=[], merged=merged, parallel=parallel,
-        data={"seq_len": 512, "micro_batch": 1024},
+        data={"seq_len": 512, "micro_batch": 1024}, optimizer={"learning_rate": LEARNING_RATE},
     )  # fmt: skip
     run, found = Run(config.to_dict()), []
     if gpus is not None:
@@ -57,12 +61,17 @@ def alone(tmp_path_factory):
 def test_steps_are_those_of_one_gpu(gpus, alone, layout):
     folder, expected = alone
     found = steps(folder, gpus, **LAYOUTS[layout])
-    torch.testing.assert_close(found[:, 0], expected[:, 0], atol=2e-2, rtol=0)
-    torch.testing.assert_close(found[:, 1], expected[:, 1], atol=0, rtol=5e-2)
+    agree(found, expected)
 
 
-def test_layers_that_ranks_share_are_the_same_merged_or_not(gpus, alone):
+@pytest.mark.parametrize("layout", ["zero 3", "sequence", "context"])
+def test_layers_that_ranks_share_are_the_same_merged_or_not(gpus, alone, layout):
     folder, _ = alone
-    for parallel in ({"data": 2, "zero": 3}, {"tensor": 2, "sequence": True}, {"context": 2}):
-        found = [steps(folder, gpus, merged=merged, **parallel) for merged in (False, True)]
-        torch.testing.assert_close(found[0], found[1], atol=2e-2, rtol=5e-2)
+    agree(*(steps(folder, gpus, merged=merged, **LAYOUTS[layout]) for merged in (False, True)))
+
+
+def agree(found, expected):
+    """Losses fall from 10.7 by more than 0.3; norms are about 11."""
+    assert expected[0, 0] - expected[-1, 0] > 0.3
+    torch.testing.assert_close(found[:, 0], expected[:, 0], atol=3e-2, rtol=0)
+    torch.testing.assert_close(found[:, 1], expected[:, 1], atol=0, rtol=5e-2)

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from allocated import allocated_by, shape_of
+from allocated import shape_of, watched
 from training_runs import tiny_run
 
 from transect.models.memory.training import training
@@ -153,18 +153,3 @@ def test_the_predicted_peak_is_that_of_a_rank(pair, tmp_path, mode):
     kept = sum(unit.piece.nbytes for unit in units) or sum(p.nbytes for p in spread.parameters.values())
     peak = max(phase.bytes for phase in made.memory.estimate.phases if phase.name not in ("checkpoint", "cutting"))
     assert peak == pytest.approx(kept + made.optimizer.state_bytes() + measured[0], rel=0.10)
-
-
-def watched(trainer):
-    """Gets what the second step of ``trainer`` allocates."""
-    step, records, found = trainer.step, [], []
-
-    def second():
-        if not records:
-            records.append(step())
-        else:
-            found.append(allocated_by(lambda: records.append(step())))
-        return records[-1]
-
-    trainer.step = second
-    return found

@@ -307,7 +307,7 @@ def test_generated_requests_find_no_5xx(own_server):
     wait_for(server.kv_is_free, "an idle server")
 
 
-def test_overload_is_refused_with_retry_after(own_server):
+def test_overload_is_refused_with_retry_after_and_ctrl_c_is_quiet(own_server):
     server = own_server("--max-num-seqs", "1", "--max-queue", "1", "--api-key", "k")
     server.client.api_key = "k"
     with pytest.raises(openai.AuthenticationError):
@@ -327,10 +327,20 @@ def test_overload_is_refused_with_retry_after(own_server):
     running.close()
     waiting.join(PATIENCE_S)
     assert not waiting.is_alive()
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == (130, "")
 
 
-def test_engine_death_is_one_clean_error_each_and_the_end_of_the_server(own_server):
-    server = own_server()
+def test_a_hung_engine_turns_health_red_and_a_dead_one_is_an_error_each_and_the_end_of_the_server(own_server):
+    server = own_server("--hung-after", "1")
+    engine = psutil.Process(server.health()[1]["engine_pid"])
+    engine.suspend()
+    try:
+        wait_for(lambda: server.health()[1]["state"] == "hung", "a red light")
+        assert server.health()[0] == 503 and server.metric("transect_engine_up") == 0
+    finally:
+        engine.resume()
+    wait_for(lambda: server.health()[0] == 200, "a green light")
     streams = [
         httpx.Client(timeout=PATIENCE_S).stream(
             "POST",
@@ -350,7 +360,7 @@ def test_engine_death_is_one_clean_error_each_and_the_end_of_the_server(own_serv
     )
     thread.start()
     wait_for(lambda: server.health()[1]["in_flight"] == 4, "four requests in flight")
-    psutil.Process(server.health()[1]["engine_pid"]).kill()
+    engine.kill()
     for lines in iterators:
         events = [line.removeprefix("data: ") for line in lines if line]
         assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
@@ -362,18 +372,6 @@ def test_engine_death_is_one_clean_error_each_and_the_end_of_the_server(own_serv
     assert status == 503 and health["state"] == "dead"
     code, errors = server.end()
     assert code == 1 and errors.startswith("transect: error: the engine has stopped") and errors.count("\n") == 1
-
-
-def test_hung_engine_turns_health_red_and_recovers(own_server):
-    server = own_server("--hung-after", "1")
-    engine = psutil.Process(server.health()[1]["engine_pid"])
-    engine.suspend()
-    try:
-        wait_for(lambda: server.health()[1]["state"] == "hung", "a red light")
-        assert server.health()[0] == 503 and server.metric("transect_engine_up") == 0
-    finally:
-        engine.resume()
-    wait_for(lambda: server.health()[0] == 200, "a green light")
 
 
 def test_sigterm_drains(own_server):
@@ -408,12 +406,6 @@ def test_what_outlives_the_grace_period_gets_one_clean_error(own_server):
     assert events[-1] == "[DONE]" and sum('"error"' in event for event in events) == 1
     code, errors = server.end()
     assert code == 0 and "Traceback" not in errors
-
-
-def test_ctrl_c_is_quiet(own_server):
-    server = own_server()
-    server.process.send_signal(signal.SIGINT)
-    assert server.end() == (130, "")
 
 
 def test_port_in_use_is_one_line(server, model):

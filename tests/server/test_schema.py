@@ -2,6 +2,7 @@
 
 import pytest
 import schemathesis
+from effort import proving
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -35,6 +36,7 @@ ROUTES = [
     ("/tokenizer_info", "GET"),
     ("/reset_prefix_cache", "POST"),
 ]
+MANY = 30 if proving() else 10
 WITH_BODY = [
     ("/v1/completions", "POST"),
     ("/v1/chat/completions", "POST"),
@@ -71,12 +73,12 @@ def explore(schema, path, method, mode, examples):
 
 @pytest.mark.parametrize(("path", "method"), ROUTES)
 def test_requests_that_the_schema_allows(engine, path, method):
-    explore(schema_of(engine), path, method, GenerationMode.POSITIVE, 30 if (path, method) in WITH_BODY else 5)
+    explore(schema_of(engine), path, method, GenerationMode.POSITIVE, MANY if (path, method) in WITH_BODY else 5)
 
 
 @pytest.mark.parametrize(("path", "method"), WITH_BODY)
 def test_requests_that_the_schema_forbids(engine, path, method):
-    explore(schema_of(engine), path, method, GenerationMode.NEGATIVE, 30)
+    explore(schema_of(engine), path, method, GenerationMode.NEGATIVE, MANY)
 
 
 def test_every_route_is_explored(app):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from effort import quick_first
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_llm import save_tiny_llm
@@ -209,7 +210,8 @@ def test_chats_keep_their_mask_in_a_token_file(tiny, tmp_path) -> None:
     assert mapped.trained is not None and np.array_equal(mapped.trained, direct.trained)
 
 
-def test_an_interrupted_tokenization_goes_on(tiny, tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("workers", quick_first([1, 2], 1))
+def test_an_interrupted_tokenization_goes_on(tiny, tmp_path, workers) -> None:
     folder, _, _ = tiny
     text = tmp_path / "many.jsonl"
     text.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(200)))
@@ -220,14 +222,14 @@ def test_an_interrupted_tokenization_goes_on(tiny, tmp_path, monkeypatch) -> Non
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        tokenizing.tokenize([text], output, str(folder), workers=1, chunk_bytes=500, progress=interrupt)
+        tokenizing.tokenize([text], output, str(folder), workers=workers, chunk_bytes=500, progress=interrupt)
     with pytest.raises(ValueError, match="not a finished token file"):
         open_tokens(output, 300)
     finished = {path: path.stat().st_mtime_ns for path in (output / "parts").glob("*.npz")}
     assert finished
     begun = []
     _, documents = tokenizing.tokenize(
-        [text], output, str(folder), workers=1, chunk_bytes=500, progress=lambda done, total: begun.append(done)
+        [text], output, str(folder), workers=workers, chunk_bytes=500, progress=lambda done, total: begun.append(done)
     )
     assert documents == 200
     assert begun[0] > 0  # it did not start over

@@ -26,8 +26,29 @@ from .weights.weight import Kinds, Weight
 Watch = Callable[[Tensor, Tensor], object]
 
 
+class Exchanged(Protocol):
+    """Tokens on their way to the ranks that have their experts (``parallel/exchange.py``)."""
+
+    def send(self, x_TD: Tensor) -> Tensor:
+        """What belongs to the own tokens -> what belongs to those for the experts here."""
+        ...
+
+    def bring_back(self, y_SD: Tensor) -> Tensor:
+        """What the experts here say -> what those of all ranks say of the own tokens."""
+        ...
+
+
 class Spread(Protocol):
     """Ranks that share the experts of a layer (``parallel/experts.py``)."""
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether tokens go to the ranks that have their experts alone; else all ranks gather all tokens."""
+        ...
+
+    def exchange(self, experts_Tk: Tensor) -> Exchanged:
+        """Where the own tokens with these experts go."""
+        ...
 
     @property
     def first(self) -> int:
@@ -150,6 +171,8 @@ class MoE(Half):
         tokens = len(x_TD)
         if spread is None:
             out_TD = self._routed(x_TD, tokens)
+        elif spread.exchanges:
+            out_TD = self._exchanged(x_TD, spread)
         else:
             out_TD = spread.scatter(self._routed(spread.gather(x_TD), tokens), tokens)
         if not len(x_TD):  # this rank has taken part in a step of others
@@ -158,19 +181,35 @@ class MoE(Half):
             out_TD = out_TD + self._shared(x_TD, self.shared_gate_up)
         return out_TD if spread is None else spread.sum(out_TD)
 
+    def _exchanged(self, x_TD: Tensor, spread: Spread) -> Tensor:
+        """The same of the own tokens, each of which goes to the ranks that have its experts. Scores go with it, so that
+        all ranks choose alike."""
+        logits_TE = self.router(x_TD)
+        _, experts_Tk, *_ = self._route(logits_TE.detach(), self.router.score_bias)
+        if self.watch is not None:
+            self.watch(logits_TE, experts_Tk)
+        exchange = spread.exchange(experts_Tk)
+        sent = self._route(exchange.send(logits_TE), self.router.score_bias, first=spread.first)
+        return exchange.bring_back(self._computed(exchange.send(x_TD), sent))
+
     def _routed(self, x_TD: Tensor, tokens: int) -> Tensor:
         """What the experts that are here say of tokens, ``tokens`` of which are the own ones."""
         logits_TE = self.router(x_TD)
         first = 0 if self.spread is None else self.spread.first
         routed = self._route(logits_TE, self.router.score_bias, first=first)
-        weights_Tk, experts_Tk, order_R, places_R, starts_E1 = routed
         if self.watch is not None:
             spread = self.spread
-            own = (logits_TE, experts_Tk)
+            own = (logits_TE, routed[1])
             self.watch(*(own if spread is None else (spread.own(each, tokens) for each in own)))
+        return self._computed(x_TD, routed)
+
+    def _computed(self, x_TD: Tensor, routed: tuple[Tensor, ...]) -> Tensor:
+        """What the experts that are here say of tokens, by what ``_route`` says of these."""
+        weights_Tk, _, order_R, places_R, starts_E1 = routed
         sorted_by: Tensor | None = order_R
         if self.moe.weighs_inputs:
-            pairs = order_R.long()
+            # A pass that launches none of our kernels (engine/gpu/warm_kernels.py) finds anything in their results.
+            pairs = order_R.long().clamp(0, max(0, weights_Tk.numel() - 1))
             x_TD = (x_TD[pairs // self.moe.per_token] * weights_Tk.flatten()[pairs, None]).to(x_TD.dtype)
             weights_Tk, sorted_by = torch.ones_like(weights_Tk), None
         y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, sorted_by), starts_E1)

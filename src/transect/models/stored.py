@@ -96,6 +96,13 @@ StoredWeights = Iterator[tuple[str, Stored]]
 """Every weight of a model once, by canonical name. One may be read until the iterator is closed."""
 
 
+def stored_tensor(values: Tensor) -> Stored:
+    """A tensor in memory as a weight that is stored."""
+    if values.ndim == 1:
+        return Stored(tuple(values.shape), lambda rows, _columns: values[rows])
+    return Stored(tuple(values.shape), lambda rows, columns: values[rows, columns])
+
+
 def read_all(weights: StoredWeights) -> Iterator[tuple[str, Values]]:
     """Every weight's values, one at a time."""
     return ((name, stored.read()) for name, stored in weights)

@@ -51,7 +51,7 @@ class QuantizedMatrix:
     layout: Layout | None = None
     packed: Callable[[slice, slice], Codes8 | Codes4] | None = None
     expert: Callable[[int, slice, slice], Tensor] | None = None
-    """Of a stack of experts in blocks, some rows and columns of one: uint8, as a GGUF file has them."""
+    """Where this is a stack of experts in blocks: some rows and columns of one, uint8, as a GGUF file has them."""
 
     def get_tensor(self, name: str) -> Tensor:
         """All values, float32."""
@@ -95,8 +95,8 @@ def packed_reader(
 def stack_reader(
     stored: StoredTensor, experts: int, first: int, step: int, rows: int
 ) -> tuple[Layout, Callable[[slice, slice], Blocks]] | tuple[None, None]:
-    """As ``packed_reader``, of the matrices of all experts in one tensor, one below the other: of each
-    ``rows / experts`` rows, every ``step``-th from ``first`` on."""
+    """``packed_reader`` for the matrices of all experts in one tensor, one below the other: each has ``rows / experts``
+    rows, every ``step``-th from ``first`` on."""
     matrix = stored.file
     if not isinstance(matrix, QuantizedMatrix) or matrix.layout is None or matrix.expert is None:
         return None, None

@@ -3,23 +3,29 @@
 Along the tensor axis all ranks have the same tokens, so each computes its part of the experts (a share of every expert,
 or some experts whole) for all of them, and one sum a layer, with that of shared experts in it, makes the result.
 
-With ``Layout.expert`` the data axis shares the experts too, and each rank along it has tokens of its own. Then a layer
-gathers the tokens of all, computes what its own experts say, and adds up and hands back (reduce-scatter). This moves
-``(n - 1) / n`` of all tokens, twice. An all-to-all would send a token only to the ranks that have one of its k experts:
-with n ranks these are ``n (1 - (1 - 1 / n) ** k)`` on average, for k = 8 all but 0.4% of them with two ranks, 90% with
-four, 66% with eight. So it saves little where experts are served, and it would have to tell the host how many tokens go
-where, which no CUDA graph can. Gathered, every shape follows from the largest number of tokens that a rank has in the
-step, which ``meet`` agrees on once, before the layers. A rank without tokens takes part with none of its own
-(``idle``).
+With ``Layout.expert`` the data axis shares the experts too, and each rank along it has tokens of its own. There are two
+ways to bring tokens and experts together:
 
-Training goes the same way, back too: the gradient of what was gathered is a reduce-scatter, and that of what was
-scattered a gather. So a rank has the gradients of its own experts for the tokens of all ranks, and those of the router
-for its own experts, which ranks add up as they do for all that they share.
+* **gather**: a layer gathers the tokens of all, computes what its own experts say, and adds up and hands back
+  (reduce-scatter). This moves ``(n - 1) / n`` of all tokens, twice. Every shape follows from the largest number of
+  tokens that a rank has in the step, which ``meet`` agrees on once, before the layers, so a CUDA graph can capture it.
+  Serving always goes this way. A rank without tokens takes part with none of its own (``idle``).
+* **all-to-all** (``exchange.py``): a token goes only to the ranks that have one of its k experts. With n ranks these
+  are ``n (1 - (1 - 1 / n) ** k)`` on average, for k = 8 all but 0.4% of them with two ranks, 90% with four, 66% with
+  eight; for k = 2 75%, 44% and 23%. Less is sent, and less is held by a rank; but the host has
+  to know how many tokens go where, and waits for that in every layer.
+
+Training takes the one that moves less by enough (``way_of``), or that a run asks for. Both go back the way they came:
+the gradient of what was gathered is a reduce-scatter, that of what was sent comes back. So a rank has the gradients of
+its own experts for the tokens of all ranks. Those of the router are of its own experts where tokens are gathered, of
+its own tokens where they are sent, and ranks add them up as they do for all that they share.
 
 Shapes: T tokens of this rank, D model dim.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +34,21 @@ from torch import Tensor
 from ..models.decoder import Decoder, Layer
 from ..models.moe import MoE
 from .differentiable import gathered, scattered
+from .exchange import Exchange, sent_share
 from .group import Group
 from .mesh import Mesh
 from .shards import Shard
+
+Way = Literal["auto", "gather", "all_to_all"]
+WORTH = 0.75
+"""An all-to-all is taken where it sends at most this share of what a gather does."""
+
+
+def way_of(ranks: int, per_token: int, asked: Way = "auto") -> Way:
+    """How tokens and experts come together in training: ``gather`` or ``all_to_all``."""
+    if asked != "auto":
+        return asked
+    return "all_to_all" if sent_share(ranks, per_token) <= WORTH else "gather"
 
 
 class ExpertRanks:
@@ -39,13 +57,21 @@ class ExpertRanks:
     Attributes:
         first: the first of the experts that this rank has.
         size: the most tokens that a rank has in this step, as ``meet`` has found.
+        exchanges: whether tokens go to the ranks that have their experts alone.
     """
 
-    def __init__(self, mesh: Mesh, shard: Shard) -> None:
+    def __init__(self, mesh: Mesh, shard: Shard, way: Way = "gather") -> None:
         self.tensor = mesh.tensor
         self.data: Group = mesh.data if mesh.layout.expert else Group.alone()
         self.first = shard.experts.start
         self.size = 0
+        assert shard.model.moe is not None
+        self.held = shard.model.moe.experts // shard.expert_ranks
+        self.exchanges = way == "all_to_all" and self.data.size > 1
+
+    def exchange(self, experts_Tk: Tensor) -> Exchange:
+        """Where the own tokens with these experts ``[T, k]`` go. All ranks along the data axis call it."""
+        return Exchange(experts_Tk, self.held, self.data)
 
     def meet(self, tokens: int) -> int:
         """Before a step: the most tokens that a rank has in it. All ranks along the data axis call it."""
@@ -73,11 +99,11 @@ class ExpertRanks:
         return self.tensor.all_reduce(y_TD)
 
 
-def spread_experts(model: Decoder, shard: Shard, mesh: Mesh) -> None:
-    """Tell the layers with experts who shares them."""
+def spread_experts(model: Decoder, shard: Shard, mesh: Mesh, way: Way = "gather") -> None:
+    """Tell the layers with experts who shares them; ``way``: how tokens come to them."""
     if shard.model.moe is None or mesh.tensor.size == shard.expert_ranks == 1:
         return
-    spread = ExpertRanks(mesh, shard)
+    spread = ExpertRanks(mesh, shard, way)
     for moe in moe_layers(model):
         moe.spread = spread
 

@@ -138,6 +138,16 @@ class Group:
         dist.all_to_all_single(out, x.contiguous(), group=self.group)
         return out
 
+    @_timed
+    def all_to_all_rows(self, x: Tensor, give: list[int], take: list[int]) -> Tensor:
+        """``[sum(give), n]`` -> ``[sum(take), n]``: of the rows of x the first ``give[0]`` go to rank 0 and so on; what
+        comes back is the rows from each rank, in their order, ``take`` of them."""
+        if self.group is None:
+            return x
+        out = x.new_empty(sum(take), x.shape[1])
+        dist.all_to_all_single(_bytes(out), _bytes(x.contiguous()), take, give, group=self.group)
+        return out
+
     def send(self, x: Tensor, to: int) -> dist.Work | None:
         """Start sending to the rank at place ``to``; ``x`` must stay as it is until the work is done."""
         return dist.isend(x.contiguous(), group=self.group, group_dst=to)
@@ -157,6 +167,11 @@ class Group:
         if self.group is not None:
             dist.broadcast(x, group=self.group, group_src=source)
         return x
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Rows of numbers as rows of bytes: gloo moves those whatever they mean."""
+    return x.view(torch.uint8)
 
 
 class Shift:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,9 +29,9 @@ from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.load import fill
 from ..models.shapes import weight_shapes
-from ..models.stored import Stored, StoredWeights
+from ..models.stored import StoredWeights, stored_tensor
 from .differentiable import entered, gathered, own_rows
-from .experts import meeting, spread_experts
+from .experts import Way, meeting, spread_experts, way_of
 from .group import Group
 from .layout import Layout
 from .load import shard_embedding, shard_weights
@@ -64,9 +64,11 @@ class Plan:
         schedule: how micro-batches pass through stages, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
         copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
+        expert_way: how tokens and experts that ranks share come together, see ``experts.py``.
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
         folder: with ``host``, on a disk: they are in a file there.
+        tiles: with ``zero`` 3, the matrices of a layer come to the device in so many parts each.
         device: that computes; None: the one that the model is on.
     """
 
@@ -75,9 +77,11 @@ class Plan:
     sequence: bool = False
     schedule: Name = "1f1b"
     chunks: int = 1
+    expert_way: Way = "auto"
     host: bool = False
     copies: bool = True
     folder: str = ""
+    tiles: int = 1
     device: torch.device | None = None
 
 
@@ -95,14 +99,18 @@ def spread_of(layout: Layout, plan: Plan) -> Spread:
         expert=layout.expert,
         host_state=plan.host,
         host_weights=plan.host,
+        tiles=plan.tiles,
     )
 
 
-def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
+def parallelize(model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None) -> Parallel:
     """This rank's part of a model, with the values that all ranks have alike.
 
     Args:
         model: whole, on its device, alike on every rank; where it is cut it is not needed any more.
+        weights: those of the model, which has none then: its memory is the host's, and nobody has written it. Of these
+            a rank reads its part alone, and sharded layers one after the other, so that it never holds a whole model.
+            ``plan.device`` says where the part will be.
 
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
@@ -112,7 +120,7 @@ def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
     reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
         raise ValueError(reason)
-    return Parallel(model, mesh, plan)
+    return Parallel(model, mesh, plan, weights)
 
 
 class Parallel:
@@ -124,7 +132,11 @@ class Parallel:
         spread: the sums over ranks with the same weights, after ``share``; None where there are no others.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, plan: Plan) -> None:
+    def __init__(
+        self, model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None
+    ) -> None:
+        self._weights = weights
+        """Those of the whole model; None: they are in ``parts``."""
         self.whole_config, self.mesh, self.plan = model.config, mesh, plan
         layout, place = mesh.layout, mesh.place
         self._stages = layout.pipeline * plan.chunks
@@ -156,16 +168,23 @@ class Parallel:
         return self.parts[0]
 
     def _part(self, model: Decoder, shard: Shard) -> Decoder:
-        """One run of layers, filled."""
+        """One run of layers, filled, unless it is sharded when its weights are read."""
         mesh, dtype, device = self.mesh, model.norm.weight.dtype, model.device
+        later = self._later
+        if self._weights is not None and not later:
+            device = self.plan.device or device
         kinds = sharded_kinds(None, shard, mesh.tensor, sequence=self.plan.sequence)
         part = Decoder(shard.local, "meta", dtype, ops=model.ops, kinds=kinds)
         shard_embedding(part, shard, mesh, dtype)
         if isinstance(part.embed, ShardedEmbedding):
             part.embed.sequence = self.plan.sequence
-        part = fill(part.to_empty(device=device), shard_weights(_held(model), shard))
+        part = part.to_empty(device=device)
+        if not later:
+            fill(part, shard_weights(_held(model) if self._weights is None else self._weights(), shard))
         part.requires_grad_(True)
-        spread_experts(part, shard, mesh)
+        if shard.model.moe is not None:
+            way = way_of(mesh.data.size, shard.model.moe.per_token, self.plan.expert_way)
+            spread_experts(part, shard, mesh, way)
         if mesh.tensor.size > 1:
             self._join_halves(part)
         return part
@@ -185,8 +204,16 @@ class Parallel:
 
     # Parts
 
+    @property
+    def _later(self) -> bool:
+        """Whether weights are read only when they are sharded."""
+        return self._weights is not None and self.plan.zero == 3
+
     def fill(self, weights: Callable[[], StoredWeights]) -> None:
         """Take the weights of a whole model; of them this part is read, for each run of layers anew."""
+        if self._later:
+            self._weights = weights
+            return
         for part, shard in zip(self.parts, self.shards, strict=True):
             fill(part, shard_weights(weights(), shard) if self.cut else weights())
 
@@ -216,7 +243,7 @@ class Parallel:
         part = self._part_of(name, self.shards)
         return part is not None and all(cut == slice(None) for cut in part)
 
-    def _counts(self, name: str) -> bool:
+    def counts(self, name: str) -> bool:
         """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
             return False
@@ -304,9 +331,11 @@ class Parallel:
         if group.size == 1 and not plan.host:
             return trained
         if plan.zero == 3:
+            weights = self._weights() if self._later and self._weights is not None else None
             self.spread = Sharded(
                 group,
                 self.model,
+                weights=shard_weights(weights, self.shards[0]) if weights is not None and self.cut else weights,
                 recompute=recompute,
                 reduce_dtype=plan.reduce_dtype,
                 device=plan.device,
@@ -314,6 +343,9 @@ class Parallel:
                 folder=plan.folder,
                 copies=self._copies(group),
                 shared=partial(self._pieces, group),
+                parameters=trained,
+                complete=self._join_parts if self.mesh.tensor.size > 1 else None,
+                tiles=plan.tiles,
             )
         else:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
@@ -370,9 +402,13 @@ class Parallel:
         assert work is not None
         work.wait()
 
-    @torch.no_grad()
     def complete(self, gradients: Mapping[str, Tensor]) -> None:
-        """Add up, in place, what ranks of the tensor group have in parts."""
+        """Add up, in place, what ranks of the tensor group have in parts; sharded gradients are complete already."""
+        if not isinstance(self.spread, Sharded):
+            self._join_parts(gradients)
+
+    @torch.no_grad()
+    def _join_parts(self, gradients: Mapping[str, Tensor]) -> None:
         found = [gradients[name] for name in gradients if self._partial(name)]
         if not found:
             return
@@ -383,7 +419,7 @@ class Parallel:
     @torch.no_grad()
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
         """The 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on all."""
-        mine = {name: gradient for name, gradient in gradients.items() if self._counts(name)}
+        mine = {name: gradient for name, gradient in gradients.items() if self.counts(name)}
         return self.norm_of(square_of(mine, self.model.device))
 
     @torch.no_grad()
@@ -400,7 +436,8 @@ class Parallel:
         """Every whole parameter on the CPU of the first rank, nothing on others; None where each rank has them all. All
         ranks call it."""
         if isinstance(self.spread, Sharded):
-            return self.spread.state()
+            found = self.spread.state()
+            return self._together(found) if self.cut else found
         if not self.cut:
             return None
         return self._together({name: parameter.detach() for name, parameter in self.parameters.items()})
@@ -449,13 +486,7 @@ class Parallel:
         return found
 
 
-def _held(model: Decoder) -> Iterator[tuple[str, Stored]]:
+def _held(model: Decoder) -> StoredWeights:
     """The weights of a model in memory, as those of a file."""
-
-    def stored(values: Tensor) -> Stored:
-        if values.ndim == 1:
-            return Stored(tuple(values.shape), lambda rows, _columns: values[rows])
-        return Stored(tuple(values.shape), lambda rows, columns: values[rows, columns])
-
     for name, parameter in model.named_parameters():
-        yield name, stored(parameter.detach())
+        yield name, stored_tensor(parameter.detach())

@@ -25,18 +25,12 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.copy_engine import Copies, EngineCopies
+from .copy_memory import ALIGN, CHUNK_BYTES, MOST_RANKS, SIGNALS, SLOTS, memory_bytes, part_bytes
 from .group import Group
 from .shared_memory import SharedMemory, shared_memory
 from .world import World
 
-MOST_RANKS = 8
-SLOTS = 3
-SIGNALS = 4096
-"""Bytes in which others post: of each kind and slot one number for each rank."""
 ARRIVED, SUMMED, FREE = range(3)
-ALIGN = 256
-"""Parts begin at multiples of so many bytes."""
-CHUNK_BYTES = 64 << 20
 
 
 @dataclass(slots=True)
@@ -71,8 +65,8 @@ class PeerCopies:
     ) -> None:
         self.memory, self.rank, self.ranks = list(memory), rank, len(memory)
         self.copies, (self._push, self._pull) = copies, streams
-        self.part_bytes = part_bytes(self.ranks, chunk_bytes)
-        self._own = copies.view(self.memory[rank], memory_bytes(self.ranks, chunk_bytes))
+        self.part_bytes, self.nbytes = part_bytes(self.ranks, chunk_bytes), memory_bytes(self.ranks, chunk_bytes)
+        self._own = copies.view(self.memory[rank], self.nbytes)
         self._chunks = 0
         self._others = [(rank + step) % self.ranks for step in range(1, self.ranks)]
 
@@ -159,16 +153,6 @@ class PeerCopies:
             out.copy_(total)
         if outbox:
             boxes[self.rank].copy_(out)
-
-
-def part_bytes(ranks: int, chunk_bytes: int) -> int:
-    """The most bytes of a part of a chunk."""
-    return max(1, chunk_bytes // (ranks * ALIGN)) * ALIGN
-
-
-def memory_bytes(ranks: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """Bytes that each rank shares."""
-    return SIGNALS + SLOTS * ranks * part_bytes(ranks, chunk_bytes)
 
 
 def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) -> PeerCopies | str:

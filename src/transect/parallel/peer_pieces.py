@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ..ops.comm.copy_engine import Copies
+from .copy_memory import ALIGN, MOST_RANKS
 from .group import Group
-from .peer_copies import ALIGN, MOST_RANKS, Copied, engine_copies
+from .peer_copies import Copied, engine_copies
 from .shared_memory import shared_memory
 from .world import World
 

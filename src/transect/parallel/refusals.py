@@ -103,10 +103,11 @@ def _layouts(ranks: int, like: Spread) -> Iterator[Spread]:
                     for name, chunks in schedules:
                         for sequence in {like.sequence and tensor > 1, False}:
                             for expert in {like.expert and data > 1, False}:
-                                yield replace(
-                                    like, data=data, pipeline=pipeline, tensor=tensor, context=context, zero=zero,
-                                    schedule=name, chunks=chunks, sequence=sequence, expert=expert,
-                                )  # fmt: skip
+                                for tiles in {like.tiles if zero == 3 else 1, 1}:
+                                    yield replace(
+                                        like, data=data, pipeline=pipeline, tensor=tensor, context=context, zero=zero,
+                                        tiles=tiles, schedule=name, chunks=chunks, sequence=sequence, expert=expert,
+                                    )  # fmt: skip
 
 
 def _divisors(number: int) -> list[int]:
@@ -119,6 +120,7 @@ def _distance(one: Spread, other: Spread) -> float:
     for place, axis in enumerate(AXES):
         a, b = getattr(one, axis), getattr(other, axis)
         far += (1 + 0.1 * abs(math.log2(a / b)) + 0.01 * place * (b > a)) if a != b else 0
+    far += 0.5 * (one.tiles != other.tiles)
     far += (one.zero != other.zero) + 0.1 * abs(one.zero - other.zero)
     far += 1.5 * (one.expert != other.expert)
     return far + sum(0.5 for name in ("schedule", "chunks", "sequence") if _of(one, name) != _of(other, name))
@@ -131,7 +133,7 @@ def _of(spread: Spread, name: str) -> object:
 def _changes(asked: Spread, run: Run, found: Spread, accumulate: int) -> str:
     """What to set for another layout."""
     parts = []
-    for name in ("tensor", "context", "pipeline", "data", "expert", "zero", "sequence", "schedule", "chunks"):
+    for name in ("tensor", "context", "pipeline", "data", "expert", "zero", "tiles", "sequence", "schedule", "chunks"):
         before, now = _of(asked, name), _of(found, name)
         if name == "chunks" and found.schedule != "interleaved":
             continue
@@ -167,8 +169,6 @@ def _of_steps(run: Run, spread: Spread) -> Iterator[Reason]:
         except ValueError as error:
             why, _, number = str(error).partition(": take ")
             yield Reason(why, f"accumulate to {int(number) * spread.data}" if number else "")
-    if spread.zero == 3 and spread.tensor > 1:
-        yield Reason("parallel.zero = 3 cuts whole layers, and parallel.tensor has cut them already")
     if spread.zero == 3 and spread.pipeline > 1:
         yield Reason("parallel.zero = 3 gathers layers again for every micro-batch of a pipeline")
     if not run.keeps_layers and (spread.zero == 3 or spread.pipeline > 1):
@@ -229,6 +229,8 @@ def _of_experts(spread: Spread, model: ModelConfig) -> Iterator[Reason]:
             )
     if model.moe is None:
         return
+    if spread.tiles > 1:
+        yield Reason("matrices of experts do not come in tiles", "parallel.tiles to 1")
     if spread.tensor > 1:
         yield Reason("a model with experts is not cut between ranks for training")
     if spread.pipeline > 1:

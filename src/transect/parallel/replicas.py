@@ -86,6 +86,11 @@ class Replicas:
         """The parameters that this rank updates."""
         return {name: p for name, p in self.parameters.items() if self.owner[name] == self.group.rank}
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes of the device that other ranks reach, beside what torch's allocator counts."""
+        return 0 if self.copies is None else self.copies.nbytes
+
     @contextmanager
     def last(self) -> Iterator[None]:
         """Around the backward pass of the rank's last micro-batch: what is ready is sent at once."""

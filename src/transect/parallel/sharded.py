@@ -20,7 +20,8 @@ of use on one rank too: its piece is the whole layer, and the device holds two o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
+from ..models.load import fill
+from ..models.stored import StoredWeights
 from ..models.weights.weight import Weight
 from .group import Group
 from .offload.pieces import FilePieces, FileUpload, HostPieces, Pieces
@@ -39,6 +42,7 @@ from .peer_copies import PeerCopies
 from .peer_pieces import PeerPieces, room
 from .replicas import gather_tensors
 from .sharded_unit import Sink, Unit, piece_size
+from .tiled import TiledUnit, tile
 
 
 class Sharded:
@@ -54,6 +58,13 @@ class Sharded:
         folder: for a file that they are in, in place of host memory.
         copies: sums gradients by copy engines; None: torch's collectives do.
         shared: makes memory of so many bytes that other ranks read pieces from; None: they are sent.
+        parameters: all of the model's, by their names in the whole model, where that is not this one; None: as the
+            model names them.
+        complete: adds up, in place, what ranks along other axes have of gradients in parts; before they are summed
+            here. All of them have the same units.
+        weights: those of the model, which is in host memory that nobody has written then: they are read in their order,
+            and what is complete is cut; None: they are there.
+        tiles: each matrix of a layer comes to the device in so many parts (``tiled.py``).
 
     Raises:
         ValueError: a parameter is frozen, or there is not so much host memory.
@@ -73,12 +84,16 @@ class Sharded:
         folder: str = "",
         copies: PeerCopies | None = None,
         shared: Callable[[int], PeerPieces | None] | None = None,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        complete: Callable[[Mapping[str, Tensor]], None] | None = None,
+        tiles: int = 1,
+        weights: StoredWeights | None = None,
     ) -> None:
-        frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+        self.parameters = dict(model.named_parameters() if parameters is None else parameters)
+        frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
         if frozen:
             raise ValueError(f"{frozen[0]} is frozen, and sharding is for models that are trained whole: set zero to 2")
         self.group, self.model, self.recompute = group, model, recompute
-        self.parameters = dict(model.named_parameters())
         layers = [f"layers.{number}." for number in range(len(model.layers))]
         # Matrices first, so that those that share an input lie behind each other, and can be one product.
         order = sorted(self.parameters.items(), key=lambda item: item[1].ndim < 2)
@@ -94,14 +109,22 @@ class Sharded:
             self.pieces = HostPieces(device)
         element = model.norm.weight.element_size()
         nbytes = sum(room(piece_size(each, group) * element) for each in (*inside, outside))
-        self.peers = None if shared is None or host else shared(nbytes)
-        units = [
-            Unit(group, parameters, reduce_dtype, device, self.pieces, number, self.peers)
-            for number, parameters in enumerate([*inside, outside])
-        ]
+        self.peers = None if shared is None or host or tiles > 1 else shared(nbytes)
+        kinds = [TiledUnit if tiles > 1 else Unit] * len(inside) + [Unit]
+        todo = [*inside, outside]
+
+        def cut(number: int) -> Unit:
+            return kinds[number](group, todo[number], reduce_dtype, device, self.pieces, number, self.peers)
+
+        made: dict[int, Unit] = {}
+        if weights is not None:
+            fill(model, _cutting(weights, self._places(todo), lambda number: made.__setitem__(number, cut(number))))
+        units = [made[number] if number in made else cut(number) for number in range(len(todo))]
         self.layers, self.root = units[:-1], units[-1]
+        if tiles > 1:
+            tile(model, [unit for unit in self.layers if isinstance(unit, TiledUnit)], tiles)
         for unit in units:
-            unit.copies = copies
+            unit.copies, unit.complete = copies, complete
         if self.peers is not None:
             self.peers.stepped()  # when all pieces are there, others may read them
         model.to(device)  # what is no parameter
@@ -109,10 +132,17 @@ class Sharded:
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())
 
+    def _places(self, units: Sequence[Mapping[str, nn.Parameter]]) -> dict[str, int]:
+        """The unit of each parameter, by its name in this model."""
+        number = {id(parameter): n for n, unit in enumerate(units) for parameter in unit.values()}
+        found = {name: number[id(parameter)] for name, parameter in self.model.named_parameters()}
+        return {name.replace(".inner.", ".").replace(".table.", "."): n for name, n in found.items()}
+
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the device for pieces that other ranks read, beside what torch's allocator counts."""
-        return 0 if self.peers is None else self.peers.nbytes
+        """Bytes of the device that other ranks reach, beside what torch's allocator counts."""
+        copies = self.units[0].copies
+        return (0 if self.peers is None else self.peers.nbytes) + (0 if copies is None else copies.nbytes)
 
     @property
     def units(self) -> list[Unit]:
@@ -253,10 +283,9 @@ class Sharded:
         """Every whole parameter on the CPU of the first rank; on others nothing. All call it."""
         found: dict[str, Tensor] = {}
         for unit in self.units:
-            unit.gather()
-            if self.group.rank == 0:
-                found |= {name: p.detach().to("cpu", copy=True) for name, p in unit.parameters.items()}
-            unit.release()
+            for name, values in unit.values():
+                if self.group.rank == 0:
+                    found[name] = values.to("cpu", copy=True)
         if self.peers is not None:  # a rank may end after this, and its memory with it: others have read it
             self.peers.settle()
             self.group.most(0)
@@ -290,6 +319,17 @@ class Sharded:
                 begin, end = self._bounds[parameter]
                 found[name] = tensors[name].reshape(-1)[begin:end].clone()
         return found
+
+
+def _cutting(weights: StoredWeights, places: Mapping[str, int], cut: Callable[[int], object]) -> StoredWeights:
+    """Weights as they are, for ``fill``; a unit that has all of its own is cut before the next one is read."""
+    left = Counter(places.values())
+    for name, stored in weights:
+        yield name, stored
+        if name in places:
+            left[places[name]] -= 1
+            if not left[places[name]]:
+                cut(places[name])
 
 
 class _Leaves(torch.autograd.Function):

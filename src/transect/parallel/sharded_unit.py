@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +13,15 @@ from .offload.pieces import Pieces
 from .peer_copies import PeerCopies
 from .peer_pieces import PeerPieces
 
-Sink = Callable[[str, Tensor], None]
-"""Takes a gradient by the name of its parameter; it may be forgotten afterwards."""
+
+class Sink(Protocol):
+    """Takes a gradient, which may be forgotten afterwards."""
+
+    def __call__(self, name: str, gradient: Tensor, first: int = 0) -> None:
+        """Of the numbers from ``first`` on of what a rank has of the parameter ``name``."""
+        ...
+
+
 ALIGN = 64
 """Pieces are whole groups of so many numbers, so that kernels may read 16 bytes at a time."""
 
@@ -59,6 +66,8 @@ class Unit:
         self.piece = self._whole[low : low + self.each].clone()
         self.copies: PeerCopies | None = None
         """What sums gradients; None: torch's collectives do."""
+        self.complete: Callable[[Mapping[str, Tensor]], None] | None = None
+        """Adds up what ranks along other axes have of gradients in parts; None: they are whole."""
         self._home = pieces
         """Where the piece is, if not on the device."""
         self._link: torch.cuda.Stream | None = None
@@ -128,6 +137,12 @@ class Unit:
         self._whole.untyped_storage().resize_(0)
         self.whole = False
 
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole until the next one is asked for. All ranks go through them."""
+        self.gather()
+        yield from ((name, parameter.detach()) for name, parameter in self.parameters.items())
+        self.release()
+
     def _arrive(self) -> None:
         if self._coming is not None:
             self._coming.wait()
@@ -142,6 +157,8 @@ class Unit:
         those ``given``, or those that the parameters have."""
         self.settle()
         gradients = [parameter.grad if given is None else given[parameter] for parameter in self.parameters.values()]
+        if self.complete is not None:
+            self.complete({n: g for n, g in zip(self.parameters, gradients, strict=True) if g is not None})
         if self.group.size == 1 and self.sink is not None:
             for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
                 self.sink(name, (torch.zeros_like(parameter) if gradient is None else gradient).reshape(-1))

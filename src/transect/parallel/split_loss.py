@@ -23,8 +23,9 @@ from torch.autograd.function import once_differentiable
 
 from .group import Group
 
-CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**28}
-"""Logits held at a time: on a CPU what caches may hold, on a GPU so many that launches do not count."""
+CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+"""Logits held at a time: on a CPU what caches may hold, on a GPU so many that launches do not count. The account of
+memory knows them (``models/memory/training.SPLIT_ELEMENTS``)."""
 
 
 def split_cross_entropy(
@@ -80,6 +81,7 @@ class _Split(torch.autograd.Function):
                 dx[begin : begin + size] = gradient @ weight
             if dw is not None:
                 dw += gradient.mT @ hidden
+            del logits, gradient  # or they would stay until the next ones are made
         ctx.save_for_backward(dx, None if dw is None else dw.to(weight.dtype))
         return total / count
 

@@ -20,6 +20,8 @@ class Spread:
         context: ranks that share the tokens of a sequence.
         expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.
+        tiles: matrices of sharded layers come to the device in so many parts (``tiled.py``).
+        copies: gradients may be summed by copy engines, in memory that GPUs share (``peer_copies.py``).
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
             too, with zero 3, on one rank or several.
 
@@ -37,6 +39,8 @@ class Spread:
     context: int = 1
     expert: bool = False
     reduce: int = 4
+    tiles: int = 1
+    copies: bool = True
     host_state: bool = False
     host_weights: bool = False
 
@@ -48,6 +52,8 @@ class Spread:
             raise ValueError(f"parallel.zero is 0, 1, 2 or 3, not {self.zero}")
         if self.zero and self.data == 1 and not (self.zero == 3 and self.host_weights):
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
+        if self.tiles > 1 and self.zero != 3:
+            raise ValueError("parallel.tiles cuts matrices of sharded layers: set parallel.zero to 3")
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence parallelism is between tensor ranks: set parallel.tensor to 2 or more")
 
@@ -66,6 +72,7 @@ class Spread:
         found += [f'schedule = "{self.schedule}"'] if self.schedule != "1f1b" else []
         found += [f"chunks = {self.chunks}"] if self.schedule == "interleaved" else []
         found += ["sequence = true"] if self.sequence else []
+        found += [f"tiles = {self.tiles}"] if self.tiles > 1 else []
         found += ['reduce = "bfloat16"'] if self.reduce == 2 and self.data * self.context > 1 else []
         found += [f'offload = "{"all" if self.host_weights else "optimizer"}"'] if self.host_state else []
         return ", ".join(found)
@@ -78,4 +85,5 @@ class Spread:
         found += [self.schedule] if self.schedule == "gpipe" else []
         found += [f"interleaved {self.chunks}"] if self.schedule == "interleaved" else []
         found += ["sp"] if self.sequence else []
+        found += [f"tiles {self.tiles}"] if self.tiles > 1 else []
         return ", ".join([*found, *(["states on the host"] if self.host_state else [])])

@@ -16,6 +16,7 @@ from ..models.memory.part import Part
 from ..models.memory.terms import Estimate
 from ..models.memory.training import training
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
+from .copy_memory import MOST_RANKS, memory_bytes
 from .layout import owners
 from .refusals import Run, refusal
 from .schedule import most_kept
@@ -95,9 +96,18 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
         zero=spread.zero,
         reduce=spread.reduce,
         owned=owned,
+        shared=_shared(plan, spread),
+        tiles=spread.tiles,
         host_state=spread.host_state,
         host_weights=spread.host_weights,
     )
+
+
+def _shared(plan: TrainingPlan, spread: Spread) -> int:
+    """Memory in which GPUs sum gradients by copy engines, as far as all of them may be on one host."""
+    ranks = spread.data * spread.context
+    copies = spread.copies and spread.zero != 2 and not spread.host_state
+    return memory_bytes(ranks) if copies and plan.backend == "gpu" and 1 < ranks <= MOST_RANKS else 0
 
 
 @lru_cache(maxsize=256)

@@ -8,6 +8,7 @@ summed, is the business of ``parallel/parallelize.py``.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.load import fill
 from ..models.stored import StoredWeights
@@ -112,13 +114,21 @@ class Crew:
             sequence=parallel.sequence,
             schedule=parallel.schedule,
             chunks=parallel.runs,
+            expert_way=parallel.expert_way,
             host=parallel.offload == "all",
             copies=parallel.sums == "auto" and parallel.offload == "none",
             folder=self._folder,
+            tiles=parallel.tiles,
             device=trainable.device,
         )
-        found = self.parallel = parallelize(trainable.model, self.mesh, plan)
-        return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
+        found = self.parallel = parallelize(trainable.model, self.mesh, plan, trainable.weights)
+        return replace(trainable, model=found.model, parameters=found.parameters, parallel=found, weights=None)
+
+    def lean(self, model: ModelConfig) -> bool:
+        """Whether no rank need ever hold all weights of such a model: each reads its part of them."""
+        parallel, layout = self.config.parallel, self.config.parallel.layout
+        parts = parallel.sharded or layout.tensor * layout.pipeline > 1
+        return parts and model.moe is None and self.config.objective == "next_token"
 
     def parts(self, model: Decoder) -> Sequence[Decoder]:
         """What this rank computes: a model, or some runs of its layers."""
@@ -147,6 +157,8 @@ class Crew:
             self._token_loss = token_loss(trainable.device)
         if self.parallel is None:
             return trainable.parameters, shapes
+        if self.parallel.cut:
+            gc.collect()  # the whole model, which is in a cycle with its stack, would stay for many steps
         return self.parallel.share(trainable.parameters, recompute), shapes
 
     @property
@@ -216,7 +228,7 @@ class Crew:
                 spread.send_to(optimizer.sink)
             gradients = self._shared(spread, batches, labels, loss_of, losses, own)
             if leave:
-                return self.parallel.norm_of(optimizer.gradient_norm().square())
+                return self.parallel.norm_of(optimizer.sunk_square(self.parallel.counts))
         if own:  # their sum is the optimizer's business
             assert isinstance(optimizer, OneBitAdam)
             optimizer.give(gradients)
@@ -376,6 +388,8 @@ def asked(parallel: ParallelConfig) -> Spread:
         context=parallel.context,
         expert=parallel.expert > 1,
         reduce=4 if parallel.reduce == "float32" else 2,
+        tiles=parallel.tiles,
+        copies=parallel.sums == "auto",
         host_state=parallel.offload != "none",
         host_weights=streams,
     )

@@ -71,6 +71,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         backend="cpu" if device.type == "cpu" else "gpu",
         merged=(
             config.merged
+            and config.parallel.tiles == 1
             and config.layer_keep == 1.0
             and device.type == "cuda"
             and not refusal_to_merge(model)
@@ -85,7 +86,8 @@ def spread_of(config: TrainConfig, device: torch.device) -> Spread:
     elsewhere = parallel.offload != "none" and (device.type == "cuda" or bool(parallel.offload_path))
     streams = elsewhere and parallel.offload == "all"
     level = 3 if streams else parallel.zero
-    return replace(asked(parallel), zero=level, host_state=elsewhere, host_weights=streams)
+    tiles = parallel.tiles if level == 3 else 1
+    return replace(asked(parallel), zero=level, tiles=tiles, host_state=elsewhere, host_weights=streams)
 
 
 def _numbers(model: ModelConfig) -> int:

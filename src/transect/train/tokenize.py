@@ -1,9 +1,9 @@
 """``transect data tokenize``: turns text and chats into a token file, on all cores, and resumes where it stopped.
 
-The input is cut into chunks (``chunks.py``). Workers tokenize a chunk
-each and put the result into ``NAME.tokens/parts/``; a part is renamed into place when it is whole. When all are there
-they are joined in order. A run that was interrupted finds the parts that it had finished; ``parts/plan`` tells whether
-they are of the same input, cut the same way, by the same tokenizer.
+The input is cut into chunks (``chunks.py``). Workers tokenize a chunk each and put the result into
+``NAME.tokens/parts/``; a part is renamed into place when it is whole. What one worker can do is done in this process.
+When all parts are there they are joined in order. A run that was interrupted finds the parts that it had finished;
+``parts/plan`` tells whether they are of the same input, cut the same way, by the same tokenizer.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import cache
 from multiprocessing import get_context
@@ -75,21 +76,12 @@ def tokenize(
     total = sum(chunk.size for chunk in chunks)
     done = total - sum(chunks[i].size for i in missing)
     progress(done, total)
-    context = get_context("spawn")
-    count = max(1, min(workers or len(os.sched_getaffinity(0)), len(missing) or 1))
-    with ProcessPoolExecutor(count, mp_context=context) as pool:
-        futures = {
-            pool.submit(_tokenize_chunk, model, chats, chunks[i], str(parts / f"{i:06}.npz")): i for i in missing
-        }
-        try:
-            for future in as_completed(futures):
-                future.result()
-                chunk = chunks[futures[future]]
-                done += chunk.size
-                progress(done, total)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    count = min(workers or len(os.sched_getaffinity(0)), len(missing))
+    work = [(model, chats, chunks[i], str(parts / f"{i:06}.npz")) for i in missing]
+    with closing(_by_workers(work, count) if count > 1 else _here(work)) as finished:
+        for chunk in finished:
+            done += chunk.size
+            progress(done, total)
     return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint)
 
 
@@ -113,9 +105,38 @@ def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str, cha
     return replace(chats, date=begun.read_text())
 
 
+_Work = tuple[str, DataConfig, Chunk, str]
+"""The model, how chats are rendered, a chunk, and the file that its tokens go to."""
+
+
+def _here(work: Iterable[_Work]) -> Generator[Chunk]:
+    """The chunks that are done, each when it is."""
+    _reader.cache_clear()  # the model's files may have changed
+    for each in work:
+        _tokenize_chunk(*each)
+        yield each[2]
+
+
+def _by_workers(work: Iterable[_Work], count: int) -> Generator[Chunk]:
+    """The chunks that are done, each when it is, by so many processes."""
+    with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_single) as pool:
+        futures = {pool.submit(_tokenize_chunk, *each): each[2] for each in work}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                yield futures[future]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _single() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+
+
 @cache
 def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | None, int]:
-    """The tokenizer and template of this worker, loaded once."""
+    """The tokenizer and template of this process, loaded once."""
     source = resolve(model, load_format="dummy" if Path(model).is_dir() else "auto")
     tokenizer = Tokenizer.from_source(source)
     assert isinstance(tokenizer, Tokenizer)
@@ -123,7 +144,6 @@ def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | No
 
 
 def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     tokenizer, template, vocab_size = _reader(model, chats)
     reader = Reader(tokenizer, template, apart=chats.turns == "apart")
     stream = collect(chunk.documents(reader), vocab_size, Path(chunk.path), allow_empty=True)

@@ -108,10 +108,10 @@ def test_compiles_what_it_is_sent(environment, tmp_path):
     # Without the CUDA driver's library the C function that launches a kernel cannot be linked: an answer with an error.
     assert compilers.finish(loaded.append) == len(loaded) <= 1
     assert [path.stat().st_size > 0 for path in tmp_path.rglob("_rows.cubin")] == [True]
-    compilers.stop()
-    compilers._process.wait(timeout=300)
+    compilers._process.wait(timeout=300)  # by itself
 
 
+@pytest.mark.prove
 def test_ends_when_there_is_nothing_to_do(environment):
     compilers = start(environment, EngineConfig(model="x"))
     assert compilers.finish(lambda kernel: None) == 0

@@ -32,7 +32,7 @@ def gradients(loss: torch.Tensor, scale: float, leaves: list[torch.Tensor]) -> t
     return torch.autograd.grad(loss * scale, leaves)
 
 
-@pytest.mark.parametrize("scale", quick_first([-3.0, 0.0, 0.125, 1.0], 2))
+@pytest.mark.parametrize("scale", quick_first([-3.0, 0.0, 0.125, 1.0], 1))
 def test_upstream_gradient(scale: float) -> None:
     x, weight, target = inputs()
     leaves = [x.requires_grad_(), weight.requires_grad_()]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from effort import quick_first
 
 pytest.importorskip("triton")
 
@@ -38,10 +40,15 @@ def inputs(tokens: int, width: int, angles: int, dtype: torch.dtype) -> dict[str
     return {name: value.to(DEVICE) for name, value in made.items()}
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 64])
-@pytest.mark.parametrize(("width", "angles"), [(64, 16), (1024, 128), (100, 6)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_are_copied(tokens: int, width: int, angles: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "sizes", "dtype"),
+    quick_first(
+        itertools.product([1, 5, 64], [(64, 16), (1024, 128), (100, 6)], [torch.float32, torch.float16]),
+        [(1, (64, 16), torch.float32), (5, (1024, 128), torch.float16), (64, (100, 6), torch.float32)],
+    ),
+)
+def test_rows_are_copied(tokens: int, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    width, angles = sizes
     made = inputs(tokens, width, angles, dtype)
     for wide in (False, True):
         given = dict(made, positions=made["positions"].long()) if wide else made

@@ -1,6 +1,5 @@
 """``transect trace``: what is recorded is what the kernels do, and nothing stays changed behind it."""
 
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -187,8 +186,7 @@ def test_what_cannot_run_here_is_passed_over() -> None:
 
 def test_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    command = [sys.executable, "-m", "transect", "trace", "matmul", "--plot", str(tmp_path / "a.png")]
-    done = subprocess.run([*command, "--program", "5"], capture_output=True, text=True, timeout=300)
+    done = run_here("trace", "matmul", "--plot", str(tmp_path / "a.png"), "--program", "5")
     assert done.returncode == 0, done.stderr
     assert "read by program 5" in done.stdout and "[4:8, 8:12]" in done.stdout
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

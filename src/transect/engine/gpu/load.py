@@ -73,6 +73,7 @@ def load(
         whole_prompts=tricks["whole_prompts"],
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
+        gathered_keys=tricks["gathered_keys"],
         quantization=config.quantization,
         layouts=setup.layouts,
         cache_dtype=setup.cache_dtype,

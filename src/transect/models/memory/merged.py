@@ -28,11 +28,13 @@ GROUPS = {name: tuple(part.split(".")[1] for part in parts) for name, parts in P
 
 @dataclass(frozen=True, slots=True)
 class MergedKept:
-    """Bytes for each token. ``mlp`` and ``attention`` come on top while the gradients of that half are computed."""
+    """Bytes for each token. ``mlp`` and ``attention`` come on top while the gradients of that half are computed;
+    ``dropped`` (m, gate and up) is forgotten between the halves where it was computed again."""
 
     kept: Mapping[Kept, float]
     mlp: float
     attention: float
+    dropped: float
 
     def under(self, plan: Kept) -> float:
         """What stays until the layer's backward pass."""
@@ -69,7 +71,8 @@ def merged_kept(
     if config.qk_norm:  # q and k as attention sees them, beside those that are kept
         attention += element * (q + kv)
     kept = {"full": element * full, "selective": element * selective + sums, "none": element * none + sums}
-    return MergedKept(kept, mlp, attention)  # type: ignore[arg-type]
+    dropped = element * (dim + 2 * ffn + 2 * room["gate_up"])
+    return MergedKept(kept, mlp, attention, dropped)  # type: ignore[arg-type]
 
 
 def matrices(config: ModelConfig) -> dict[str, tuple[int, int]]:

@@ -12,7 +12,7 @@ replicas, zero 0 or 1  r for each that was sent, e for the rest   r N
 zero 2                 the same, of what was sent r for each      r for each own
                        own and 2 W
 zero 3                 4 for each own, e for one layer and what   4 for each own
-                       is outside the layers; r for a layer
+                       is behind the last one; r for a layer
                        while it is summed
 =====================  =========================================  ==============================================
 
@@ -52,6 +52,8 @@ class Part:
             several runs of layers, a micro-batch in one of them is a part of one.
         data: ranks that compute other micro-batches. zero: what is cut over ``sharing`` ranks.
         reduce: bytes of a number while gradients are summed over these.
+        shared: bytes that GPUs share to sum them in, which torch's allocator does not know.
+        tiles: with zero 3, each matrix of a layer comes to the device in so many parts, and its gradient leaves so.
         owned: parameters whose state it holds, with zero 1 or 2; None: all.
         host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: its
             pieces of the weights too, with zero 3, then also where ``sharing`` is 1.
@@ -68,6 +70,8 @@ class Part:
     data: int = 1
     zero: int = 0
     reduce: int = 4
+    shared: int = 0
+    tiles: int = 1
     owned: frozenset[str] | None = None
     host_state: bool = False
     host_weights: bool = False
@@ -86,6 +90,12 @@ class Part:
     def outside(self) -> int:
         """Numbers outside the layers: embedding, last norm, head."""
         return count(self.shapes) - sum(self.layers)
+
+    @cached_property
+    def tile(self) -> int:
+        """Numbers of the largest tile of a matrix of a layer, with ``tiles``."""
+        matrices = [shape for n, shape in self.shapes.items() if n.startswith("layers.") and len(shape) == 2]
+        return max(-(-rows // self.tiles) * columns for rows, columns in matrices)
 
     @property
     def sharing(self) -> int:
@@ -173,21 +183,25 @@ class Gradients:
         wide = self.several or self.part.sharing > 1
         return (4 if wide else self.element) * self.owned if self.part.host_state else 0
 
-    def during(self, above: int, own: int) -> int:
-        """What is there while a layer runs backward: ``above`` numbers of the layers behind it are done, and ``own`` of
-        the layer itself."""
+    def during(self, above: int, own: int, root: int = 0) -> int:
+        """What is there while a layer runs backward: ``above`` numbers behind it are done, ``root`` of them behind the
+        last layer, and ``own`` of the layer itself."""
         part, e = self.part, self.element
         if self.leave and part.alone:
             return e * (min(above, self.largest) + own)
         if part.alone:
             return self.waiting if self.several and e == 4 else e * (above + own) + self.sums
+        if part.zero == 3 and part.tiles > 1:  # the gradient of a tile, and its sum on the way
+            made = self.owned if self.several else part.pieces(above - root + max(part.layers))
+            done = 0 if self.leave else 4 * made
+            return done + e * (root + part.tile) + (part.reduce * part.tile if part.sharing > 1 else 0)
         if part.zero == 3 and part.sharing == 1:
-            return e * (part.outside + own + max(part.layers))
+            return e * (root + own + (max(part.layers) if above > root else 0))
         if part.zero == 3:
-            done = self.owned if self.several else part.pieces(max(0, above - part.outside))
+            done = self.owned if self.several else part.pieces(max(0, above - root))
             done = min(done, part.pieces(max(part.layers))) if self.leave else done
-            under_way = part.reduce * max(part.layers) if above > part.outside else 0
-            return 4 * done + e * (part.outside + own) + under_way
+            under_way = part.reduce * max(part.layers) if above > root else 0
+            return 4 * done + e * (root + own) + under_way
         unsent = min(above + own, BUCKET_NUMBERS)
         if self.several:
             return self.waiting + (e * unsent if e < 4 else 0)
@@ -203,7 +217,7 @@ class Gradients:
         if part.alone:
             return self.during(self.numbers, self.largest if self.leave else 0)
         if part.zero == 3 and part.sharing == 1:
-            return e * (part.outside + max(part.layers))
+            return e * (part.outside + (max(part.layers) if part.tiles == 1 else 0))
         if part.zero == 3:
             own = part.pieces(part.outside) if self.leave else self.owned
             return 4 * own + (e + part.reduce) * part.outside

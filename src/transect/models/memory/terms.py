@@ -48,7 +48,8 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes held at the worst moment: what ``torch.cuda.max_memory_allocated`` shows afterwards."""
+        """Bytes held at the worst moment: what ``torch.cuda.max_memory_allocated`` shows afterwards, and what GPUs
+        share beside that."""
         return self.worst.bytes
 
     @property

@@ -4,8 +4,9 @@ What is there all the time: weights, float32 master weights, the optimizer's sta
 (``kept.py``), which are most at the end of the forward pass; gradients, which take their place from the last layer on;
 the loss's chunk of logits; what an operator or the optimizer needs only while it runs. The peak is the worst moment.
 
-On a GPU it is what the allocator's own peak shows. On a CPU the process holds its code and torch's buffers besides, and
-a checkpoint on its way to the disk is a second copy of the state; windows of attention make masks that are not counted.
+On a GPU it is what the allocator's own peak shows, and memory that GPUs share. On a CPU the process holds its code and
+torch's buffers besides, and a checkpoint on its way to the disk is a second copy of the state; windows of attention
+make masks that are not counted.
 
 Shapes: T tokens of a micro-batch, D model dim, F ffn dim, V vocabulary.
 """
@@ -28,6 +29,8 @@ LOSS_CHUNK = 1024
 """Tokens whose logits the fused loss holds on a GPU; twice as many for narrow models (``ops/linear_cross_entropy``)."""
 LOSS_ELEMENTS = 2**23
 """Logits that the loss in torch holds (``ops/linear_cross_entropy_torch``), and log-probabilities (``train/``)."""
+SPLIT_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
+"""Logits of its own rows of the head that a rank holds (``parallel/split_loss.CHUNK_ELEMENTS``)."""
 DISTILLATION_PARTS = 4
 """So many times fewer rows of logits exist at once in a distillation (``train/divergence``)."""
 RING_ROWS = 512
@@ -195,6 +198,9 @@ class Account:
         exchange, self.exchanging = exchange_bytes(numbers, part.sharing, plan)
         if exchange:
             held["exchange"] = self.term("exchange", exchange, "float32 momentum, and errors that are owed")
+        if part.shared:
+            why = "memory that GPUs share, in which copy engines put gradients to be summed"
+            held["shared memory"] = self.term("shared memory", part.shared, why)
         if plan.reference:
             why = "what is trained, as it was when the run began"
             held["reference"] = self.term("reference", e * count(self.trained), why)
@@ -235,8 +241,9 @@ class Account:
         if part.zero != 3:
             return Gathered({}, {}, {})
         outside = self.e * part.outside
-        layers = self.e * sum(sorted(part.layers)[-2:])
-        why = f"embedding, last norm and head whole ({gib(outside)}), and two layers"
+        layers = self.e * (sum(sorted(part.layers)[-2:]) if part.tiles == 1 else 2 * part.tile)
+        two = "layers" if part.tiles == 1 else "tiles of a matrix"
+        why = f"embedding, last norm and head whole ({gib(outside)}), and two {two}"
         self.term("gathered", outside + layers, why)
         last = self.e * part.layers[-1] if self.plan.merged else 0  # it stays for its backward pass
         return Gathered({"gathered": outside + last}, {"gathered": outside + layers}, {"gathered": outside})
@@ -270,6 +277,8 @@ class Account:
         wide, vocab = 4, self.part.vocabulary
         dx = e * self.tokens * config.dim
         numbers = vocab * config.dim if plan.trains_head else 0
+        if self.part.tensor > 1:
+            return self.split_loss_bytes(dx, numbers)
         rows = min(self.tokens, max(1, LOSS_ELEMENTS // vocab))
         half = e if e < wide else 0
         before = wide + half if rows < self.tokens else 0  # the part before is there until the next is made
@@ -299,6 +308,16 @@ class Account:
         forward = dx + numbers * wide + max(chunk_bytes, numbers * e)
         return forward, 2 * (dx + e * numbers), f"logits of {rows} tokens at a time, dx and dW in float32"
 
+    def split_loss_bytes(self, dx: int, numbers: int) -> tuple[int, int, str]:
+        """The same where each rank has some rows of the head: logits in float32, their exponentials beside them or
+        their gradient; dW adds up in float32."""
+        e, vocab = self.e, self.part.vocabulary
+        rows = min(self.tokens, max(1, SPLIT_ELEMENTS[self.plan.backend] // vocab))
+        chunk = 8 * rows * vocab
+        product = e * numbers + (4 + (e if e < 4 else 0)) * rows * vocab
+        why = f"logits of {rows} tokens at a time in float32, dx, and dW in float32"
+        return dx + 4 * numbers + max(chunk, product), 2 * (dx + e * numbers), why
+
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
     def worst_layer(self, static: dict[str, int]) -> Phase:
@@ -308,6 +327,7 @@ class Account:
         above = self.numbers("head.") + self.numbers("norm.")
         if config.tied_embeddings and self.plan.trains_head and self.part.last:
             above += self.table // self.e
+        root = above
         phases = []
         for layer in range(config.n_layers - 1, -1, -1):
             kept = self.layers[layer]
@@ -317,7 +337,9 @@ class Account:
             again = int(tokens * kept.again(self.plans[layer]))
             base = self.kept_bytes(layer + 1) + again
             if isinstance(kept, MergedKept):  # the node holds all it kept until it is done
-                done, in_mlp, in_attention = 0, int(tokens * kept.mlp), int(tokens * (kept.attention + self.ring))
+                in_mlp, in_attention = int(tokens * kept.mlp), int(tokens * (kept.attention + self.ring))
+                # What was computed again is forgotten before.
+                done = 0 if self.plans[layer] == "none" else int(tokens * kept.dropped)
             else:
                 done = int(tokens * kept.mlp)
                 in_mlp, in_attention = self.mlp_temporaries(kept), self.attention_temporaries()
@@ -326,14 +348,14 @@ class Account:
                 (f"backward of layer {layer}, attention", base - done, half, in_attention),
             )
             for name, activations, own, temporaries in inside:
-                gradients = self.gradients.during(above, own)
+                gradients = self.gradients.during(above, own, root)
                 held = {"activations": activations, "gradients": gradients, "backward temporaries": temporaries}
                 phases.append(Phase(name, {**static, **held}))
-            if self.part.zero == 3:
-                summed = self.gradients.during(above, self.part.layers[layer])
+            if self.part.zero == 3 and self.part.tiles == 1:
+                summed = self.gradients.during(above, self.part.layers[layer], root)
                 held = {
                     "activations": self.kept_bytes(layer),
-                    "gradients": summed + self.part.reduce * self.part.layers[layer],
+                    "gradients": summed + (self.part.reduce * self.part.layers[layer] if self.part.sharing > 1 else 0),
                     "backward temporaries": self.e * tokens * config.dim,
                 }
                 phases.append(Phase(f"gradients of layer {layer} are summed", {**static, **held}))
@@ -352,6 +374,8 @@ class Account:
         else:
             at_gate = tokens * ffn * e * ((3 if config.gated_mlp else 2) - self.reads.down)
         at_down = e * tokens * ffn * (2 if plan.adapted else 1) + self.dense_weight()
+        if self.part.tiles > 1:  # it adds up in float32, over products of tiles
+            at_down += (e + (4 if e < 4 else 0)) * tokens * ffn
         return int(stream + max(at_gate, at_down))
 
     @property

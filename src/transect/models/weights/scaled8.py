@@ -64,7 +64,7 @@ class Products8:
     dependent: bool = False
     """Launches begin while the kernel before still ends."""
     chain: scaled8_chain.CudaChain | None = None
-    """Of one row: a layer's last three products and the next layer's first in one launch."""
+    """A layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Products8:
@@ -77,7 +77,8 @@ class Products8:
             few = scaled8_rows.CudaRows8(device)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent)
+        chain = scaled8_chain.CudaChain(device) if few is not None and dependent else None
+        return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent, chain)
 
 
 class Scaled8(Weight):

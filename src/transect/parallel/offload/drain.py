@@ -9,7 +9,7 @@ there.
 from __future__ import annotations
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -43,6 +43,8 @@ class Drain:
         self.kernels, self.part = kernels, part
         self.given: set[str] = set()
         """Those that have had a gradient since ``clear``."""
+        self._parts: set[tuple[str, int]] = set()
+        """Parameters, and where in them something was given."""
         self._squares: dict[tuple[str, int], float] = {}
         self._under_way: list[Future[None]] = []
         self._stream: torch.cuda.Stream | None = None
@@ -58,13 +60,15 @@ class Drain:
         return self._stream
 
     @torch.no_grad()
-    def take(self, name: str, gradient: Tensor) -> None:
-        """Begin to add a gradient, which the caller may forget then: on a GPU its memory is kept until it is copied."""
-        add = name in self.given
+    def take(self, name: str, gradient: Tensor, first: int = 0) -> None:
+        """Begin to add a gradient, which the caller may forget then: on a GPU its memory is kept until it is copied.
+        ``first``: it is of the numbers from there on; each part of a parameter comes by itself every time."""
+        add = (name, first) in self._parts
+        self._parts.add((name, first))
         self.given.add(name)
         flat = gradient.detach().reshape(-1)
         if not flat.is_cuda:
-            self._take_in(name, 0, flat, add)
+            self._take_in(name, first, flat, add)
             return
         stream = self._stream_of(flat.device)
         stream.wait_stream(torch.cuda.current_stream(flat.device))
@@ -75,7 +79,7 @@ class Drain:
             with torch.cuda.stream(stream):
                 place.copy_(some, non_blocking=True)
             slot.busy_until(stream)
-            self._under_way.append(self._thread.submit(self._arrived, name, begin, slot, place, add))
+            self._under_way.append(self._thread.submit(self._arrived, name, first + begin, slot, place, add))
         flat.record_stream(stream)
 
     def _arrived(self, name: str, begin: int, slot: Slot, place: Tensor, add: bool) -> None:
@@ -95,13 +99,14 @@ class Drain:
         for part in under_way:
             part.result()
 
-    def squares(self) -> float:
-        """The sum of the squares of all gradients; waits for them."""
+    def squares(self, counts: Callable[[str], bool] = lambda name: True) -> float:
+        """The sum of the squares of all gradients that count, by their names; waits for all."""
         self.wait()
-        return sum(self._squares[key] for key in sorted(self._squares))
+        return sum(self._squares[key] for key in sorted(self._squares) if counts(key[0]))
 
     def clear(self) -> None:
         """Forget all gradients."""
         self.wait()
         self.given.clear()
+        self._parts.clear()
         self._squares.clear()

@@ -43,6 +43,10 @@ class Pieces(Protocol):
         """Copy a piece to the device, on the current stream; waits until it has been read."""
         ...
 
+    def send_part(self, unit: int, begin: int, end: int, to: Tensor) -> None:
+        """The same of some numbers of a piece. Parts of one unit are asked for before those of another."""
+        ...
+
 
 class HostPieces:
     """In host memory, pinned for a GPU; the optimizer changes them where they are. ``device``: that they go to."""
@@ -60,6 +64,10 @@ class HostPieces:
     def send(self, unit: int, to: Tensor) -> None:
         """See ``Pieces``."""
         to.copy_(self._all[unit], non_blocking=True)
+
+    def send_part(self, unit: int, begin: int, end: int, to: Tensor) -> None:
+        """See ``Pieces``."""
+        to.copy_(self._all[unit][begin:end], non_blocking=True)
 
 
 class FilePieces:
@@ -89,6 +97,8 @@ class FilePieces:
         """The turn of the layer that is sent next."""
         self._sent = -1
         """The layer that was sent last; -1: none, or what is outside of them."""
+        self._held: tuple[int, Tensor] | None = None
+        """The unit that parts are sent of, and the memory that it was read into."""
         self._ring = Ring(AHEAD + 1, max(self._sizes), pin=device.type == "cuda")
         self._reading: deque[tuple[int, Tensor, Pending]] = deque()
         self._writing: dict[int, tuple[Pending, Tensor]] = {}
@@ -102,14 +112,37 @@ class FilePieces:
 
     def send(self, unit: int, to: Tensor) -> None:
         """See ``Pieces``. The units that should come next are on their way afterwards."""
+        memory = self._taken(unit)
+        to.view(torch.uint8).copy_(memory[: to.nbytes], non_blocking=True)
+        self._busy(memory, to)
+        self._read_ahead(unit)
+
+    def send_part(self, unit: int, begin: int, end: int, to: Tensor) -> None:
+        """See ``Pieces``. The unit stays in memory until parts of another are asked for."""
+        if self._held is None or self._held[0] != unit:
+            self._held = None
+            self._held = unit, self._taken(unit)
+            self._read_ahead(unit)
+        memory = self._held[1].view(to.dtype)
+        to.copy_(memory[begin:end], non_blocking=True)
+        self._busy(self._held[1], to)
+
+    def _taken(self, unit: int) -> Tensor:
+        """The memory that a piece has been read into."""
         if not self._reading or self._reading[0][0] != unit:
             self._turn_to(unit)
         _, memory, pending = self._reading.popleft()
         pending.wait()
-        to.view(torch.uint8).copy_(memory[: to.nbytes], non_blocking=True)
+        return memory
+
+    def _busy(self, memory: Tensor, to: Tensor) -> None:
+        """Keep memory until what was copied from it has arrived."""
         if to.is_cuda:
             slot = next(slot for slot in self._ring.slots if slot.memory.data_ptr() == memory.data_ptr())
             slot.busy_until(torch.cuda.current_stream(to.device))
+
+    def _read_ahead(self, unit: int) -> None:
+        """What should come after a unit is on its way afterwards."""
         layer = unit + 1 < len(self._sizes)
         self._sent = unit if layer else -1
         if layer:
@@ -137,6 +170,7 @@ class FilePieces:
 
     def forget(self) -> None:
         """Drop what was read ahead: it is to change, or something else is wanted."""
+        self._held = None
         for _, _, pending in self._reading:
             pending.wait()
         self._reading.clear()

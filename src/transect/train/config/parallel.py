@@ -34,6 +34,12 @@ class ParallelConfig:
         context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         expert: ranks that share the experts of a mixture and have some of them each: as many as ``data``, or 1: every
             rank has all.
+        expert_way: how tokens come to the experts of other ranks: ``gather``, all ranks gather all tokens;
+            ``all_to_all``, a token goes to the ranks that have its experts alone; ``auto``: the second where it sends
+            at most three quarters of the first, with many ranks and few experts to a token.
+        tiles: with ``zero`` 3 or ``offload = "all"``, each matrix of a layer comes to the device in so many parts, one
+            after the other, and its gradients leave part by part: a device never has a whole layer. It is for the
+            largest models, and slower.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
             weights to compute with too, which come to the device a layer at a time: on one device, or with ``zero`` 3
@@ -46,7 +52,7 @@ class ParallelConfig:
             where each rank is; 0: never. A checkpoint, an evaluation and samples may take longer.
     """
 
-    OTHER_NAMES: ClassVar[dict[str, str]] = {"nvme_path": "offload_path"}
+    OTHER_NAMES: ClassVar[dict[str, str]] = {"nvme_path": "offload_path", "out_splits": "tiles"}
 
     data: int = 1
     zero: Literal[0, 1, 2, 3] = 0
@@ -59,13 +65,20 @@ class ParallelConfig:
     chunks: int = 2
     context: int = 1
     expert: int = 1
+    expert_way: Literal["auto", "gather", "all_to_all"] = "auto"
+    tiles: int = 1
     offload: Literal["none", "optimizer", "all"] = "none"
     offload_path: str = ""
     delayed_update: bool = False
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
-        positive(self, "data", "tensor", "pipeline", "chunks", "context", "expert")
+        positive(self, "data", "tensor", "pipeline", "chunks", "context", "expert", "tiles")
+        if self.tiles > 1 and not self.sharded:
+            raise ValueError(
+                "parallel.tiles is for layers that a device has only while they run: set parallel.zero to 3 or "
+                'parallel.offload to "all"'
+            )
         if self.expert not in (1, self.data):
             raise ValueError(
                 f"parallel.expert = {self.expert} shares experts between the {self.data} ranks of parallel.data: set "

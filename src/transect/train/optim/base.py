@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.optim.rounding import WEIGHT, Draws, round_into
+from ...parallel.sharded_unit import Sink
 from ..config import OptimizerConfig
 
 
@@ -124,9 +125,13 @@ class Optimizer:
                 parameter.copy_(master)
 
     @property
-    def sink(self) -> Callable[[str, Tensor], None] | None:
+    def sink(self) -> Sink | None:
         """Takes gradients as they are made, and adds them up elsewhere; None: there is nothing of the kind."""
         return None
+
+    def sunk_square(self, counts: Callable[[str], bool]) -> Tensor:
+        """The sum of the squares of what ``sink`` has taken, of the parameters that count; a float32 scalar."""
+        raise NotImplementedError
 
     def give(self, gradients: Mapping[str, Tensor]) -> None:
         """Take these gradients for the next step, in place of what the parameters have."""

@@ -34,6 +34,7 @@ from ...parallel.offload.groups import GROUP
 from ...parallel.offload.pieces import FileUpload
 from ...parallel.offload.states import DiskStates, HostStates, States
 from ...parallel.offload.upload import Upload
+from ...parallel.sharded_unit import Sink
 from ..config import OptimizerConfig
 from .base import Optimizer
 
@@ -143,7 +144,7 @@ class OffloadedAdamW(Optimizer):
             super().gather()
 
     @property
-    def sink(self) -> Callable[[str, Tensor], None] | None:
+    def sink(self) -> Sink | None:
         """See ``Optimizer``."""
         return self._drain.take
 
@@ -165,6 +166,10 @@ class OffloadedAdamW(Optimizer):
     def gradient_norm(self) -> Tensor:
         """See ``Optimizer``; on the CPU."""
         return torch.tensor(math.sqrt(square) if (square := self._drain.squares()) >= 0 else math.nan)
+
+    def sunk_square(self, counts: Callable[[str], bool]) -> Tensor:
+        """See ``Optimizer``; on the CPU."""
+        return torch.tensor(self._drain.squares(counts))
 
     def zero_grad(self) -> None:
         """See ``Optimizer``."""
