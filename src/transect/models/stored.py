@@ -6,7 +6,8 @@ What makes one: ``weights_hf.py``, ``weights_gguf.py``, ``weights_dummy.py``. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ class Blocks:
 
 PackedValues = Codes8 | Codes4 | Blocks
 """A matrix as a checkpoint packs it."""
+P = TypeVar("P", bound=PackedValues)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +121,13 @@ def joined_rows(parts: Sequence[Values]) -> Values:
     return QuantizedTensor(first.type_name, (len(blocks), *first.shape[1:]), blocks)
 
 
-def joined_codes(parts: Sequence[PackedValues]) -> PackedValues:
-    """Rows of one matrix that were read apart, below each other."""
+def joined_codes(parts: Sequence[P]) -> P:
+    """Matrices that are packed alike, one below the other; those of 4 bits with the same order of their inputs."""
     first = parts[0]
-
-    def of(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    if isinstance(first, Blocks):
-        return Blocks(first.layout, of("blocks"))
-    if isinstance(first, Codes8):
-        return Codes8(first.layout, of("codes"), of("scale"))
-    return Codes4(first.layout, of("codes"), of("scale"), of("zero"), first.order)
+    names = ["blocks"] if isinstance(first, Blocks) else ["codes", "scale"]
+    names += ["zero"] if isinstance(first, Codes4) else []
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return replace(first, **whole)
 
 
 def within(size: int, part: slice) -> slice:
