@@ -68,6 +68,14 @@ def make_config(family, **changes):
         "gemma2": lambda: t.Gemma2Config(
             **SMALL | changes, head_dim=16, sliding_window=7, attn_logit_softcapping=2.0, final_logit_softcapping=8.0
         ),
+        "gemma3": lambda: t.Gemma3TextConfig(
+            **SMALL | changes, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
+        ),
+        "olmo2": lambda: t.Olmo2Config(**SMALL | changes),
+        "granite": lambda: t.GraniteConfig(
+            **SMALL | changes, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6
+        ),
+        "smollm3": lambda: t.SmolLM3Config(**SMALL | changes, no_rope_layers=[1, 0], pad_token_id=0),
         "llama4": lambda: t.Llama4TextConfig(
             **SMALL | changes,
             head_dim=16,
