@@ -234,6 +234,41 @@ def test_experts_in_mxfp4_stay_packed(gpt_oss):
     assert errors(logits(held, tokens), exact) <= 2 * errors(logits(half, tokens), exact)
 
 
+@pytest.mark.parametrize("name", ["gptq", "packed", "fp8-channel", "int8"])
+def test_packed_experts_are_held_as_one(tmp_path, name):
+    """Each expert is packed for itself in the files; rows of some of them are read alone."""
+    model = make_model("mixtral", hidden_size=64, intermediate_size=32)
+    model.save_pretrained(tmp_path)
+    quantize, settings, (format_, _) = FORMATS[name]
+    tensors = {}
+    for tensor, weight in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." in tensor:
+            parts = quantize(weight.float())[1]
+            tensors |= {f"{tensor.removesuffix('.weight')}.{part}": each for part, each in parts.items()}
+        else:
+            tensors[tensor] = weight
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = resolve(str(tmp_path))
+    assert {layout.format for _, layout in held_layouts(source)} == {format_}
+    held, dense = load_model(source, native=False), load_model(source, native=False, dtype="float32")
+    starts = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)
+    for one, other in zip(held.layers, dense.layers, strict=True):
+        packed, values = one.mlp.experts_down, other.mlp.experts_down
+        assert packed.format.name.startswith(format_)
+        torch.testing.assert_close(packed.dense().float(), values.dense(), rtol=0.01, atol=2e-3)
+        rows = torch.randn(6, packed.in_features).bfloat16()
+        torch.testing.assert_close(
+            packed.grouped(rows, starts).float(), values.grouped(rows.float(), starts), rtol=0.03, atol=0.03
+        )
+    weights = stored_weights(source)
+    stored = next(stored for name, stored in weights if name.endswith("experts_up.weight"))
+    whole, part = (stored.codes(slice(*rows), slice(None)) for rows in ((None,), (24, 70)))
+    assert torch.equal(part.codes, whole.codes[24:70]) and torch.equal(part.scale, whole.scale[24:70])
+    weights.close()
+
+
 def test_parts_of_experts_in_mxfp4_are_read_alone(gpt_oss):
     weights = stored_weights(gpt_oss)
     stored = next(stored for name, stored in weights if name == "layers.0.mlp.experts_up.weight")

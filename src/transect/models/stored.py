@@ -6,7 +6,8 @@ What makes one: ``weights_hf.py``, ``weights_gguf.py``, ``weights_dummy.py``. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +118,13 @@ def joined_rows(parts: Sequence[Values]) -> Values:
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     blocks = np.concatenate([part.blocks for part in parts if isinstance(part, QuantizedTensor)])
     return QuantizedTensor(first.type_name, (len(blocks), *first.shape[1:]), blocks)
+
+
+def joined_codes(parts: Sequence[Codes8 | Codes4]) -> Codes8 | Codes4:
+    """Matrices that are packed alike, without an order of their inputs, one below the other."""
+    names = ("codes", "scale") if isinstance(parts[0], Codes8) else ("codes", "scale", "zero")
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return replace(parts[0], **whole)
 
 
 def within(size: int, part: slice) -> slice:

@@ -44,6 +44,7 @@ from .weight import (
     Values,
     Weight,
     WeightKind,
+    by_expert,
     part_of,
     shard_bias,
 )
@@ -182,7 +183,9 @@ class Scaled8(Weight):
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         whole = not self.blocks or self.out_features // (len(starts) - 1) % BLOCK == 0
-        if runs_triton(x) and x.is_cuda and whole:
+        if not runs_triton(x) or not x.is_cuda:
+            return by_expert(self, x, starts, order) if whole else super().grouped(x, starts, order)
+        if whole:
             call = grouped_scaled8.triton_grouped_scaled8
             return call(x, self.codes, self.scale, starts, order, self.bias, self.fp8)
         return super().grouped(x, starts, order)
