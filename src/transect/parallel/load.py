@@ -33,6 +33,8 @@ from .shards import Part, Shard
 from .tensor import ShardedEmbedding, sharded_kinds, sharded_norms
 
 T = TypeVar("T")
+GROUP = PANEL * 4
+"""Numbers of a row that are rounded together, and that a rank has all of or none."""
 
 
 def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
@@ -145,7 +147,7 @@ def load_shard(
     if quantization is not None:
         refuse_adapter(source)
         if library is not None:
-            check_groups(shard, PANEL * 4)
+            check_groups(shard, GROUP)
         else:
             weights = rounded_layers(weights)
     spread_experts(model, shard, mesh)
@@ -171,7 +173,7 @@ def load_shard_on_device(
     seed: int = 0,
     fusions: Fusions | None = None,
     kinds: Kinds | None = None,
-    group: int = PANEL * 4,
+    group: int = GROUP,
     stream: StreamPlan | None = None,
 ) -> Decoder:
     """This rank's part of a model on its GPU; the arguments are those of ``models.load.load_on_device``. ``group``: of
