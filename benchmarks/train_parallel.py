@@ -166,7 +166,8 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
 
     gpu = torch.cuda.is_available() and not given["smallest"]
     begin = time.perf_counter()
-    facts: dict[str, Any] = {}
+    left = torch.cuda.memory_allocated() if gpu else 0  # by the way before
+    facts: dict[str, Any] = {"left_bytes": left}
     tokens = SEQUENCE * ROWS * given["ranks"]
     if given["way"].startswith("fsdp2"):
         step = fsdp2(given["work"], compiled="compiled" in given["way"])
@@ -199,7 +200,7 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     shared = 0 if parallel is None or parallel.spread is None else parallel.spread.shared_bytes
     mine = {
         "times": times,
-        "peak_bytes": torch.cuda.max_memory_allocated() + shared if gpu else 0,
+        "peak_bytes": torch.cuda.max_memory_allocated() - left + shared if gpu else 0,
         "reserved_bytes": torch.cuda.max_memory_reserved() if gpu else 0,
         "communication": watched(step) if gpu else None,
     }

@@ -10,7 +10,7 @@ from transect.bench.floors import Rates, step_floor
 from transect.engine.decisions import Done, Header, Planned
 from transect.engine.gpu.step_sizes import row_bucket, token_bucket
 from transect.explain.log import build
-from transect.explain.step_time import StepTime, calibrated, known_steps, measured_steps, spread
+from transect.explain.step_time import StepTime, calibrated, errors, followed, known_steps, measured_steps, spread
 from transect.explain.work import Padding, StepWork
 from transect.models.cost import Row
 from transect.models.presets import PRESETS
@@ -88,6 +88,14 @@ def test_like_steps_show_what_the_machine_varies_by():
     assert found is not None and found.steps == 57 - 3 - 3
     assert found.median == pytest.approx(0.04, rel=0.05) and found.p99 < 0.05
     assert spread(build(records[:20])) is None
+
+
+def test_predictions_follow_a_machine_that_becomes_slower():
+    chance = np.random.default_rng(2)
+    predicted = chance.uniform(0.01, 0.02, 200)
+    measured = predicted * np.linspace(1.0, 1.6, 200)
+    found = errors(followed(predicted, measured), measured)
+    assert errors(predicted, measured).median > 0.2 and found.median < 0.02 and found.p99 < 0.03
 
 
 def test_a_log_that_nobody_waited_for_says_so():

@@ -72,8 +72,8 @@ def log(tmp_path_factory):
 
 def test_step_times_are_learnt(log):
     work = StepWork.of(log[0].header, None)
-    model, errors = calibrated(log[0], work)
-    assert errors.median < 0.05 and errors.p99 < 0.15
+    model, (errors, followed) = calibrated(log[0], work)
+    assert errors.median < 0.05 and errors.p99 < 0.15 and followed.p99 < 0.15
     assert drift(model, *measured_steps(log[0], work)) is None
     slower = [2 * seconds for seconds in measured_steps(log[0], work)[1]]
     assert drift(model, measured_steps(log[0], work)[0], slower).startswith("StepTimeDrift")

@@ -8,8 +8,6 @@ import transformers
 from tiny_llm import EOS, VOCAB, save_tiny_llm_text
 
 from transect import LLM, SamplingParams
-from transect.engine.config import EngineConfig
-from transect.engine.gpu.setup import check_model
 from transect.models.config import ModelConfig, RopeConfig
 from transect.models.config_hf import from_hf, to_hf
 from transect.models.config_moe import MoEConfig
@@ -236,15 +234,6 @@ def test_cost_counts_the_experts_that_are_touched():
     assert expert_cost(8, 2, 6, [16], 32, bits=16, activation=16, distinct=3).bytes_read == 3 * matrix + 8 * 64
     single, many = (least_cost(CONFIG, [Row(n, n)], storage=Storage())["linear"] for n in (1, 512))
     assert single.bytes_read < many.bytes_read
-
-
-def test_a_gpu_refuses_what_it_has_no_kernel_for():
-    sinks = dataclasses.replace(CONFIG, architecture="gpt_oss", qk_norm=False, attention_sinks=True)
-    with pytest.raises(ValueError, match=r"attention sinks.*device='cpu'"):
-        check_model(EngineConfig(model="m"), sinks)
-    with pytest.raises(ValueError, match="leave out deterministic"):
-        check_model(EngineConfig(model="m", deterministic=True), CONFIG)
-    check_model(EngineConfig(model="m"), CONFIG)
 
 
 def test_parameters_that_a_token_meets():

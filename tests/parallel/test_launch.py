@@ -198,28 +198,40 @@ FOUR = """
     from transect import LLM, SamplingParams
     settings = dict(dtype="float32", native=False, threads=1, seed=5, num_kv_blocks=64, block_size=4)
     found = []
-    for sizes in ({}, dict(tensor_parallel_size=4), dict(tensor_parallel_size=2, pipeline_parallel_size=2)):
+    for sizes in ({}, *eval(sys.argv[2])):
         llm = LLM(sys.argv[1], check_plans=True, **sizes, **settings)
         results = llm.generate([[5, 6, 7], [8] * 20, [9]], SamplingParams(max_tokens=12, n=2, ignore_eos=True))
         found.append([[choice.token_ids for choice in result.outputs] for result in results])
         llm.close()
-    assert found[0] == found[1] == found[2], found
+    assert all(each == found[0] for each in found), found
     print("the same")
 """
 
 
+def on_four_ranks(family, folder, *layouts):
+    """What is said where a model draws the same tokens in these layouts."""
+    make_model(family).save_pretrained(folder)
+    save_tiny_llm_text(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FOUR), str(folder), repr(layouts)],
+        capture_output=True, text=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    assert "the same" in done.stdout, done.stderr
+    return done.stderr
+
+
 @pytest.mark.prove
 def test_four_ranks_more_than_key_heads_and_both_axes_at_once(tmp_path):
-    make_model("qwen3").save_pretrained(tmp_path)
-    save_tiny_llm_text(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FOUR), str(tmp_path)], capture_output=True, text=True, timeout=PATIENCE_S
-    )
-    assert "the same" in done.stdout, done.stderr
-    assert (
-        "rank 3: cpu, 1 threads: heads 2-3 of 4, key heads 1 of 2, tokens 48-95 of 96, layers 1 of 2, head"
-        in done.stderr
-    )
+    both = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    said = on_four_ranks("qwen3", tmp_path, {"tensor_parallel_size": 4}, both)
+    assert "rank 3: cpu, 1 threads: heads 2-3 of 4, key heads 1 of 2, tokens 48-95 of 96, layers 1 of 2, head" in said
+
+
+@pytest.mark.prove
+def test_stages_that_share_experts_with_ranks_of_other_requests(tmp_path):
+    layout = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+    said = on_four_ranks("qwen3-moe", tmp_path, layout)
+    assert "rank 3: cpu, 1 threads: experts 3-5 of 6, layers 1 of 2, head" in said
 
 
 def test_the_process_group_is_left_as_it_was(pair):

@@ -11,8 +11,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-LEARNING_RATE = 3e-5
-"""So small that the rounding of one step changes little of the next: a first step of Adam is the sign of a gradient."""
+LEARNING_RATE = 2e-4
+"""So small that the rounding of one step changes little of the next (a first step of Adam is the sign of a gradient),
+so large that weights in bfloat16 change."""
 LAYOUTS = {
     "copies": {"data": 2, "reduce": "bfloat16"},
     "nccl": {"data": 2, "sums": "nccl"},
@@ -70,7 +71,7 @@ def test_layers_that_ranks_share_are_the_same_merged_or_not(gpus, alone, layout)
 
 
 def agree(found, expected):
-    """Losses fall by 0.1 in a step; norms are about 11."""
-    assert expected[0, 0] - expected[-1, 0] > 0.1
-    torch.testing.assert_close(found[:, 0], expected[:, 0], atol=1e-2, rtol=0)
-    torch.testing.assert_close(found[:, 1], expected[:, 1], atol=0, rtol=2e-2)
+    """Losses fall from 10.7 by more than 0.3; norms are about 11."""
+    assert expected[0, 0] - expected[-1, 0] > 0.3
+    torch.testing.assert_close(found[:, 0], expected[:, 0], atol=3e-2, rtol=0)
+    torch.testing.assert_close(found[:, 1], expected[:, 1], atol=0, rtol=5e-2)

@@ -237,12 +237,6 @@ class EngineConfig:
                 "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
                 "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
             )
-        if self.data_parallel_size > 1 and self.pipeline_parallel_size > 1:
-            raise ValueError(
-                "ranks with requests of their own (data_parallel_size) do not share experts in stages: leave "
-                f"pipeline_parallel_size out and let tensor_parallel_size be "
-                f"{self.tensor_parallel_size * self.pipeline_parallel_size}, or leave data_parallel_size out"
-            )
 
     def _check_text(self) -> None:
         override = self.override_generation_config

@@ -23,6 +23,7 @@ import torch
 from ..models.load import kv_dtype
 from ..models.resolve import resolve
 from ..ops.lang.jit import has_dependent_launch
+from ..parallel.children import Children
 from ..parallel.launch import Ranks
 from ..parallel.layout import Place, under_torchrun
 from ..parallel.load import shard_of
@@ -93,6 +94,7 @@ def start_engine(
     *,
     leads: bool = True,
     ranks: Ranks | None = None,
+    children: Children | None = None,
 ) -> BuiltEngine:
     """Build an engine of one rank or of several, started here if need be.
 
@@ -101,6 +103,7 @@ def start_engine(
         leads: rank 0 tells the others what to do. False: under ``torchrun`` all ranks run one program, which asks the
             same of each.
         ranks: that are there already; they are not ended with the engine.
+        children: processes that will be the other ranks, if they have been started.
 
     Raises:
         ValueError: the model or a setting is at fault, or the ranks would disagree; the message says what to change.
@@ -111,12 +114,17 @@ def start_engine(
     own = ranks is None
     kind: Literal["cpu", "cuda"] = "cuda" if device_for(config)[0].type == "cuda" else "cpu"
     config = replace(config, device=kind)
+    if kind == "cuda" and config.deterministic and config.layout.data > 2:
+        raise ValueError(
+            f"NCCL adds over {config.layout.data} GPUs in another order for other batches: leave out deterministic, or "
+            "let data_parallel_size be 2"
+        )
     leads = leads or ranks is not None or not under_torchrun()
     if ranks is None and under_torchrun():
         ranks = Ranks.join(kind)
     elif ranks is None:
         shard_check(config)
-        ranks = Ranks.start(config.ranks, kind, config.first_device)
+        ranks = Ranks.start(config.ranks, kind, config.first_device, children)
     if not leads and config.shares_data:
         raise ValueError(
             "under torchrun every script has the answers of all requests, and data_parallel_size shares them out: "
@@ -205,7 +213,7 @@ def _follow(world: World, config: EngineConfig) -> None:
         return  # rank 0 says it
     assert built.mesh is not None
     place, grammars = built.mesh.place, built.grammars(checked=False)
-    reports = place.data > 0 and place.tensor == 0
+    reports = place.data > 0 and place.tensor == place.pipeline == 0
     core = GroupCore(built.core, world, place.data) if reports else FollowingCore(built.core)
     while (orders := world.listen()) is not None:
         for name, arguments, group in orders.messages:

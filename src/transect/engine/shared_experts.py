@@ -41,6 +41,8 @@ class Report:
     stats: SchedulerStats
     learned: list[Message]
     """For the other ranks of the group: how long its steps take."""
+    busy: bool = False
+    """Whether steps of the group are under way, or it has requests."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +65,8 @@ class SharingCore(LeadingCore):
         self._router = Router([kv_tokens] * layout.data, config.block_size)
         self._running: dict[str, _Running] = {}
         self._stats: list[SchedulerStats] = [self.scheduler.stats() for _ in self._leads]
+        self._busy = [False] * layout.data
+        """Whose steps are under way, of the other groups."""
         self._new = [0] * layout.data
         """Requests that a group got since its last report."""
         self._seed, self._count = seed, 0
@@ -106,7 +110,7 @@ class SharingCore(LeadingCore):
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running) or super().has_work
+        return bool(self._running) or any(self._busy) or super().has_work
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats.sum((super().stats(), *self._stats))
@@ -116,7 +120,7 @@ class SharingCore(LeadingCore):
         for group, lead in enumerate(self._leads, 1):
             report: Report = self._hear(lead)
             outputs += report.outputs
-            self._stats[group - 1], self._new[group] = report.stats, 0
+            self._stats[group - 1], self._new[group], self._busy[group] = report.stats, 0, report.busy
             for message in report.learned:
                 self._messages.append(message)
         self._new[0] = 0
@@ -161,7 +165,7 @@ class GroupCore(FollowingCore):
     def step(self) -> list[EngineOutput]:
         outputs = super().step()
         learned, self._learned = self._learned, []
-        self._world.send(Report(outputs, self.stats(), learned), 0, tag=TAG)
+        self._world.send(Report(outputs, self.stats(), learned, self.has_work), 0, tag=TAG)
         return outputs
 
     def learned(self, load: StepLoad, seconds: float) -> None:

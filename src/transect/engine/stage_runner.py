@@ -68,6 +68,8 @@ class StageRunner(Runner):
         copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
         model = self._model
         tokens_T, positions_T, context, starts = self._inputs(batch)
+        if self._sharing is not None:
+            self._sharing.meet(len(tokens_T))
         if self._first:
             x_TD = model.begin(tokens_T, positions_T)
         else:

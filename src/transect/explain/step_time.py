@@ -31,6 +31,8 @@ DRIFT = 0.25
 LARGE = 0.05
 """A relative error from which on a step counts less."""
 RIDGE = 1e-4
+RECENT = 5
+"""Steps that say how fast the machine is now."""
 MOST_SIZES = 48
 """Numbers of tokens that ``f`` has a bend at; where steps have more, bends lie a quarter of an octave apart."""
 
@@ -104,8 +106,8 @@ def errors(predicted: np.ndarray, measured: np.ndarray) -> Errors:
     return Errors(len(measured), float(median), float(p90), float(p99), float(predicted.sum() / measured.sum()))
 
 
-def calibrated(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[StepTime, Errors | None]:
-    """The model of a whole log, and how well a model of its first ``share`` predicts the rest (None: too few).
+def calibrated(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[StepTime, tuple[Errors, Errors] | None]:
+    """The model of a whole log, and how well a model of its first ``share`` predicts the rest (``checked_steps``).
 
     Raises:
         ValueError: fewer than ``FEWEST`` steps, or fewer whose times are known.
@@ -117,11 +119,26 @@ def calibrated(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[StepTim
             f"only {len(loads)} of {done} steps have a known time: the device had done the others before the host "
             "looked. Log a longer run, or one with async_scheduling=False"
         )
+    return StepTime.fit(loads, seconds, host_seconds(log)), checked_steps(log, work, share)
+
+
+def followed(predicted: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """Predictions that follow the machine: each times the median of measured over predicted of the ``RECENT`` steps
+    before it. A processor's speed changes by the minute, with its clock and with who else uses its memory."""
+    ratio = measured / predicted
+    return np.array([predicted[i] * np.median(ratio[max(0, i - RECENT) : i] if i else 1.0) for i in range(len(ratio))])
+
+
+def checked_steps(log: RunLog, work: StepWork, share: float = 0.5) -> tuple[Errors, Errors] | None:
+    """How well the model of a log's first ``share`` predicts the rest, and how well where it follows the machine
+    (``followed``); None: too few steps."""
+    loads, seconds = measured_steps(log, work)
     cut = int(len(loads) * share)
-    checked = None
-    if cut >= FEWEST and len(loads) - cut >= FEWEST:
-        checked = StepTime.fit(loads[:cut], seconds[:cut]).errors(loads[cut:], seconds[cut:])
-    return StepTime.fit(loads, seconds, host_seconds(log)), checked
+    if min(cut, len(loads) - cut) < FEWEST:
+        return None
+    predicted = StepTime.fit(loads[:cut], seconds[:cut]).predict(loads[cut:])
+    measured = np.array(seconds[cut:])
+    return errors(predicted, measured), errors(followed(predicted, measured), measured)
 
 
 def measured_steps(log: RunLog, work: StepWork) -> tuple[list[Load], list[float]]:

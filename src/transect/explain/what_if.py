@@ -9,7 +9,7 @@ from typing import Any
 
 from .log import RunLog
 from .simulate import Latencies, changed, recorded, simulate
-from .step_time import Errors, StepTime, calibrated, drift, measured_steps, to_dict
+from .step_time import Errors, StepTime, calibrated, drift, measured_steps, spread, to_dict
 from .work import StepWork
 
 NEWEST = 200
@@ -27,6 +27,10 @@ class WhatIf:
     model: StepTime
     errors: Errors | None
     """Those of a model of the first half of the log, on its second half; None: too few steps."""
+    followed: Errors | None
+    """The same, where each prediction knows how fast the machine was in the steps before (``step_time.followed``)."""
+    like: Errors | None
+    """What like steps differ by (``step_time.spread``): the machine, which no model knows."""
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,6 +42,8 @@ class WhatIf:
             "predicted": self.predicted.to_dict(),
             "step_time": to_dict(self.model),
             "step_time_errors": None if self.errors is None else asdict(self.errors),
+            "followed_errors": None if self.followed is None else asdict(self.followed),
+            "like_steps": None if self.like is None else asdict(self.like),
             "warnings": self.warnings,
         }
 
@@ -59,6 +65,10 @@ class WhatIf:
         found.append(f"changed: {said}; {self.measured.requests} requests, arrivals as they were")
         if self.errors is not None:
             found.append(f"step times, first half on second half: {self.errors}")
+        if self.followed is not None:
+            found.append(f"with the machine's speed in the steps before: {self.followed}")
+        if self.like is not None:
+            found.append(f"decode steps beside those before and after them, which is the machine alone: {self.like}")
         return [*found, *self.warnings]
 
 
@@ -71,7 +81,7 @@ def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
     changes = parse(settings)
     config, other = changed(log, work, changes)
     unchanged, _ = changed(log, work, {})
-    model, errors = calibrated(log, work)
+    model, checked = calibrated(log, work)
     warnings = []
     loads, seconds = measured_steps(log, work)
     if len(loads) >= 2 * NEWEST:
@@ -84,7 +94,8 @@ def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
         warnings.append("another device or format: step times are scaled by the floors, which nothing here measured")
     same = simulate(log, model, work, unchanged)
     predicted = simulate(log, model, work, config, other)
-    return WhatIf(changes, recorded(log), same, predicted, model, errors, tuple(warnings))
+    plain, followed = checked or (None, None)
+    return WhatIf(changes, recorded(log), same, predicted, model, plain, followed, spread(log), tuple(warnings))
 
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from ..ops.attention.packed.attention import by_document
 from ..ops.attention.paged.batch import PagedBatch
-from ..ops.attention.paged.paged_attention_torch import tiled_uniform
 from ..ops.opset import OpSet, resolve_ops
 
 
@@ -127,7 +126,9 @@ class PagedContext:
     ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
 
     ``whole``: rows whose keys and values are all in this step attend to those, not to the cache. ``wanted``: see there.
-    ``chunk_rows``: as in ``PagedBatch``.
+    ``chunk_rows``, ``key_room``: as in ``PagedBatch``, the latter without rows of ``whole``. ``positions_T`` int64: the
+    tokens' positions, where somebody has worked them out; a CUDA graph needs them given, because the batch reads
+    lengths on the host for that.
     """
 
     def __init__(
@@ -143,6 +144,8 @@ class PagedContext:
         whole: WholePrompts | None = None,
         wanted: Wanted | None = None,
         chunk_rows: int | None = None,
+        key_room: int | None = None,
+        positions_T: Tensor | None = None,
     ) -> None:
         if k_cache.ndim != 5 or k_cache.shape != v_cache.shape:
             raise ValueError(
@@ -158,10 +161,12 @@ class PagedContext:
             k_cache.shape[3],
             max_query_len=max_query_len,
             chunk_rows=chunk_rows,
+            key_room=key_room,
         )
         self.ops = ops or resolve_ops(k_cache.device)
         self.whole = whole
         self.wanted = wanted
+        self._positions_T = positions_T
         if whole is not None:
             row, token = whole.row, whole.token
             self._whole_starts = query_starts_B1[row:] - token
@@ -171,11 +176,12 @@ class PagedContext:
                 seq_lens_B[:row],
                 k_cache.shape[3],
                 max_query_len=1 if row == token else token,
+                key_room=key_room,
             )
 
     def positions(self) -> Tensor:
         """The position of each token in its sequence, ``[T]`` int64."""
-        return self.batch.positions_T
+        return self.batch.positions_T if self._positions_T is None else self._positions_T
 
     def attend(
         self,
@@ -192,19 +198,18 @@ class PagedContext:
     ) -> Tensor:
         """See ``AttentionContext.attend``; k and v are written to the cache first."""
         self.ops.kv_cache_write(k_TKd, v_TKd, self.k_cache[layer], self.v_cache[layer], self.batch)
-        if softcap is not None or sinks is not None or chunk is not None:
-            caches = self.k_cache[layer], self.v_cache[layer]
-            how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
-            return tiled_uniform(q_THd, *caches, self.batch, scale, window, **how)
-        return self.attend_written(layer, q_THd, k_TKd, v_TKd, scale, window)
+        given = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
+        how = {name: value for name, value in given.items() if value is not None}
+        return self.attend_written(layer, q_THd, k_TKd, v_TKd, scale, window, **how)
 
     def attend_written(
-        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None
+        self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, scale: float, window: int | None, **how: Any
     ) -> Tensor:
-        """Does what ``attend`` does, for k and v that have been written to the cache already."""
+        """Does what ``attend`` does, for k and v that have been written to the cache already. ``how``: those of
+        ``softcap``, ``sinks`` and ``chunk`` that the model has; with them whole prompts go through the cache too."""
         caches = self.k_cache[layer], self.v_cache[layer]
-        if self.whole is None:
-            return self.ops.paged_attention(q_THd, *caches, self.batch, scale, window)
+        if self.whole is None or how:
+            return self.ops.paged_attention(q_THd, *caches, self.batch, scale, window, **how)
         first = self.whole.token
         prompts = (x[first:] for x in (q_THd, k_TKd, v_TKd))
         attended = self.ops.attention(*prompts, self._whole_starts, scale, window)

@@ -26,6 +26,7 @@ from .mlp import MLP
 from .moe import MoE, Router, SharedRouter
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
+from .stored import StoredWeights, stored_tensor
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
@@ -141,8 +142,8 @@ class Decoder(nn.Module):
     def begin(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """What comes before the layers: tokens and positions ``[T]`` int64 -> ``[T, D]``."""
         x_TD = self.embed(tokens_T)
-        if self.config.embed_scale != 1.0:  # rounded as the makers round it
-            x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype, device=x_TD.device)
+        if self.config.embed_scale != 1.0:  # rounded as the makers round it; a number, as a CUDA graph copies no tensor
+            x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype).item()
         return x_TD if self.position_embed is None else x_TD + self.position_embed(positions_T)
 
     def finish(self, x_TD: Tensor) -> Tensor:
@@ -153,9 +154,15 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Hidden states ``[T, D]`` of ``forward`` -> logits ``[T, V]``, float32 (float64 for a float64 model)."""
         logits_TV = self.head(hidden_TD)
-        logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        return self.capped(logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float())
+
+    def capped(self, logits_TV: Tensor) -> Tensor:
+        """What the head gives, in its dtype, with the model's cap where it has one."""
         cap = self.config.logit_softcap
-        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+        if cap is None:
+            return logits_TV
+        wide_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        return (cap * torch.tanh(wide_TV / cap)).to(logits_TV.dtype)
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """The default ``stack``: one layer after another."""
@@ -260,19 +267,41 @@ class Decoder(nn.Module):
         """Draw all weights for training from scratch: matrices and tables normal with ``std``, biases 0, norms 1. They
         are drawn on the generator's device, and so the same wherever the model is."""
         for module in self.modules():
-            if isinstance(module, Projection):
-                continue
-            if isinstance(module, Embedding):
-                draw_normal(module.weight, std, generator)
-            elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
-                module.draw(std, generator)
-            elif isinstance(module, (Router, SharedRouter)):
-                draw_normal(module.weight, std, generator)
-            elif isinstance(module, (RMSNorm, LayerNorm)):
-                module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
-            elif isinstance(module, Attention) and module.sinks is not None:
-                module.sinks.zero_()
-            bias = getattr(module, "bias", None)
-            if bias is not None:
-                bias.zero_()
+            self._draw(module, std, generator)
         return self
+
+    @torch.no_grad()
+    def drawn_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> StoredWeights:
+        """The same numbers as weights to be read, in this order and each while it is there: one module at a time has
+        memory, on the generator's device. The model must be on ``meta``, and has no more use."""
+        device = torch.device("cpu") if generator is None else generator.device
+        for name, module in list(self.named_modules()):
+            if isinstance(module, Projection) or (module is self.head and self.head_tied):
+                continue
+            if not module._parameters:
+                continue
+            module.to_empty(device=device, recurse=False)
+            self._draw(module, std, generator)
+            for leaf, parameter in module.named_parameters(recurse=False):
+                yield f"{name}.{leaf}", stored_tensor(parameter.detach())
+            module.to_empty(device="meta", recurse=False)
+
+    def _draw(self, module: nn.Module, std: float, generator: torch.Generator | None) -> None:
+        """The own weights of a module, as ``init_weights`` has them."""
+        if isinstance(module, Projection):
+            return
+        if isinstance(module, Embedding):
+            draw_normal(module.weight, std, generator)
+        elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
+            module.draw(std, generator)
+        elif isinstance(module, (Router, SharedRouter)):
+            draw_normal(module.weight, std, generator)
+        elif isinstance(module, (RMSNorm, LayerNorm)):
+            module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
+        elif isinstance(module, Attention) and module.sinks is not None:
+            module.sinks.zero_()
+        bias = getattr(module, "bias", None)
+        if bias is not None:
+            bias.zero_()
+        if isinstance(module, Router) and module.score_bias is not None:
+            module.score_bias.zero_()

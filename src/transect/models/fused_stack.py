@@ -59,7 +59,7 @@ def refusal(config: ModelConfig) -> str | None:
     """Why a model cannot run on ``FusedStack``, as a sentence; None if it can."""
     if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
         return "the fused layers are for RMSNorm, gated MLPs and rotary positions"
-    beyond = [what for what in config.beyond_stacks if what != "experts"]
+    beyond = [what for what in config.beyond_stacks if what not in ("experts", "attention sinks")]
     return f"the fused layers do not have {beyond[0]}" if beyond else None
 
 
@@ -225,13 +225,13 @@ class FusedStack:
                 q_THd, k_TKd = q_norm(q_THd), k_norm(k_TKd)
             q_THd, k_TKd = self._ops.rotary(q_THd, k_TKd, *rotation)
             self._ops.kv_cache_write(k_TKd, v_TKd, k_cache, v_cache, context.batch)
-        scale, window = config.attention_scale, layer.window
+        scale, window, how = config.attention_scale, layer.window, layer.scores
         if wanted is None:
-            return context.attend_written(layer.index, q_THd, k_TKd, v_TKd, scale, window)
+            return context.attend_written(layer.index, q_THd, k_TKd, v_TKd, scale, window, **how)
         q_RHd = q_THd.index_select(0, wanted.tokens_R)
         if not len(q_RHd):
             return q_RHd
-        return self._ops.paged_attention(q_RHd, k_cache, v_cache, wanted.batch, scale, window)
+        return self._ops.paged_attention(q_RHd, k_cache, v_cache, wanted.batch, scale, window, **how)
 
     def _gated(self, layer: _FusedLayer, x_TD: Tensor) -> Tensor:
         """``silu(gate(x)) * up(x)``."""
@@ -252,6 +252,8 @@ class _FusedLayer:
         assert isinstance(layer.attention_norm, RMSNorm) and isinstance(layer.mlp_norm, RMSNorm)
         self.attention_norm, self.mlp_norm = layer.attention_norm, layer.mlp_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self.scores: dict[str, Tensor] = {} if attention.sinks is None else {"sinks": attention.sinks}
+        """What its attention does to scores, by the names of ``PagedContext.attend``."""
         qkv = attention.qkv
         self.experts: MoE | None = mlp if isinstance(mlp, MoE) else None
         self.qkv = qkv.product() if fusions.qkv else _together(qkv.products())

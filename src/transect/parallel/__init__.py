@@ -3,8 +3,8 @@
 Ranks, for serving and training alike:
 
 * ``layout.py``: ``Layout``, how many ranks along each axis, and which place a rank has (no torch)
-* ``launch.py``: ``Ranks``: start them as children of this process, or take those of ``torchrun``; ``rank.py`` is what a
-  child runs
+* ``launch.py``: ``Ranks``: start them as children of this process (``children.py``, no torch), or take those of
+  ``torchrun``; ``rank.py`` is what a child runs
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
 * ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
   collectives
@@ -32,7 +32,8 @@ Training on them:
 * ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass; ``copy_memory.py``: in how much
   memory (no torch); ``peer_pieces.py``: sharded weights that other ranks read by them
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
-* ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time
+* ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time;
+  ``tiled.py``: matrices that come in parts
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)
 * ``spread.py``: how a run is spread; ``refusals.py``: why it cannot be, and the nearest layout that can (no torch)
 * ``training_memory.py``: what each rank then needs (no torch)

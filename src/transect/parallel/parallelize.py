@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,7 @@ from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.load import fill
 from ..models.shapes import weight_shapes
-from ..models.stored import Stored, StoredWeights
+from ..models.stored import StoredWeights, stored_tensor
 from .differentiable import entered, gathered, own_rows
 from .experts import Way, meeting, spread_experts, way_of
 from .group import Group
@@ -103,11 +103,14 @@ def spread_of(layout: Layout, plan: Plan) -> Spread:
     )
 
 
-def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
+def parallelize(model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None) -> Parallel:
     """This rank's part of a model, with the values that all ranks have alike.
 
     Args:
         model: whole, on its device, alike on every rank; where it is cut it is not needed any more.
+        weights: those of the model, which has none then: its memory is the host's, and nobody has written it. Of these
+            a rank reads its part alone, and sharded layers one after the other, so that it never holds a whole model.
+            ``plan.device`` says where the part will be.
 
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
@@ -117,7 +120,7 @@ def parallelize(model: Decoder, mesh: Mesh, plan: Plan) -> Parallel:
     reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
         raise ValueError(reason)
-    return Parallel(model, mesh, plan)
+    return Parallel(model, mesh, plan, weights)
 
 
 class Parallel:
@@ -129,7 +132,11 @@ class Parallel:
         spread: the sums over ranks with the same weights, after ``share``; None where there are no others.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, plan: Plan) -> None:
+    def __init__(
+        self, model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None
+    ) -> None:
+        self._weights = weights
+        """Those of the whole model; None: they are in ``parts``."""
         self.whole_config, self.mesh, self.plan = model.config, mesh, plan
         layout, place = mesh.layout, mesh.place
         self._stages = layout.pipeline * plan.chunks
@@ -161,14 +168,19 @@ class Parallel:
         return self.parts[0]
 
     def _part(self, model: Decoder, shard: Shard) -> Decoder:
-        """One run of layers, filled."""
+        """One run of layers, filled, unless it is sharded when its weights are read."""
         mesh, dtype, device = self.mesh, model.norm.weight.dtype, model.device
+        later = self._later
+        if self._weights is not None and not later:
+            device = self.plan.device or device
         kinds = sharded_kinds(None, shard, mesh.tensor, sequence=self.plan.sequence)
         part = Decoder(shard.local, "meta", dtype, ops=model.ops, kinds=kinds)
         shard_embedding(part, shard, mesh, dtype)
         if isinstance(part.embed, ShardedEmbedding):
             part.embed.sequence = self.plan.sequence
-        part = fill(part.to_empty(device=device), shard_weights(_held(model), shard))
+        part = part.to_empty(device=device)
+        if not later:
+            fill(part, shard_weights(_held(model) if self._weights is None else self._weights(), shard))
         part.requires_grad_(True)
         if shard.model.moe is not None:
             way = way_of(mesh.data.size, shard.model.moe.per_token, self.plan.expert_way)
@@ -192,8 +204,16 @@ class Parallel:
 
     # Parts
 
+    @property
+    def _later(self) -> bool:
+        """Whether weights are read only when they are sharded."""
+        return self._weights is not None and self.plan.zero == 3
+
     def fill(self, weights: Callable[[], StoredWeights]) -> None:
         """Take the weights of a whole model; of them this part is read, for each run of layers anew."""
+        if self._later:
+            self._weights = weights
+            return
         for part, shard in zip(self.parts, self.shards, strict=True):
             fill(part, shard_weights(weights(), shard) if self.cut else weights())
 
@@ -311,9 +331,11 @@ class Parallel:
         if group.size == 1 and not plan.host:
             return trained
         if plan.zero == 3:
+            weights = self._weights() if self._later and self._weights is not None else None
             self.spread = Sharded(
                 group,
                 self.model,
+                weights=shard_weights(weights, self.shards[0]) if weights is not None and self.cut else weights,
                 recompute=recompute,
                 reduce_dtype=plan.reduce_dtype,
                 device=plan.device,
@@ -464,13 +486,7 @@ class Parallel:
         return found
 
 
-def _held(model: Decoder) -> Iterator[tuple[str, Stored]]:
+def _held(model: Decoder) -> StoredWeights:
     """The weights of a model in memory, as those of a file."""
-
-    def stored(values: Tensor) -> Stored:
-        if values.ndim == 1:
-            return Stored(tuple(values.shape), lambda rows, _columns: values[rows])
-        return Stored(tuple(values.shape), lambda rows, columns: values[rows, columns])
-
     for name, parameter in model.named_parameters():
-        yield name, stored(parameter.detach())
+        yield name, stored_tensor(parameter.detach())

@@ -20,7 +20,8 @@ of use on one rank too: its piece is the whole layer, and the device holds two o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -31,6 +32,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
+from ..models.load import fill
+from ..models.stored import StoredWeights
 from ..models.weights.weight import Weight
 from .group import Group
 from .offload.pieces import FilePieces, FileUpload, HostPieces, Pieces
@@ -59,6 +62,8 @@ class Sharded:
             model names them.
         complete: adds up, in place, what ranks along other axes have of gradients in parts; before they are summed
             here. All of them have the same units.
+        weights: those of the model, which is in host memory that nobody has written then: they are read in their order,
+            and what is complete is cut; None: they are there.
         tiles: each matrix of a layer comes to the device in so many parts (``tiled.py``).
 
     Raises:
@@ -82,6 +87,7 @@ class Sharded:
         parameters: Mapping[str, nn.Parameter] | None = None,
         complete: Callable[[Mapping[str, Tensor]], None] | None = None,
         tiles: int = 1,
+        weights: StoredWeights | None = None,
     ) -> None:
         self.parameters = dict(model.named_parameters() if parameters is None else parameters)
         frozen = [name for name, parameter in self.parameters.items() if not parameter.requires_grad]
@@ -105,10 +111,15 @@ class Sharded:
         nbytes = sum(room(piece_size(each, group) * element) for each in (*inside, outside))
         self.peers = None if shared is None or host or tiles > 1 else shared(nbytes)
         kinds = [TiledUnit if tiles > 1 else Unit] * len(inside) + [Unit]
-        units = [
-            kind(group, parameters, reduce_dtype, device, self.pieces, number, self.peers)
-            for number, (kind, parameters) in enumerate(zip(kinds, [*inside, outside], strict=True))
-        ]
+        todo = [*inside, outside]
+
+        def cut(number: int) -> Unit:
+            return kinds[number](group, todo[number], reduce_dtype, device, self.pieces, number, self.peers)
+
+        made: dict[int, Unit] = {}
+        if weights is not None:
+            fill(model, _cutting(weights, self._places(todo), lambda number: made.__setitem__(number, cut(number))))
+        units = [made[number] if number in made else cut(number) for number in range(len(todo))]
         self.layers, self.root = units[:-1], units[-1]
         if tiles > 1:
             tile(model, [unit for unit in self.layers if isinstance(unit, TiledUnit)], tiles)
@@ -120,6 +131,12 @@ class Sharded:
         self._summing: Unit | None = None
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())
+
+    def _places(self, units: Sequence[Mapping[str, nn.Parameter]]) -> dict[str, int]:
+        """The unit of each parameter, by its name in this model."""
+        number = {id(parameter): n for n, unit in enumerate(units) for parameter in unit.values()}
+        found = {name: number[id(parameter)] for name, parameter in self.model.named_parameters()}
+        return {name.replace(".inner.", ".").replace(".table.", "."): n for name, n in found.items()}
 
     @property
     def shared_bytes(self) -> int:
@@ -302,6 +319,17 @@ class Sharded:
                 begin, end = self._bounds[parameter]
                 found[name] = tensors[name].reshape(-1)[begin:end].clone()
         return found
+
+
+def _cutting(weights: StoredWeights, places: Mapping[str, int], cut: Callable[[int], object]) -> StoredWeights:
+    """Weights as they are, for ``fill``; a unit that has all of its own is cut before the next one is read."""
+    left = Counter(places.values())
+    for name, stored in weights:
+        yield name, stored
+        if name in places:
+            left[places[name]] -= 1
+            if not left[places[name]]:
+                cut(places[name])
 
 
 class _Leaves(torch.autograd.Function):

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.load import fill
 from ..models.stored import StoredWeights
@@ -120,8 +121,14 @@ class Crew:
             tiles=parallel.tiles,
             device=trainable.device,
         )
-        found = self.parallel = parallelize(trainable.model, self.mesh, plan)
-        return replace(trainable, model=found.model, parameters=found.parameters, parallel=found)
+        found = self.parallel = parallelize(trainable.model, self.mesh, plan, trainable.weights)
+        return replace(trainable, model=found.model, parameters=found.parameters, parallel=found, weights=None)
+
+    def lean(self, model: ModelConfig) -> bool:
+        """Whether no rank need ever hold all weights of such a model: each reads its part of them."""
+        parallel, layout = self.config.parallel, self.config.parallel.layout
+        parts = parallel.sharded or layout.tensor * layout.pipeline > 1
+        return parts and model.moe is None and self.config.objective == "next_token"
 
     def parts(self, model: Decoder) -> Sequence[Decoder]:
         """What this rank computes: a model, or some runs of its layers."""

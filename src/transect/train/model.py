@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from ..models.adapter import StoredAdapter, merged_weights
 from ..models.adapter_peft import read_adapter, write_adapter
+from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.grown import grown_tables
 from ..models.load import fill, stored_weights
@@ -56,6 +58,8 @@ class Trainable:
     device: torch.device
     """That computes. The model is in host memory at first if its weights come from there layer by layer."""
     own_template: str = ""
+    weights: Callable[[], StoredWeights] | None = None
+    """The model's weights, where it has none yet: ranks read their parts of them."""
     parallel: Parallel | None = None
     """The ranks that the model is spread over, where there are others; ``model`` and ``parameters`` are then this
     rank's part."""
@@ -160,11 +164,14 @@ def teacher_of(config: TrainConfig) -> ModelSource:
     return resolve(config.distill.teacher)
 
 
-def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Trainable:
+def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: bool = False) -> Trainable:
     """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
 
     Args:
         tell: is told what a person should know about it.
+        lean: give the model memory on the host that nobody has written, and its weights to be read
+            (``Trainable.weights``): the system gives memory when it is written. For all weights of a decoder without
+            experts.
 
     Raises:
         ValueError: the model cannot be found or loaded, or does not suit the task.
@@ -181,8 +188,11 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
     if lora is not None and source.adapter is not None:
         start = read_adapter(source.adapter.path, stored.config)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
-    model = model.to_empty(device="cpu" if config.parallel.offload == "all" else device)
-    if from_scratch(config):
+    model = model.to_empty(device="cpu" if lean or config.parallel.offload == "all" else device)
+    later: Callable[[], StoredWeights] | None = None
+    if lean:
+        later = partial(_weights_of, stored, source.config, config, device)
+    elif from_scratch(config):
         model.init_weights(generator=torch.Generator(device).manual_seed(config.seed))
     else:
         weights = stored_weights(stored) if start is None else _begun(stored, start)
@@ -207,4 +217,13 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info) -> Traina
         moment,
         device,
         "" if config.data.chat_template in ("auto", "model") else template_text(config.data.chat_template),
+        later,
     )
+
+
+def _weights_of(source: ModelSource, shape: ModelConfig, config: TrainConfig, device: torch.device) -> StoredWeights:
+    """What ``build`` would fill a model of this shape with, to be read."""
+    if not from_scratch(config):
+        return grown_tables(stored_weights(source), shape.vocab_size)
+    model = Decoder(shape, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
+    return model.drawn_weights(generator=torch.Generator(device).manual_seed(config.seed))

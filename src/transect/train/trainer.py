@@ -170,7 +170,7 @@ class Trainer:
                 f"positions: set data.seq_len to at most {source.config.max_position}"
             )
         self.memory = fit(begun, source.config, device_of(config.device))
-        self.trainable: Trainable = self.crew.cut(build(begun, self.told.append))
+        self.trainable: Trainable = self.crew.cut(build(begun, self.told.append, lean=self.crew.lean(source.config)))
         self.model, self.device = self.trainable.model, self.trainable.device
         sharded = config.parallel.sharded
         for part in self.crew.parts(self.model):

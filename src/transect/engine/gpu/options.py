@@ -19,6 +19,8 @@ class GPUOptions:
         prompt_attention: prompts that a step holds from their first token on attend to keys that are not in the cache's
             pages (not where ``EngineConfig.deterministic``).
         prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
+        gathered_keys: in steps of 1,024 tokens and more, prompts whose beginning is in the cache attend to a copy of
+            their keys that lie side by side (Hopper).
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
@@ -35,6 +37,7 @@ class GPUOptions:
     device_sampling: bool = True
     prompt_attention: bool = True
     prune_last_layer: bool = True
+    gathered_keys: bool = False
     copy_kernels: bool = True
     peer_sums: bool = True
     pushed_products: bool = False

@@ -45,7 +45,7 @@ from .graphs import GraphCache
 from .mask_table import MaskTable
 from .pending_step import PendingStep
 from .step_inputs import Fields, StepLayout
-from .step_plan import StepPlan, StepPlanner, Variant
+from .step_plan import StepPlan, StepPlanner, Variant, key_room
 from .step_ring import StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
 
@@ -68,6 +68,8 @@ class GPURunner:
         graph_tokens: steps with prefill chunks of up to so many tokens are captured too, when one of their size comes
             for the second time; their prompts go through the cache.
         fine_rows: see ``step_sizes.row_bucket``.
+        gathered_keys: steps that are no graph say how much room the keys of their prompts take side by side
+            (``PagedBatch``'s ``key_room``).
         prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
             from (keys and values for all).
         copy_kernels: the copies of inputs and results are kernels of the step, not copies before and after it; None: on
@@ -94,6 +96,7 @@ class GPURunner:
         prune_last_layer: bool = False,
         graph_tokens: int = 0,
         fine_rows: bool = False,
+        gathered_keys: bool = False,
         copy_kernels: bool | None = None,
         pad_tokens: int | None = None,
         fill_masks: MaskFiller = fill_each,
@@ -125,6 +128,7 @@ class GPURunner:
         """See ``Executor``: the newest step, without its draws."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
+        self._gathered_keys = gathered_keys
         # A step with prefill chunks is filled up in two places (see StepPlanner).
         rows = max(FEWEST_ROWS, self._max_draws)
         self._compilations: Callable[[], int] = int
@@ -160,6 +164,7 @@ class GPURunner:
             prune_last_layer=prune_last_layer,
             graph_tokens=graph_tokens,
             fine_rows=fine_rows,
+            gathered_keys=gathered_keys,
             pad_tokens=pad_tokens,
         )
 
@@ -321,10 +326,13 @@ class GPURunner:
             fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws) % layout.tokens
             fields.table[:], fields.state[:], fields.mask[:] = self._padding_block, -1, -1
             fields.source[:] = self._planner.token_source(layout)
-            plan = StepPlan(layout, True, [], (), Variant(), (), [])
-            turn, _, _ = self._run(plan._replace(**changes), eager)
+            plan = StepPlan(layout, True, [], (), Variant(), (), [])._replace(**changes)
+            if self._gathered_keys and not plan.decode and not plan.graph:
+                before = layout.rows if plan.whole is None else plan.whole.row
+                plan = plan._replace(key_room=key_room(np.diff(fields.start)[:before], fields.length[:before]))
+            turn, _, _ = self._run(plan, eager)
             if turn is None:
-                self._launch((), partial(self._second_part, plan._replace(**changes)), plan, eager=True)
+                self._launch((), partial(self._second_part, plan), plan, eager=True)
                 turn = self._ring.ended()
             self._ring.results(turn, self._stream)
 
@@ -389,10 +397,10 @@ class GPURunner:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
         if self._part is not None and not waits and plan.variant == Variant():
-            logits_RV, spread = self._part.product(hidden_RD), self._part.spread
+            logits_RV, spread = self._model.capped(self._part.product(hidden_RD)), self._part.spread
             self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
             return hidden_TD, None
-        logits_RV = self._model.head(hidden_RD)
+        logits_RV = self._model.capped(self._model.head(hidden_RD))
         if self._host_sampler is not None:
             return hidden_TD, logits_RV
         if waits:
@@ -413,7 +421,9 @@ class GPURunner:
             max_query_len=1 if plan.decode else plan.layout.tokens,
             whole=plan.whole,
             chunk_rows=plan.chunk_rows,
+            key_room=plan.key_room,
             wanted=self._wanted(fields) if plan.prune else None,
+            positions_T=fields.position,
         )
 
     def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:

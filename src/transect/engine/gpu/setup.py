@@ -105,7 +105,6 @@ def set_up(
         ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
             change.
     """
-    check_model(config, model)
     torch.cuda.init()
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
@@ -145,20 +144,6 @@ def set_up(
     )
 
 
-def check_model(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuse what has no kernel on a GPU.
-
-    Raises:
-        ValueError: attention or experts that only the CPU computes.
-    """
-    if model.plain_attention:
-        what = "attention in chunks" if model.attention_chunk is not None else "soft-capped scores"
-        what = "attention sinks" if model.attention_sinks else what
-        raise ValueError(f"{model.architecture} has {what}, which no kernel on a GPU computes: give device='cpu'")
-    if model.moe is not None and config.deterministic:
-        raise ValueError("experts on a GPU add up in another order for other batches: leave out deterministic")
-
-
 def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
     """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
     (Hopper)."""
@@ -193,18 +178,18 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """Further options of ``GPURunner`` on this device, by the names of its arguments."""
     switches = config.gpu
+    hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
+    hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     return {
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
         "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not config.shares_data,
+        "gathered_keys": switches.gathered_keys and hopper,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": switches.copy_kernels and not by_torch(ops),
         # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
-        "fine_rows": dtype == torch.bfloat16
-        and not config.deterministic
-        and not torch.version.hip
-        and torch.cuda.get_device_capability(device) == (9, 0),
+        "fine_rows": hopper,
         "graph_tokens": graph_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
         # torch's operators take no tokens that belong to no row.
         "pad_tokens": 1 if by_torch(ops) else None,

@@ -1,5 +1,5 @@
-"""``GPUSharingRunner``: the executor of a rank that has requests of its own and shares experts with other ranks
-(``engine/shared_experts.py``).
+"""The executors of ranks that have requests of their own and share experts with other ranks
+(``engine/shared_experts.py``): ``GPUSharingRunner``, and ``GPUSharingStageRunner`` for one stage of a pipeline.
 
 Layers with experts exchange tokens in shapes that follow from the largest step of all ranks. That size is agreed on
 before a step is launched, and is part of what a graph is known by. A rank without a batch runs a step of its layers'
@@ -18,6 +18,7 @@ from torch import Tensor
 from ...models.decoder import Decoder
 from ...parallel.experts import ExpertRanks, idle
 from .runner import GPURunner, Sampled
+from .stage_runner import GPUStageRunner
 from .step_inputs import StepLayout
 from .step_plan import StepPlan, Variant
 
@@ -49,3 +50,8 @@ class GPUSharingRunner(GPURunner):
 
     def _key(self, plan: StepPlan, variant: Variant, generation: int) -> Hashable:
         return super()._key(plan, variant, generation), self._sharing.size
+
+
+class GPUSharingStageRunner(GPUSharingRunner, GPUStageRunner):
+    """Both at once: a stage whose experts are shared with the same stage of other ranks. Arguments as for
+    ``GPUStageRunner``, and ``sharing``."""

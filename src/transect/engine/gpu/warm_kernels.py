@@ -52,6 +52,7 @@ class Work:
     whole_prompts: tuple[int, int] | None = None
     fine_rows: bool = False
     copy_kernels: bool = False
+    gathered_keys: bool = False
     quantization: str | None = None
     layouts: Layouts = ()
     cache_dtype: torch.dtype | None = None
@@ -113,7 +114,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
             model.ops = dataclasses.replace(ops, stream_products=streams)
             stacks.append(FusedStack(model, max_positions=work.max_model_len, fusions=fusions))
     limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-    names = (*limits, "whole_prompts", "fine_rows", "copy_kernels")
+    names = (*limits, "whole_prompts", "fine_rows", "copy_kernels", "gathered_keys")
     settings = {name: getattr(work, name) for name in names}
     caches = model.new_kv_cache(2, work.block_size, work.cache_dtype or work.dtype)
     drawing, plain = (GPURunner(model, *caches, graphs=False, sample_on_device=on, **settings) for on in (True, False))

@@ -34,6 +34,7 @@ from .ordering import reference as order_of
 from .triton import (
     _grouped_gate_up,
     gate_up_and_sums,
+    triton_fixed_grouped_gate_up,
     triton_grouped_gate_up,
     triton_input_gradient,
     triton_weight_gradient,
@@ -190,6 +191,9 @@ register(
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation(
                 "triton", available(triton_grouped_gate_up), TRITON_TARGETS, autograd=lambda: with_gradient
+            ),
+            "triton_fixed_rows": Implementation(
+                "triton", available(triton_fixed_grouped_gate_up), TRITON_TARGETS, batch_invariant=True
             ),
         },
         examples=_examples,

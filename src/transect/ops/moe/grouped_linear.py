@@ -41,6 +41,7 @@ from .ordering import reference as order_of
 from .triton import (
     _grouped_product,
     _weight_gradient,
+    triton_fixed_grouped_linear,
     triton_grouped_linear,
     triton_input_gradient,
     triton_weight_gradient,
@@ -239,6 +240,9 @@ register(
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation(
                 "triton", available(triton_grouped_linear), TRITON_TARGETS, autograd=lambda: grouped_linear
+            ),
+            "triton_fixed_rows": Implementation(
+                "triton", available(triton_fixed_grouped_linear), TRITON_TARGETS, batch_invariant=True
             ),
         },
         examples=_examples,

@@ -68,15 +68,25 @@ def tiling(tokens: int) -> tuple[int, int, int]:
     return (32, 32, 128) if tokens <= 1024 else (64, 64, 64)
 
 
-def triton_router(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``reference`` in Triton; x and weight of one type of at most 32 bits. Can be captured in a CUDA graph."""
+FIXED = (64, 32, 64)
+"""The tiling of ``triton_fixed_router``."""
+
+
+def triton_fixed_router(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``triton_router``, where a token's result does not depend on the other tokens."""
+    return triton_router(x, weight, bias, fixed=True)
+
+
+def triton_router(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+    """``reference`` in Triton; x and weight of one type of at most 32 bits. Can be captured in a CUDA graph.
+    ``fixed``: in the same tiles for any number of tokens."""
     require("expert_router", x, weight)
     x, weight = rows_of(x), weight.contiguous()
     tokens, width = x.shape
     experts = len(weight)
     out = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
     if tokens:
-        bm, bn, bk = tiling(tokens)
+        bm, bn, bk = FIXED if fixed and not INTERPRETED else tiling(tokens)
         _router[(-(-tokens // bm), -(-experts // bn))](
             x, weight, weight if bias is None else bias.contiguous(), out, tokens, experts, width, x.stride(0),
             BIAS=bias is not None, BM=bm, BN=bn, BK=bk, num_warps=4,
@@ -130,6 +140,9 @@ register(
             "torch": Implementation("torch", lambda: reference, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation("triton", available(triton_router), TRITON_TARGETS),
+            "triton_fixed_rows": Implementation(
+                "triton", available(triton_fixed_router), TRITON_TARGETS, batch_invariant=True
+            ),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -22,10 +22,22 @@ WEIGHT_GRADIENT: dict[bool, Tiling] = {False: (128, 128, 64, 8), True: (64, 64, 
 """Outputs, inputs and rows of a tile, and warps; by whether numbers are wider than 16 bits."""
 
 
-def tiling(rows: int, experts: int, gated: bool = False) -> Tiling:
-    """By the rows that an expert has on average; not tuned on any device yet. ``gated``: for two products at once."""
+FIXED: dict[bool, Tiling] = {False: (64, 64, 64, 4), True: (16, 64, 32, 4)}
+"""For every number of rows, by whether numbers are wider than 16 bits: a row's products are then always added in one
+order, by one instruction (Hopper's for 16 bits takes 64 rows)."""
+
+
+def tiling(rows: int, experts: int, gated: bool = False, fixed: torch.dtype | None = None) -> Tiling:
+    """By the rows that an expert has on average; not tuned on any device yet.
+
+    Args:
+        gated: for two products at once.
+        fixed: of numbers of this type, and such that a row's result does not depend on the other rows.
+    """
     if INTERPRETED:
         return 16, 16, 16, 4
+    if fixed is not None:
+        return FIXED[fixed.itemsize > 2]
     each = rows / max(1, experts)
     if each <= 16:
         return 16, 32 if gated else 64, 128, 4
@@ -158,15 +170,32 @@ def triton_grouped_linear(
     return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, False)
 
 
+def triton_fixed_grouped_linear(
+    x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """``triton_grouped_linear``, where a row's result does not depend on the other rows."""
+    experts = len(starts) - 1
+    outputs, inputs = weight.shape[0] // experts, weight.shape[1]
+    return _run(x, weight.contiguous(), starts, order, bias, outputs, inputs, False, fixed=True)
+
+
 def triton_grouped_gate_up(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
     """``grouped_gate_up.reference`` in Triton; can be captured in a CUDA graph."""
     return gate_up_and_sums(x, gate, up, starts, order, save=False)[0]
 
 
+def triton_fixed_grouped_gate_up(
+    x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None
+) -> Tensor:
+    """``triton_grouped_gate_up``, where a row's result does not depend on the other rows."""
+    return gate_up_and_sums(x, gate, up, starts, order, save=False, fixed=True)[0]
+
+
 def gate_up_and_sums(
-    x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None, *, save: bool = True
+    x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None, *, save: bool = True, fixed: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(result, gate's products, up's products), ``[R, O]`` each; without ``save`` the last two are the first."""
+    """(result, gate's products, up's products), ``[R, O]`` each; without ``save`` the last two are the first.
+    ``fixed``: see ``FIXED``."""
     require("grouped_gate_up", x, gate, up)
     x, gate, up = x.contiguous(), gate.contiguous(), up.contiguous()
     experts = len(starts) - 1
@@ -175,7 +204,7 @@ def gate_up_and_sums(
     out = x.new_empty(rows, n)
     gates, ups = (torch.empty_like(out), torch.empty_like(out)) if save else (out, out)
     if rows and n:
-        bm, bn, bk, warps = tiling(rows, experts, gated=True)
+        bm, bn, bk, warps = tiling(rows, experts, gated=True, fixed=x.dtype if fixed else None)
         tiles = rows // bm + min(experts, rows)
         _grouped_gate_up[(-(-n // bn), tiles)](
             x, gate, up, starts, starts if order is None else order, out, gates, ups,
@@ -205,6 +234,7 @@ def _run(
     transposed: bool,
     x2: Tensor | None = None,
     weight2: Tensor | None = None,
+    fixed: bool = False,
 ) -> Tensor:
     require("grouped_linear", x, weight)
     x = x.contiguous()
@@ -214,7 +244,7 @@ def _run(
     rows = len(x) if order is None else len(order)
     out = x.new_empty(rows, n)
     if rows and n:
-        bm, bn, bk, warps = tiling(rows, experts)
+        bm, bn, bk, warps = tiling(rows, experts, fixed=x.dtype if fixed else None)
         tiles = rows // bm + min(experts, rows)
         _grouped_product[(-(-n // bn), tiles)](
             x, weight, weight if bias is None else bias.contiguous(), *second,

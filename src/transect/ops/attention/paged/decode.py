@@ -30,19 +30,20 @@ from ...lang.tiles import also, let_next_begin, wait_for_previous
 from ...registry import Kernel
 from ..packed.tiling import LOG2E, padded
 from .batch import PagedBatch
-from .tile import walk
+from .tile import walk, with_sink
 
 
 @kernel
 def _decode(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, tables, starts, lengths, out, part_o, part_l, arrivals, B, scale2, window, q_t, q_h, cache_b,
-    cache_k, table_b, wanted, least, most,
+    cache_k, table_b, wanted, least, most, sinks, squeeze, span,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr, CHUNK: tl.constexpr, FAN: tl.constexpr,
+    SINKS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: at most ``most`` pieces, and for each the key heads. MIXED: the batch may hold rows of several queries,
-    which are left alone. ROWS: a power of two that holds the batch's rows.
+    which are left alone. ROWS: a power of two that holds the batch's rows. SINKS, CAPPED, CHUNKED: see ``tile.py``.
 
     Lengths and tables are read while the kernel before may still run: it writes neither. They bypass the L1 cache,
     which may hold old values.
@@ -60,7 +61,10 @@ def _decode(  # type: ignore[no-untyped-def]
         mine_b = mine_b & (tl.load(starts + b + 1, b < B, 0, cache_modifier=".cg") - token_b == 1)
     low_b = tl.zeros_like(length_b)
     if WINDOW:
-        low_b = tl.maximum(length_b - window, 0) // BN * BN
+        low_b = tl.maximum(length_b - window, 0)
+    if CHUNKED:
+        low_b = tl.maximum(low_b, tl.maximum(length_b - 1, 0) // span * span)
+    low_b = low_b // BN * BN
     seen_b = tl.where(mine_b, length_b - low_b, 0)
     size = tl.maximum(least, tl.cdiv(tl.sum(seen_b, 0), wanted))
     pieces_b = tl.where(mine_b, tl.maximum(tl.cdiv(seen_b, tl.cdiv(size, BN) * BN), 1), 0)
@@ -73,9 +77,12 @@ def _decode(  # type: ignore[no-untyped-def]
     low = 0
     oldest = 0
     token = row
-    if WINDOW:
+    if WINDOW or CHUNKED:
         low = tl.sum(tl.where(here, low_b, 0), 0)
+    if WINDOW:
         oldest = tl.maximum(length - window, 0)
+    if CHUNKED:
+        oldest = tl.maximum(oldest, tl.maximum(length - 1, 0) // span * span)
     if MIXED:
         token = tl.sum(tl.where(here, token_b, 0), 0)
     size = tl.cdiv(tl.cdiv(length - low, tl.maximum(pieces, 1)), BN) * BN  # of every piece of this row
@@ -98,9 +105,11 @@ def _decode(  # type: ignore[no-untyped-def]
         position = tl.zeros((BM,), tl.int32) + (length - 1)
         acc, m, l = walk(
             queries, k_cache, v_cache, table, block, low, high, oldest, high, position, acc, m, l, kv_head, scale2,
-            window, cache_b, cache_k, D, DP, BLOCK, BN, WINDOW, True,
+            window, cache_b, cache_k, squeeze, span, D, DP, BLOCK, BN, WINDOW, True, CAPPED, False,
         )  # fmt: skip
         if pieces == 1:
+            if SINKS:
+                acc, l = with_sink(acc, m, l, sinks, head, real)
             at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
             # A row without a position (what is left over in a graph's buffers) gives zeros.
             tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
@@ -111,15 +120,16 @@ def _decode(  # type: ignore[no-untyped-def]
             tl.store(part_l + part * 2 + 1, l, real)
             tl.debug_barrier()
             _combine(
-                out, part_o, part_l, arrivals, token, kv_head, first, index, pieces, most, H, G, GP, D, DP, CHUNK, FAN
+                out, part_o, part_l, arrivals, token, kv_head, first, index, pieces, most, sinks, H, G, GP, D, DP,
+                CHUNK, FAN, SINKS,
             )  # fmt: skip
 
 
 @kernel
 def _combine(  # type: ignore[no-untyped-def]
-    out, part_o, part_l, arrivals, token, kv_head, first, index, pieces, most,
+    out, part_o, part_l, arrivals, token, kv_head, first, index, pieces, most, sinks,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, CHUNK: tl.constexpr,
-    FAN: tl.constexpr,
+    FAN: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Each piece of a row calls this when its part is written. The last of FAN neighbours merges theirs; the last of
     those merges all. Which one is last does not matter to the result."""
@@ -150,6 +160,8 @@ def _combine(  # type: ignore[no-untyped-def]
                 at = first.to(tl.int64) * H + head
                 m, l, acc = _merge(part_o, part_l, at, groups, FAN * H, G, GP, D, DP, CHUNK)
         if done:
+            if SINKS:
+                acc, l = with_sink(acc, m, l, sinks, head, g < G)
             at_out = out + token.to(tl.int64) * (H * D) + head[:, None] * D + d[None, :]
             tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
 
@@ -205,7 +217,8 @@ class Tiling:
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
-    tiling: Tiling, mixed: bool, dependent_launch: bool,
+    tiling: Tiling, mixed: bool, dependent_launch: bool, softcap: float | None = None, sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> None:  # fmt: skip
     """Attention of the rows with one query, written to their places in ``out`` ``[T, H, d]``.
 
@@ -224,11 +237,13 @@ def decode(
     launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _decode[(most * kv_heads,)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, part_o, part_l,
-        batch.arrivals(2 * most * kv_heads), rows, scale * LOG2E, window or 0, *q.stride()[:2],
-        *k_cache.stride()[:2], batch.block_tables.stride(0), wanted, tiling.least, most,
+        batch.arrivals(2 * most * kv_heads), rows, (scale if softcap is None else softcap) * LOG2E, window or 0,
+        *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0), wanted, tiling.least, most,
+        q if sinks is None else sinks, scale / (softcap or 1.0), chunk or 1,
         H=heads, G=group, GP=next_power_of_2(group), D=d, DP=padded(d), BLOCK=block_size,
         BM=max(16, next_power_of_2(group)), BN=tiling.bn, WINDOW=window is not None, MIXED=mixed,
         ROWS=next_power_of_2(rows), DEPENDENT_LAUNCH=dependent_launch, CHUNK=tiling.chunk, FAN=tiling.fan,
+        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None,
         num_warps=tiling.warps, num_stages=tiling.stages, **launch,
     )  # fmt: skip
 
@@ -262,24 +277,27 @@ def kernels() -> Sequence[Kernel]:
     indices = dict.fromkeys(("tables", "starts", "lengths", "arrivals"), "*i32")
     parts = {"part_o": "*fp32", "part_l": "*fp32"}
     strides = ("q_t", "q_h", "cache_b", "cache_k")
-    ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most"), "i32")
+    ints = dict.fromkeys(("B", "window", *strides, "table_b", "wanted", "least", "most", "span"), "i32")
+    more = {"sinks": "*bf16", "squeeze": "fp32"}
+    plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
     return [
         Kernel(
             name=name,
             function=_decode,
-            arguments={**tensors, **cache, **indices, **parts, "scale2": "fp32", **ints},
+            arguments={**tensors, **cache, **indices, **parts, "scale2": "fp32", **ints, **more},
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": 128, "DP": 128, "BLOCK": 16, "BM": 16, "BN": 32, "WINDOW": False,
-                "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False, "CHUNK": 8, "FAN": 16,
+                "MIXED": False, "ROWS": 64, "DEPENDENT_LAUNCH": False, "CHUNK": 8, "FAN": 16, **scores,
             },
             divisible=(*strides, "wanted", "least", "most"),
             warps=1,
             stages=2,
             targets=targets,
         )
-        for name, cache, targets in (
-            ("decode", {}, TRITON_TARGETS),
-            ("decode, cache in fp8", dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"), ("sm_90",)),
-            ("decode, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), ("sm_90",)),
+        for name, cache, targets, scores in (
+            ("decode", {}, TRITON_TARGETS, plain),
+            ("decode, cache in fp8", dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv"), ("sm_90",), plain),
+            ("decode, cache in int8", dict.fromkeys(("k_cache", "v_cache"), "*i8"), ("sm_90",), plain),
+            ("decode with sinks, a cap and chunks", {}, ("sm_90",), dict.fromkeys(plain, True)),
         )
     ]  # fmt: skip

@@ -87,9 +87,20 @@ def choose(items: int, longest: int, d: int, fp8: bool = False) -> Tiling:
 
 
 def refusal(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> str | None:
     """Why this kernel does not take these inputs, or None."""
+    if softcap is not None or sinks is not None or chunk is not None:
+        return "it attends without caps on scores, sinks and chunks"
     if not batch.decodes_only(len(q)):
         return "it attends rows of one query"
     return mixed_refusal(q, k_cache, v_cache, batch)

@@ -3,6 +3,11 @@ r"""Causal attention of a ragged batch whose keys and values lie in a paged cach
 The math is that of ``attention.py``. A row's queries are the last tokens of its sequence; a query at position i sees
 the positions j of its own sequence with i - window < j <= i. Inference only: no gradient.
 
+Some models change the scores s: with ``softcap`` c they become c tanh(s / c) (Gemma 2, arXiv:2408.00118); ``sinks``
+``[H]`` are scores of their own, which take part in the softmax and have no value (gpt-oss, arXiv:2508.10925); with
+``chunk`` n a query at i sees no position before i // n * n (Llama 4). On a GPU these have the Triton kernels of rows of
+several queries and of one, not Hopper's own.
+
 Every implementation but the reference walks over tiles of positions, with a running maximum m and sum l (online
 softmax, Milakov & Gimelshein 2018, arXiv:1805.02867), and divides by l at the end:
 
@@ -41,6 +46,7 @@ from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Knobs, Op, register
 from . import decode as paged_decode
 from . import decode_hopper as paged_decode_hopper
+from . import gathered
 from . import prefill as paged_prefill
 from . import prefill_hopper as hopper
 from .batch import PagedBatch
@@ -53,7 +59,16 @@ from .prefill import BESIDE_TILING, PREFILL_TILING
 
 
 def reference(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """q ``[T, H, d]`` -> ``[T, H, d]``: each sequence gathered and attended to on its own."""
     dtype = compute_dtype(q.dtype)
@@ -68,9 +83,17 @@ def reference(
         keys = values_of(k_cache[block, :, offset], dtype).repeat_interleave(group, dim=1)
         values = values_of(v_cache[block, :, offset], dtype).repeat_interleave(group, dim=1)
         scores = torch.einsum("thd,shd->hts", q[start:end].to(dtype), keys) * scale
-        distance = position[length - new :, None] - position[None]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        query = position[length - new :, None]
+        distance = query - position[None]
         hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
-        p = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        if chunk is not None:
+            hidden = hidden | (position[None] < query // chunk * chunk)
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(dtype)[:, None, None].expand(-1, new, 1)], -1)
+        p = scores.softmax(-1)[..., :length]
         # A key that no query of this row sees takes no part, even if its value is NaN.
         values = values.masked_fill(hidden.all(0)[:, None, None], 0)
         out[start:end] = torch.einsum("hts,shd->thd", p, values).to(q.dtype)
@@ -109,6 +132,9 @@ class PagedTriton:
         scale: float,
         window: int | None = None,
         *,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        chunk: int | None = None,
         dependent_launch: bool = False,
     ) -> Tensor:
         """``reference``. Reads no length on the host, so a CUDA graph can capture it.
@@ -126,6 +152,7 @@ class PagedTriton:
             # Never so in an engine; one set of strides for both saves registers.
             k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
         q = q if q.stride(2) == 1 else q.contiguous()
+        sinks = None if sinks is None else sinks.contiguous()
         out = torch.empty((tokens, heads, d), dtype=q.dtype, device=q.device)
         if tokens == 0:
             return out
@@ -133,34 +160,49 @@ class PagedTriton:
         decode_only = batch.decodes_only(tokens)
         chunks, singles = (batch, batch) if self.whole else batch.parts
         some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
-        streams = self.decode is not None and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
+        how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
+        plain = all(each is None for each in how.values())
+        streams = self.decode is not None and plain
+        streams = streams and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
         if self.decode is not None and streams and chunks is not singles and tokens <= FEW_TOKENS:
             self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
             paged_prefill.prefill(*some, out, tiling=BESIDE_TILING, singles=False, dependent_launch=True, beside=True)
             return out
-        if self.bulk and not self.whole and not hopper.refusal(*some):
+        bulk = self.bulk and plain and not self.whole and not hopper.refusal(*some)
+        if bulk and gathered.pays(q, k_cache, chunks):
+            gathered.prefill(q, k_cache, v_cache, chunks, scale, out)
+        elif bulk:
             hopper.prefill(
                 q, k_cache, v_cache, chunks.block_tables, chunks.query_starts, chunks.seq_lens, chunks.max_seq_len,
                 scale, out,
             )  # fmt: skip
         elif self.whole or not decode_only:
-            paged_prefill.prefill(*some, out, tiling=self.chunks, singles=self.whole, dependent_launch=dependent)
+            paged_prefill.prefill(*some, out, tiling=self.chunks, singles=self.whole, dependent_launch=dependent, **how)
         if self.decode is not None and streams:
             self.decode(*ones, out=out, dependent_launch=dependent_launch)
         elif not self.whole:
             tiling = self.singles or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
-            paged_decode.decode(*ones, out, tiling=tiling, mixed=not decode_only, dependent_launch=dependent)
+            paged_decode.decode(*ones, out, tiling=tiling, mixed=not decode_only, dependent_launch=dependent, **how)
         return out
 
 
 def cost(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Cost:
     """4 d FLOPs for each visible pair and head; each cached position that a row sees is read once."""
     pairs = cached = 0
     for new, length in batch.lengths():
-        pairs += visible_pairs(new, length, window)
-        cached += visible_keys(new, length, window)
+        pairs += visible_pairs(new, length, window, chunk)
+        cached += visible_keys(new, length, window, chunk)
     kv_heads, size = k_cache.shape[1], q.shape[2]
     stored = k_cache.shape[3]
     read = cached * kv_heads * stored * (k_cache.element_size() + v_cache.element_size())
@@ -169,13 +211,16 @@ def cost(
 
 def _examples() -> Sequence[dict[str, Any]]:
     examples = []
-    for rows, heads, kv_heads, size, block_size, window in (
-        (((1, 1),), 1, 1, 8, 16, None),
-        (((1, 100), (1, 3), (1, 64), (1, 65)), 6, 2, 16, 16, None),
-        (((40, 40), (1, 7), (33, 130), (2, 2)), 4, 4, 10, 4, None),
-        (((1, 200), (70, 90), (5, 5)), 9, 3, 16, 16, 20),
-        (((3, 70),), 2, 1, 8, 128, 5),
-        (((1, 90), (1, 3), (1, 32)), 8, 2, 64, 16, 40),
+    changed = {"sinks": 2 * sample(6, seed=3)}, {"softcap": 3.0, "chunk": 32}
+    for rows, heads, kv_heads, size, block_size, window, scores in (
+        (((1, 1),), 1, 1, 8, 16, None, {}),
+        (((1, 100), (1, 3), (1, 64), (1, 65)), 6, 2, 16, 16, None, {}),
+        (((40, 40), (1, 7), (33, 130), (2, 2)), 4, 4, 10, 4, None, {}),
+        (((1, 200), (70, 90), (5, 5)), 9, 3, 16, 16, 20, {}),
+        (((3, 70),), 2, 1, 8, 128, 5, {}),
+        (((1, 90), (1, 3), (1, 32)), 8, 2, 64, 16, 40, {}),
+        (((1, 70), (20, 40)), 6, 2, 16, 16, 50, changed[0]),
+        (((1, 70), (20, 40)), 6, 2, 16, 16, None, changed[1]),
     ):
         n_blocks = sum(-(-length // block_size) for _, length in rows) + 3
         examples.append(
@@ -186,6 +231,7 @@ def _examples() -> Sequence[dict[str, Any]]:
                 "batch": example_batch(rows, block_size, n_blocks),
                 "scale": size**-0.5,
                 "window": window,
+                **scores,
             }
         )
     return examples
@@ -350,7 +396,7 @@ register(
         examples=_examples,
         peers={"torch, gathered": _gathered},
         cases=_cases,
-        kernels=lambda: [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels()],
+        kernels=lambda: [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels(), *gathered.kernels()],
         knobs=(Knobs("paged_attention", DECODE_CHOICES, decode_rule, _launch, dict, _size, _valid, _decodes),),
         error_ratio=3.0,
         error_note="float32 scores are multiplied by log2(e) for an approximate power of two, which rounds once more "

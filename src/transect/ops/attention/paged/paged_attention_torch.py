@@ -23,12 +23,21 @@ TILE = 64
 
 
 def tiled(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: PagedBatch,
+    scale: float,
+    window: int | None = None,
+    *,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
     """``paged_attention.reference`` by tiles; decode rows and prefill chunks go through separately."""
     out = torch.empty_like(q)
     for group in batch.split_work:
-        _attend(group, q, k_cache, v_cache, scale, window, out)
+        _attend(group, q, k_cache, v_cache, scale, window, out, softcap, sinks, chunk)
     return out
 
 
@@ -44,8 +53,7 @@ def tiled_uniform(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch. ``softcap``,
-    ``sinks`` and ``chunk`` as in ``packed/attention.by_document``."""
+    """``tiled`` with one shape of work item for every row, so that no row's sums depend on the batch."""
     out = torch.empty_like(q)
     for group in batch.uniform_work:
         _attend(group, q, k_cache, v_cache, scale, window, out, softcap, sinks, chunk)

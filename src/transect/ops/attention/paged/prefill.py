@@ -19,7 +19,7 @@ from ...lang.tiles import let_next_begin, wait_for_previous
 from ...registry import Kernel
 from ..packed.tiling import LOG2E, find_tile, padded
 from .batch import PagedBatch
-from .tile import walk
+from .tile import walk, with_sink
 
 
 @kernel
@@ -32,12 +32,14 @@ def _wait_in_one():  # type: ignore[no-untyped-def]
 @kernel
 def _prefill(  # type: ignore[no-untyped-def]
     q, k_cache, v_cache, tables, starts, lengths, out, B, scale2, window, q_t, q_h, cache_b, cache_k, table_b,
+    sinks, squeeze, span,
     H: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SINGLES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
-    BESIDE: tl.constexpr,
+    BESIDE: tl.constexpr, SINKS: tl.constexpr, CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """Axis 0: key heads; axis 1: tiles of queries, as ``find_tile`` numbers them. SINGLES: rows of one query too.
-    DEPENDENT_LAUNCH: the kernel before may still run; BESIDE: it need not end for this, which then ends after it."""
+    DEPENDENT_LAUNCH: the kernel before may still run; BESIDE: it need not end for this, which then ends after it.
+    SINKS, CAPPED, CHUNKED: see ``tile.py``."""
     let_next_begin(DEPENDENT_LAUNCH)
     wait_for_previous(DEPENDENT_LAUNCH and not BESIDE)
     QUERIES: tl.constexpr = BM // GP
@@ -55,6 +57,8 @@ def _prefill(  # type: ignore[no-untyped-def]
         high = tl.minimum(length, first_position + QUERIES)
         if WINDOW:
             low = tl.maximum(0, first_position - window + 1)
+        if CHUNKED:
+            low = tl.maximum(low, first_position // span * span)
         r = tl.arange(0, BM)
         query = tile * QUERIES + r // GP
         head = kv_head * G + r % GP
@@ -71,17 +75,20 @@ def _prefill(  # type: ignore[no-untyped-def]
         n = tl.arange(0, BN)
         table = tables + row.to(tl.int64) * table_b
         full = low // BN * BN
-        if not WINDOW:  # keys that all of the tile's queries see need no mask
+        if not WINDOW and not CHUNKED:  # keys that all of the tile's queries see need no mask
             full = tl.maximum(0, (first_position + 1) // BN * BN)
             acc, m, l = walk(
                 queries, k_cache, v_cache, table, tl.load(table + n // BLOCK, n < full, 0), 0, full, low, high,
-                position, acc, m, l, kv_head, scale2, window, cache_b, cache_k, D, DP, BLOCK, BN, WINDOW, False,
+                position, acc, m, l, kv_head, scale2, window, cache_b, cache_k, squeeze, span, D, DP, BLOCK, BN,
+                WINDOW, False, CAPPED, CHUNKED,
             )  # fmt: skip
         block = tl.load(table + (full + n) // BLOCK, full + n < high, 0)
         acc, m, l = walk(
             queries, k_cache, v_cache, table, block, full, high, low, high, position, acc, m, l, kv_head, scale2,
-            window, cache_b, cache_k, D, DP, BLOCK, BN, WINDOW, True,
+            window, cache_b, cache_k, squeeze, span, D, DP, BLOCK, BN, WINDOW, True, CAPPED, CHUNKED,
         )  # fmt: skip
+        if SINKS:
+            acc, l = with_sink(acc, m, l, sinks, head, r % GP < G)
         at_out = out + token[:, None] * (H * D) + head[:, None] * D + d[None, :]
         # A row without a position (what is left over in a graph's buffers) gives zeros.
         tl.store(at_out, (acc / tl.where(l == 0, 1.0, l)[:, None]).to(out.dtype.element_ty), inside)
@@ -106,7 +113,8 @@ BESIDE_TILING = Tiling(bm=64, bn=32, warps=4)
 
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
-    tiling: Tiling, singles: bool, dependent_launch: bool, beside: bool = False,
+    tiling: Tiling, singles: bool, dependent_launch: bool, beside: bool = False, softcap: float | None = None,
+    sinks: Tensor | None = None, chunk: int | None = None,
 ) -> None:  # fmt: skip
     """Attention of the rows with several queries, and with ``singles`` of those with one too, written to their places
     in ``out`` ``[T, H, d]``. ``dependent_launch``: begin while the kernel before still runs (Hopper), and wait for it.
@@ -123,9 +131,11 @@ def prefill(
     launch: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
     _prefill[(kv_heads, tokens // (bm // padded_group) + batch.num_rows)](
         q, k_cache, v_cache, batch.block_tables, batch.query_starts, batch.seq_lens, out, batch.num_rows,
-        scale * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2], batch.block_tables.stride(0),
+        scale * LOG2E if softcap is None else softcap * LOG2E, window or 0, *q.stride()[:2], *k_cache.stride()[:2],
+        batch.block_tables.stride(0), q if sinks is None else sinks, scale / (softcap or 1.0), chunk or 1,
         H=heads, G=group, GP=padded_group, D=d, DP=padded(d), BLOCK=block_size, BM=bm, BN=tiling.bn,
         WINDOW=window is not None, SINGLES=singles, DEPENDENT_LAUNCH=dependent_launch, BESIDE=beside,
+        SINKS=sinks is not None, CAPPED=softcap is not None, CHUNKED=chunk is not None,
         num_warps=tiling.warps, num_stages=stages, **launch,
     )  # fmt: skip
 
@@ -135,15 +145,17 @@ def kernels() -> Sequence[Kernel]:
     tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
     indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
     strides = ("q_t", "q_h", "cache_b", "cache_k")
-    ints = dict.fromkeys(("B", "window", *strides, "table_b"), "i32")
+    ints = dict.fromkeys(("B", "window", *strides, "table_b", "span"), "i32")
+    more = {"sinks": "*bf16", "squeeze": "fp32"}
+    plain = dict.fromkeys(("SINKS", "CAPPED", "CHUNKED"), False)
     return [
         Kernel(
             name=name,
             function=_prefill,
-            arguments={**tensors, **indices, "scale2": "fp32", **ints},
+            arguments={**tensors, **indices, "scale2": "fp32", **ints, **more},
             constants={
                 "H": 32, "G": 4, "GP": 4, "D": d, "DP": d, "BLOCK": 16, "BM": tiling.bm, "BN": tiling.bn,
-                "WINDOW": False, "SINGLES": False, "DEPENDENT_LAUNCH": beside, "BESIDE": beside,
+                "WINDOW": False, "SINGLES": False, "DEPENDENT_LAUNCH": beside, "BESIDE": beside, **scores,
             },
             divisible=strides,
             warps=tiling.warps,
@@ -151,10 +163,11 @@ def kernels() -> Sequence[Kernel]:
             targets=targets,
             options={"launch_pdl": True} if beside else {},
         )
-        for name, tiling, beside, targets, d in (
-            ("prefill", PREFILL_TILING, False, ("sm_80", "sm_90"), 128),
-            ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",), 128),
-            ("prefill_256", replace(PREFILL_TILING, stages=2), False, ("sm_90",), 256),
-            ("prefill_amd", replace(PREFILL_TILING, stages=2), False, ("gfx942",), 128),
+        for name, tiling, beside, targets, d, scores in (
+            ("prefill", PREFILL_TILING, False, ("sm_80", "sm_90"), 128, plain),
+            ("prefill beside decodes", BESIDE_TILING, True, ("sm_90",), 128, plain),
+            ("prefill_256", replace(PREFILL_TILING, stages=2), False, ("sm_90",), 256, plain),
+            ("prefill with sinks, a cap and chunks", PREFILL_TILING, False, ("sm_90",), 64, dict.fromkeys(plain, True)),
+            ("prefill_amd", replace(PREFILL_TILING, stages=2), False, ("gfx942",), 128, plain),
         )
     ]  # fmt: skip

@@ -2,6 +2,9 @@
 
 The arithmetic is in ``paged_attention.py``; ``queries`` ``[BM, DP]`` all read the same key head. ``oldest`` and
 ``high`` bound the positions that some of them see; ``position`` is the position of each query.
+
+CAPPED: scores s become ``softcap * tanh(s / softcap)``; ``squeeze`` is the scale over ``softcap`` then, and ``scale2``
+is ``softcap`` times log2(e). CHUNKED: a query sees its own chunk of ``span`` positions alone.
 """
 
 from __future__ import annotations
@@ -9,12 +12,16 @@ from __future__ import annotations
 from ...lang.jit import kernel, tl
 from ...lang.tiles import dot
 
+LOG2E = tl.constexpr(1.4426950408889634) if tl is not None else 1.4426950408889634
+"""A compile-time constant inside kernels."""
+
 
 @kernel
 def walk(  # type: ignore[no-untyped-def]
     queries, k_cache, v_cache, table, block, first, end, oldest, high, position, acc, m, l, kv_head, scale2, window,
-    cache_b, cache_k,
+    cache_b, cache_k, squeeze, span,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
+    CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """(acc, m, l) with the tiles that begin at ``first``, ``first + BN``, ... before ``end``.
 
@@ -27,7 +34,7 @@ def walk(  # type: ignore[no-untyped-def]
         block = tl.load(table + tl.minimum(j + BN, end - 1) // BLOCK)
         acc, m, l = attend(
             queries, k_cache, v_cache, this, j, oldest, high, position, acc, m, l, kv_head, scale2, window, cache_b,
-            cache_k, D, DP, BLOCK, WINDOW, MASK,
+            cache_k, squeeze, span, D, DP, BLOCK, WINDOW, MASK, CAPPED, CHUNKED,
         )  # fmt: skip
     return acc, m, l
 
@@ -35,7 +42,9 @@ def walk(  # type: ignore[no-untyped-def]
 @kernel
 def attend(  # type: ignore[no-untyped-def]
     queries, k_cache, v_cache, block, j, oldest, high, position, acc, m, l, kv_head, scale2, window, cache_b, cache_k,
+    squeeze, span,
     D: tl.constexpr, DP: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
+    CAPPED: tl.constexpr, CHUNKED: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys and values, at the positions ``j``, in the cache's blocks ``block``: (acc, m, l) with it.
 
@@ -54,10 +63,14 @@ def attend(  # type: ignore[no-untyped-def]
     s = dot(queries, keys.to(queries.dtype).T, tl.zeros((queries.shape[0], j.shape[0]), tl.float32))
     if SCALED:
         s *= _scales(k_cache, at + D, owned)[None, :]
+    if CAPPED:
+        s = _tanh(s * squeeze)
     if MASK:
         seen = owned[None, :] & (j[None, :] <= position[:, None])
         if WINDOW:
             seen = seen & (j[None, :] > position[:, None] - window)
+        if CHUNKED:
+            seen = seen & (j[None, :] >= (position // span * span)[:, None])
         s = tl.where(seen, s, -float("inf"))
     new_m = tl.maximum(m, tl.max(s, 1) * scale2)
     shift = new_m
@@ -71,6 +84,25 @@ def attend(  # type: ignore[no-untyped-def]
         p *= _scales(v_cache, at + D, owned)[None, :]
     acc = dot(p.to(queries.dtype), values.to(queries.dtype), acc * fade[:, None])
     return acc, new_m, l
+
+
+@kernel
+def with_sink(acc, m, l, sinks, head, real):  # type: ignore[no-untyped-def]
+    """(acc, l) where one more score for each head, ``sinks[head]``, takes part in the softmax and has no value."""
+    sink = tl.load(sinks + head, real, 0.0).to(tl.float32) * LOG2E
+    highest = tl.maximum(m, sink)
+    fade = tl.exp2(m - highest)
+    return acc * fade[:, None], l * fade + tl.exp2(sink - highest)
+
+
+@kernel
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """By its series where the difference of exponentials would lose digits."""
+    square = x * x
+    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0 - square * (62.0 / 2835.0)))))
+    e = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(square < 0.0625, near, tl.where(x < 0.0, -far, far))
 
 
 @kernel
