@@ -86,7 +86,7 @@ def row(name: str, done: Applied) -> dict[str, Any]:
         "finding": done.finding.kind,
         "change": done.name,
         "before_s": None if done.failed else done.before,
-        "predicted_s": done.finding.gain,
+        "predicted_s": done.predicted,
         "obtained_s": None if done.failed else done.obtained,
         "once_s": done.setup,
         "failed": done.failed,

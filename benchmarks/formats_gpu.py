@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
-from engine_gpu import RATES, Kept, engine, prompts, release
+from engine_gpu import PROMPT, RATES, Kept, engine, prompts, release
 from engine_trace import traced_steps
 from transect.bench.floors import batch_floor, step_floor
-from transect.bench.offline import decode_steps, run_all
+from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
 from transect.engine.gpu import build
 from transect.engine.llm import LLM
@@ -52,6 +52,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"quantization": "int4"},
     "fp8-kv8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
+    "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},
     "q8_0": {},
 }
@@ -107,7 +108,8 @@ def storage(name: str) -> Storage:
         mixed = (("mlp.down", half), ("attention.v", half))
         return replace(storage_for(2), linear=kinds["Q4_K"], head=kinds["Q6_K"], matrices=mixed)
     made = storage_for(2, FORMATS[name].get("quantization"))
-    return replace(made, kv=8.0) if "kv_cache_dtype" in FORMATS[name] else made
+    stored = FORMATS[name].get("kv_cache_dtype")
+    return made if stored is None else replace(made, kv=8.25 if stored == "int8" else 8.0)  # heads of 128, a scale each
 
 
 def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -> dict[str, Any]:
@@ -138,6 +140,16 @@ def throughput(llm: LLM, name: str, model: str) -> dict[str, Any]:
     }
 
 
+def prefill(llm: LLM, name: str, model: str, runs: int) -> dict[str, Any]:
+    """Seconds for 128 prompts of ``PROMPT`` tokens, one token drawn for each."""
+    prefill_seconds(llm, prompts(32, runs))
+    times = record.summary([prefill_seconds(llm, prompts(128, seed)) for seed in range(runs)])
+    floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * 128, RATES, storage(name)).seconds
+    share = floor / times["median"]
+    print(f"  {name} prefill 128 x {PROMPT}: {times['median']:.3f} s, floor {floor:.3f}, {share:.1%}", flush=True)
+    return {"prompts": 128, "tokens": PROMPT, "seconds": times, "floor_s": floor, "of_floor": share}
+
+
 def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
     """Where a decode step's time goes, kernel by kernel."""
     found = traced_steps(llm, prompts(batch, 1), False)
@@ -158,6 +170,8 @@ def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
         kept.attempt(
             f"decode {name} {batch}", lambda b=batch: decode(llm, name, options.model, b, options.steps, options.runs)
         )
+    if options.prefill:
+        kept.attempt(f"prefill {name}", lambda: prefill(llm, name, options.model, options.runs))
     if options.throughput:
         kept.attempt(f"throughput {name}", lambda: throughput(llm, name, options.model))
     for batch in options.traces:
@@ -229,6 +243,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=255)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--throughput", action="store_true")
+    parser.add_argument("--prefill", action="store_true")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "formats.json")
     options = parser.parse_args()
     kept = Kept(options.out)

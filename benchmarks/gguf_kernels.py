@@ -39,7 +39,7 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
     device = torch.device("cuda")
     units, unit = multiprocessors(device), FORMATS[name].unit
     rows, tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
-    if m <= 16 and "rows" in kernels:
+    if m <= 8 and "rows" in kernels:
         known = set()
         cuts = [(c, w, r, None) for c in (1, 2) for w in (8, 12, 16) for r in (1, 2)]
         cuts += [(c, 16, 1, 16 >> e) for c in (1, 2) for e in range(5 - gated)]
@@ -55,10 +55,13 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
         for cut_ in gguf_tiles.cuts(name):
             if cut_[0] < min(m / 2, 128) or cut_[0] > max(16, 2 * m):
                 continue
-            tiling = gguf_tiles.tiling_of(cut_, name, m, n, k, units)
-            if tiling is not None:
+            chosen = gguf_tiles.tiling_of(cut_, name, m, n, k, units)
+            for ranks in range(gguf_tiles.MOST_RANKS + 1):
+                tiling = gguf_tiles.tiling_of(cut_, name, m, n, k, units, ranks)
+                if tiling is None or tiling.blocks > units * cut_[2] or ranks > k // 256:
+                    continue
                 yield (
-                    "tiles {}x{}x{}".format(*cut_) + f" stages {tiling.w_stages} {tiling.x_stages}",
+                    "tiles {}x{}x{}".format(*cut_) + f" ranks {ranks}" + " (rule)" * (tiling == chosen),
                     lambda x, w, cut=tiling: tiles(x, w, name, n, dependent_launch=True, tiling=cut),
                 )
         if m >= 64:
@@ -81,7 +84,7 @@ def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, 
         floor = max(moved / RATES.bytes_per_second, 2 * m * n * k / RATES.flops_per_second)
         peer = product_seconds(lambda turn, x=x: plain(x, dense[turn % len(dense)], dependent_launch=True))
         own: dict[str, Any] = {}
-        gated = matrix == "gate_up" and m <= 16 and "rows" in kernels
+        gated = matrix == "gate_up" and m <= 8 and "rows" in kernels
         if gated:
             turns = wanted.unflatten(-1, (-1, 2, 16))
             wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)

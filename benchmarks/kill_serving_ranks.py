@@ -99,7 +99,8 @@ def one_kill(model: Path, device: str, delay: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "transect", "serve", str(model), "--port", "0", "--served-model-name", "m"]
     command += ["--tensor-parallel-size", "2", "--load-format", "dummy", "--device", device, "--threads", "1"]
     command += ["--max-num-seqs", "16", "--kv-cache-tokens", "16384"]
-    environment = os.environ | {"PYTHONPATH": str(record.ROOT / "src")}
+    paths = [str(record.ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     began = time.monotonic()
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert server.stdout is not None and server.stderr is not None

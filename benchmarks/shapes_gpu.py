@@ -3,7 +3,9 @@
     python benchmarks/shapes_gpu.py [NAME ...] [--rows 1,16,48,200] [--limit SECONDS] [--out FILE]
 
 Random weights; prompts of 256 tokens, then steps in which all sequences decode. The time of a step is wall time as seen
-by the caller of ``LLM.step``; floors as in ``transect.bench.floors``. A shape is kept as soon as it is measured.
+by the caller of ``LLM.step``. Floors are as in ``transect.bench.floors``: the matrices of all layers together, and the
+head, take as long as their bytes or their FLOPs, whichever takes longer, and reading keys and values comes on top.
+Clock and power of the GPU are read meanwhile, and medians kept. A shape is kept as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -11,7 +13,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import statistics
 import tempfile
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -22,6 +27,7 @@ import torch
 import record
 from popular_shapes import SHAPES
 from serve_load import model_folder
+from transect.bench.energy import Nvml
 from transect.bench.floors import Rates, step_floor
 from transect.bench.offline import decode_steps
 from transect.engine.llm import LLM
@@ -32,6 +38,39 @@ RATES = Rates(4.35e12, 750e12, "H200, measured")
 PROMPT, STEPS = 256, 48
 VLLM = {("qwen2.5-7b", 200): 8.88e-3}
 """Seconds of a step of vLLM 0.24 on another H200 of the kind: measured apart."""
+
+
+class Watch:
+    """Reads clock and power of the first GPU that is visible, every hundredth of a second, while it is open."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float, float]] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _read(self) -> None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        try:
+            source = Nvml()
+            while not self._over.wait(0.01):
+                device = int(visible)
+                self.seen.append((time.perf_counter(), source.megahertz(device), source.watts(device)))
+        except ValueError as error:
+            print(f"no clocks: {error}")
+
+    def since(self, begin: float) -> dict[str, float]:
+        """Medians from ``begin`` on; nothing where nothing could be read."""
+        late = [each for each in self.seen if each[0] >= begin]
+        names = ("megahertz", "watts")
+        return {name: statistics.median(each[1 + i] for each in late) for i, name in enumerate(names) if late}
 
 
 def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]:
@@ -46,11 +85,13 @@ def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]
     for count in rows:
         prompts = torch.randint(0, 10000, (count, PROMPT), generator=generator).tolist()
         spare = -(-count * PROMPT // 8192) + 2
-        decoded = [decode_steps(llm, prompts, STEPS, spare) for _ in range(runs)]
+        with Watch() as watch:
+            decoded = [decode_steps(llm, prompts, STEPS, spare) for _ in range(runs)]
+            clocks = watch.since(time.perf_counter() - decoded[-1].seconds)
         floor = step_floor(from_hf(config), [Row(1, length) for length in decoded[0].middle], RATES)
         times = record.summary([each.per_token for each in decoded])
         found[str(count)] = {"step_s": times, "floor_s": floor.seconds, "of_floor": floor.seconds / times["median"]}
-        found[str(count)]["vllm_s"] = VLLM.get((name, count))
+        found[str(count)] |= {"vllm_s": VLLM.get((name, count))} | clocks
         print(f"{name} {count} rows: {json.dumps(found[str(count)])}", flush=True)
     del llm
     gc.collect()

@@ -4,12 +4,15 @@ import json
 import sys
 from array import array
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from scripted_server import answer
 
 from transect.bench.load import Record
+from transect.bench.target import Target
 from transect.engine.decisions import Added, Done, Header, Planned, _framed
 from transect.text.tokenizer import Tokenizer
 
@@ -19,6 +22,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 @pytest.fixture
 def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import load_chats
     import load_generators
     import request_stages
     import serve_load
@@ -27,6 +31,7 @@ def modules(monkeypatch):
     yield SimpleNamespace(
         serve_load=serve_load,
         step_timeline=step_timeline,
+        load_chats=load_chats,
         load_generators=load_generators,
         request_stages=request_stages,
     )
@@ -169,3 +174,29 @@ def test_seeds_of_a_rate_are_one_row_and_their_worst(modules):
     assert lines[0].startswith("| 8 | Transect | 50 | 5.00 | 10.00 |")
     assert lines[2].startswith("| 24 | Transect, median of 3 | 200 | 20.00 | 40.00 |")
     assert lines[3].startswith("| 24 | worst of these | 100 | 30.00 | 60.00 |")
+
+
+async def test_a_chat_sends_back_what_it_was_answered(modules, server, monkeypatch):
+    """Three turns; the answers to the other chat fail at once, and end it."""
+    load_chats = modules.load_chats
+    monkeypatch.setattr(load_chats, "PAUSE_S", 0.01)
+    server.script = lambda body: (
+        [b"HTTP/1.1 500 No\r\ncontent-length: 0\r\n\r\n"] if "x" in body["prompt"] else answer(2)
+    )
+    chat = load_chats.Chat(0.02, ((" a", 2), (" b", 2), (" c", 2)))
+    target = Target(server.url, "m", timeout_s=20.0)
+    run = await load_chats.run_chats(target, [chat, load_chats.Chat(0.0, ((" x", 2), (" y", 2)))])
+    said = [body["prompt"] for body in server.bodies if "x" not in body["prompt"]]
+    assert said == [" a", " a 0 1 b", " a 0 1 b 0 1 c"]
+    assert [record.error for record in run.records] == [None, None, None, "http 500"]
+    assert all(after.due >= before.ended + 0.01 for before, after in pairwise(run.records[:3]))
+    held = load_chats.chats(12, 4.0, 0, [" u", " v"])
+    assert [len(each.turns) for each in held] == [5, 5, 5] and held == load_chats.chats(12, 4.0, 0, [" u", " v"])
+
+
+def test_other_work_has_its_own_generator(modules, monkeypatch, capsys):
+    for generator, work in (("sglang", "chats"), ("transect", "prefixes")):
+        monkeypatch.setattr(sys, "argv", ["serve_load.py", "--generator", generator, "--work", work])
+        with pytest.raises(SystemExit):
+            modules.serve_load.main()
+        assert "prefixes come from --generator sglang" in capsys.readouterr().err

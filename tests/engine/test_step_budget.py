@@ -24,10 +24,13 @@ class Device:
 
     def submit(self, batch: ScheduledBatch) -> "Pending":
         began = max(self.clock.now(), self.free_at)
-        self.free_at = began + BASE + EACH * batch.num_tokens
+        self.free_at = began + self.seconds(batch.num_tokens)
         self.batches.append((began, batch))
         result = StepResult({draw.seq_id: 1 for row in batch.rows for draw in row.draws})
         return Pending(self.clock, self.free_at, result)
+
+    def seconds(self, tokens: int) -> float:
+        return BASE + EACH * tokens
 
 
 class Pending:
@@ -42,10 +45,17 @@ class Pending:
         return self.step
 
 
-def engine(lag: int = 0, **limits) -> EngineCore:
+class Reading(Device):
+    """Reads weights for as long as 200 tokens take to be computed."""
+
+    def seconds(self, tokens: int) -> float:
+        return max(4e-3, 2e-5 * tokens)
+
+
+def engine(lag: int = 0, device: type[Device] = Device, **limits) -> EngineCore:
     limits = {"num_blocks": 2000, "max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 4000} | limits
     clock = VirtualClock()
-    return EngineCore(Scheduler(SchedulerConfig(seed=0, **limits), clock), Device(clock), lag=lag)
+    return EngineCore(Scheduler(SchedulerConfig(seed=0, **limits), clock), device(clock), lag=lag)
 
 
 def taught(lag: int = 0, **limits) -> EngineCore:
@@ -115,6 +125,20 @@ def test_a_long_queue_makes_steps_longer():
         many.add(request(str(index), prompt=2000, first=7 + index, max_tokens=2))
     assert sum(sizes(few, 1)[0]) < 100
     assert sum(sizes(many, 1)[0]) == 896
+
+
+def test_where_many_steps_have_prompts_they_have_no_more_tokens_than_are_cheap():
+    def first_step(prompts: int, busy: bool) -> int:
+        core = taught(device=Reading, itl_target=0.0)
+        for _ in range(40 if busy else 0):
+            core.scheduler.budget.planned(True)
+        for index in range(prompts):
+            core.add(request(str(index), prompt=450, first=7 + index, max_tokens=2))
+        return sum(sizes(core, 1)[0])
+
+    assert first_step(1, busy=False) == 384, "the target allows 500: whole tiles"
+    assert first_step(1, busy=True) == 256
+    assert first_step(3, busy=True) == 384, "four steps of 256 would not be enough"
 
 
 def test_steps_that_take_long_to_launch_are_for_long_queues():

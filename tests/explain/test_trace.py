@@ -8,6 +8,7 @@ import pytest
 from commands import run_here
 from planted_faults import ceilings
 
+from transect.explain.gaps import doing_of
 from transect.explain.program import explain_trace
 from transect.explain.sampler import Frame, Sample, Samples
 from transect.explain.trace_file import PIECE, read_trace
@@ -101,6 +102,35 @@ def test_kernels_are_what_launched_them(tmp_path, name, shapes, types, kind):
     found = explain_trace(trace, preset("h200").ceilings())
     assert found.findings[0].kind == kind, str(found)
     assert (found.split.parts["copies"] > 0) == (kind in ("convert", "layout", "grow"))
+
+
+def test_a_compiler_joins_what_stands_between_products(tmp_path):
+    """Of a product and two operators behind it two kernels are left, so a third of the calls goes."""
+    names, shape, steps = ("aten::mm", "aten::add", "aten::mul"), [[8, 8], [8, 8]], []
+    for number in range(120):
+        steps += launched(names[number % 3], shape, ["float", "float"], 20.0 * number, 2, number)
+    found = explain_trace(read_trace(write(tmp_path / "gpu.json", steps)), preset("h200").ceilings())
+    (launch,) = (each for each in found.findings if each.kind == "launch")
+    assert launch.gains["compile"] == pytest.approx(launch.gain / 3)
+
+
+def test_a_library_between_calls_is_named(tmp_path):
+    """A file that is read tensor by tensor: gaps between operators are short, and yet are not the calling of them."""
+    script = tmp_path / "s.py"
+    script.write_text("weights = torch.load(path)\n")
+    stack = (Frame("/x/torch/serialization.py", "persistent_load", 9), Frame(str(script), "<module>", 1))
+    events = [event("cpu_op", "aten::set_", 30.0 * number, 5) for number in range(200)]
+    samples = Samples(samples=[Sample(30e-6 * number + 15e-6, stack, 0) for number in range(20, 180, 10)])
+    found = explain_trace(read_trace(write(tmp_path / "cpu.json", events)), ceilings(), samples)
+    assert found.findings[0].kind == "file" and found.findings[0].gain == pytest.approx(199 * 25e-6, rel=0.01)
+    assert sum(found.split.parts.values()) == pytest.approx(found.split.wall)
+
+
+def test_a_line_that_prints_what_a_module_computes_is_no_logging(tmp_path):
+    script = tmp_path / "s.py"
+    script.write_text("print(model(x))\n")
+    user, module = Frame(str(script), "<module>", 1), Frame("/x/torch/nn/modules/linear.py", "forward", 120)
+    assert doing_of((user,)).kind == "logging" and doing_of((module, user)).kind == "python"
 
 
 def test_an_independent_reading_agrees(gpu_trace):

@@ -8,7 +8,7 @@ import torch
 from commands import run_here
 from quantized_files import awq, fp8, gptq, int8, packed
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import make_model, write_gguf
+from tiny_checkpoints import make_model, save_mxfp4, write_gguf
 from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
@@ -197,19 +197,7 @@ def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, type_name):
 def gpt_oss(tmp_path_factory):
     """Experts in MXFP4, as gpt-oss has them: blocks of 32 inputs, gate and up in turn."""
     folder = tmp_path_factory.mktemp("gpt-oss")
-    model = make_model("gpt-oss", hidden_size=64, intermediate_size=32)
-    generator, tensors = torch.Generator().manual_seed(0), {}
-    for name, weight in model.state_dict().items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            tensors[name] = weight.bfloat16().contiguous()
-            continue
-        experts, inputs, outputs = weight.shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_blocks"] = blocks
-        tensors[f"{name}_scales"] = torch.randint(120, 125, blocks.shape[:3], generator=generator, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors")
-    settings = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(settings))
+    save_mxfp4(folder, hidden_size=64, intermediate_size=32)
     return resolve(str(folder))
 
 
@@ -232,6 +220,41 @@ def test_experts_in_mxfp4_stay_packed(gpt_oss):
     tokens, half = range(5, 45), copy.deepcopy(dense).bfloat16()
     exact = logits(dense, tokens)
     assert errors(logits(held, tokens), exact) <= 2 * errors(logits(half, tokens), exact)
+
+
+@pytest.mark.parametrize("name", ["gptq", "packed", "fp8-channel", "int8"])
+def test_packed_experts_are_held_as_one(tmp_path, name):
+    """Each expert is packed for itself in the files; rows of some of them are read alone."""
+    model = make_model("mixtral", hidden_size=64, intermediate_size=32)
+    model.save_pretrained(tmp_path)
+    quantize, settings, (format_, _) = FORMATS[name]
+    tensors = {}
+    for tensor, weight in load_file(tmp_path / "model.safetensors").items():
+        if ".experts." in tensor:
+            parts = quantize(weight.float())[1]
+            tensors |= {f"{tensor.removesuffix('.weight')}.{part}": each for part, each in parts.items()}
+        else:
+            tensors[tensor] = weight
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    source = resolve(str(tmp_path))
+    assert {layout.format for _, layout in held_layouts(source)} == {format_}
+    held, dense = load_model(source, native=False), load_model(source, native=False, dtype="float32")
+    starts = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)
+    for one, other in zip(held.layers, dense.layers, strict=True):
+        packed, values = one.mlp.experts_down, other.mlp.experts_down
+        assert packed.format.name.startswith(format_)
+        torch.testing.assert_close(packed.dense().float(), values.dense(), rtol=0.01, atol=2e-3)
+        rows = torch.randn(6, packed.in_features).bfloat16()
+        torch.testing.assert_close(
+            packed.grouped(rows, starts).float(), values.grouped(rows.float(), starts), rtol=0.03, atol=0.03
+        )
+    weights = stored_weights(source)
+    stored = next(stored for name, stored in weights if name.endswith("experts_up.weight"))
+    whole, part = (stored.codes(slice(*rows), slice(None)) for rows in ((None,), (24, 70)))
+    assert torch.equal(part.codes, whole.codes[24:70]) and torch.equal(part.scale, whole.scale[24:70])
+    weights.close()
 
 
 def test_parts_of_experts_in_mxfp4_are_read_alone(gpt_oss):

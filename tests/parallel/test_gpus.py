@@ -136,7 +136,8 @@ def test_pushed_products_change_nothing(gpus, shapes):
 KILLED = """
     import os, signal, sys, threading, time
     from transect import LLM, SamplingParams
-    from transect.parallel.launch import RankFailure, Ranks
+    from transect.parallel.children import RankFailure
+    from transect.parallel.launch import Ranks
 
     ranks = Ranks.start(2, "cuda")
     llm = LLM(sys.argv[1], load_format="dummy", dtype="bfloat16", max_num_seqs=16, max_model_len=2048,

@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 SAMPLE_S = 0.05
 NO_LIBRARY = "energy cannot be measured: NVML is not on this machine (libnvidia-ml.so.1, part of NVIDIA's driver)"
 _NOT_SUPPORTED = 3
+_MULTIPROCESSORS = 1
 
 
 class PowerSource(Protocol):
@@ -53,6 +54,12 @@ class Nvml:
             return None
         self._check("nvmlDeviceGetTotalEnergyConsumption", code)
         return counter.value * 1e-3
+
+    def megahertz(self, device: int) -> int:
+        """Clock of the multiprocessors now."""
+        found = ctypes.c_uint()
+        self._call("nvmlDeviceGetClockInfo", self._handle(device), _MULTIPROCESSORS, ctypes.byref(found))
+        return found.value
 
     def watts(self, device: int) -> float:
         """Power of the whole board in watts."""

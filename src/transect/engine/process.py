@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import zmq
 
+from ..parallel.children import starting
+from ..parallel.layout import under_torchrun
 from . import wire
 from .collector import keep_from_collector
 from .config import EngineConfig
@@ -33,6 +35,8 @@ from .waiting_queue import QueueFull
 if TYPE_CHECKING:
     from .build import BuiltEngine
 
+JOB = "transect.engine.ranks"
+"""The module of what other ranks do."""
 STUCK_S = 3.0
 """For the loop to notice that a rank has ended."""
 GRAMMAR_POLL_MS = 5
@@ -59,10 +63,11 @@ def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
     started, began = time.monotonic(), time.perf_counter()
     try:
         config = EngineConfig(**settings | {"gpu": GPUOptions(**settings["gpu"])})
-        with compiling(config) as compilers:
-            from .ranks import end, start_engine  # imports torch, which takes seconds
+        alone = 1 if under_torchrun() else config.ranks
+        with compiling(config) as compilers, starting(alone, JOB) as children:
+            from .ranks import end, start_engine  # imports torch, which takes seconds, as the children do meanwhile
 
-            built = start_engine(config, compilers, began)
+            built = start_engine(config, compilers, began, children=children)
     except (ValueError, OSError) as error:
         socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
         return 1

@@ -23,6 +23,7 @@ import torch
 from ..models.load import kv_dtype
 from ..models.resolve import resolve
 from ..ops.lang.jit import has_dependent_launch
+from ..parallel.children import Children
 from ..parallel.launch import Ranks
 from ..parallel.layout import Place, under_torchrun
 from ..parallel.load import shard_of
@@ -93,6 +94,7 @@ def start_engine(
     *,
     leads: bool = True,
     ranks: Ranks | None = None,
+    children: Children | None = None,
 ) -> BuiltEngine:
     """Build an engine of one rank or of several, started here if need be.
 
@@ -101,6 +103,7 @@ def start_engine(
         leads: rank 0 tells the others what to do. False: under ``torchrun`` all ranks run one program, which asks the
             same of each.
         ranks: that are there already; they are not ended with the engine.
+        children: processes that will be the other ranks, if they have been started.
 
     Raises:
         ValueError: the model or a setting is at fault, or the ranks would disagree; the message says what to change.
@@ -121,7 +124,7 @@ def start_engine(
         ranks = Ranks.join(kind)
     elif ranks is None:
         shard_check(config)
-        ranks = Ranks.start(config.ranks, kind, config.first_device)
+        ranks = Ranks.start(config.ranks, kind, config.first_device, children)
     if not leads and config.shares_data:
         raise ValueError(
             "under torchrun every script has the answers of all requests, and data_parallel_size shares them out: "

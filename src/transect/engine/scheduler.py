@@ -196,6 +196,7 @@ class Scheduler:
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again and sequences == self._last)
         self._cut = not batch.again and not all(row.draws for row in rows)
         self._last = sequences
+        self.budget.planned(not batch.again and any(row.num_tokens > 1 for row in rows))
         self._in_flight.append((batch, sequences))
         return batch
 

@@ -39,6 +39,11 @@ class Applied:
     failed: str = ""
 
     @property
+    def predicted(self) -> float:
+        """Seconds that this change was predicted to save."""
+        return self.finding.gains.get(self.name, self.finding.gain)
+
+    @property
     def obtained(self) -> float:
         """Seconds saved, without what is needed once."""
         return self.before - (self.after - self.setup)
@@ -49,7 +54,7 @@ class Applied:
         share = self.obtained / self.before
         once = f"; {1e3 * self.setup:.1f} ms more, once" if self.setup else ""
         return (
-            f"applied {self.name}: predicted {1e3 * self.finding.gain:.1f} ms ({self.finding.share:.0%}), "
+            f"applied {self.name}: predicted {1e3 * self.predicted:.1f} ms ({self.predicted / self.before:.0%}), "
             f"obtained {1e3 * self.obtained:.1f} ms ({share:.0%}) of {1e3 * self.before:.1f}{once}"
         )
 

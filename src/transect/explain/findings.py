@@ -15,13 +15,15 @@ from typing import Any
 
 from ..hardware.ceilings import Ceilings
 from .gaps import Named
-from .op_floor import PRODUCTS, SIZES, cost, floor
+from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
 from .sampler import Samples
 from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host, stretches
-from .trace import COPY, KERNEL, RUNTIME, Key
+from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
+RECORDING_S = 1e-6
+"""What autograd adds to an operator, where nothing is measured."""
 MANY = 16
 """Calls of the same work that make a loop."""
 
@@ -37,6 +39,7 @@ class Finding:
         gain: seconds that the change is predicted to save.
         advice: what to do.
         apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.
+        gains: seconds that one of these is predicted to save, where that is not ``gain``.
     """
 
     kind: str
@@ -47,6 +50,7 @@ class Finding:
     apply: str = ""
     share: float = 0.0
     """The gain as a part of the program's own time."""
+    gains: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,8 @@ class Material:
     named: list[Named] = field(default_factory=list)
     samples: Samples | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """``threads`` of torch, ``cores``, ``backward`` (whether one ran), ``padding`` (share of tokens)."""
+    """``threads`` of torch, ``cores``, ``backward`` (whether one ran), ``padding`` (share of tokens), ``autograd_s``
+    (seconds that recording adds to an operator)."""
 
 
 def find(material: Material) -> list[Finding]:
@@ -161,14 +166,30 @@ def launching(material: Material) -> Iterator[Finding]:
     else:
         waits = sum(op.calls for op in split.named("aten::item"))
         seconds = split.parts["launch"] - _sync_launch(split, waits)
+    seconds *= 1 - 1 / most.calls
     yield Finding(
         "launch",
         "many small operators",
         f"{calls} operators; {most.key.name} {most.calls} times with {most.key.shapes}",
-        seconds * (1 - 1 / most.calls),
+        seconds,
         "do the loop's work in one batch; else torch.compile or a CUDA graph",
         apply=_fewer_calls(material),
+        gains={"compile": seconds * _fusible(split)},
     )
+
+
+def _fusible(split: Split) -> float:
+    """The share of calls that a compiler takes away: it makes one of those that stand between two products."""
+    trace = split.trace
+    if split.on_gpu:
+        launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+        called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
+    else:
+        called = [int(i) for i in trace.where(OP) if trace.lane[i] == split.lane]
+    names = [name for i in called if (name := trace.key_of(i).name) not in FREE]
+    alone = [name in PRODUCTS or name in CONVOLUTIONS or any(each in name for each in ATTENTION) for name in names]
+    left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
+    return 1 - left / len(names) if names else 0.0
 
 
 def _fewer_calls(material: Material) -> str:
@@ -300,13 +321,17 @@ def gradients(material: Material) -> Iterator[Finding]:
     """Autograd records what nobody asks the gradient of."""
     if material.facts.get("backward", True):
         return
-    calls = sum(op.calls for op in material.split.ops if op.key.nodes)
+    split = material.split
+    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
+    seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
+    if split.on_gpu:  # beside what the GPU computes recording costs nothing
+        seconds = min(seconds, max(0.0, split.issuing - split.busy))
     if calls >= MANY:
         yield Finding(
             "autograd",
             "autograd records operators, and no backward pass runs",
             f"{calls} operators were recorded",
-            calls * 1.0e-6,
+            seconds,
             "run inference under torch.inference_mode()",
             apply="inference mode",
         )

@@ -44,6 +44,8 @@ NATIVE = "/transect/ops/cpu/"
 COMPILER_FILES = ("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/", "_dynamo/output_graph")
 
 
+LIBRARIES = ("logging", "file", "tokenize")
+"""Kinds of which the stack itself says that a library is at work, below the user's line."""
 RARE, INTERRUPTED_S = 0.05, 0.02
 """Fewer gaps than this share, none of them longer: others interrupted a loop."""
 
@@ -87,7 +89,7 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
             split.parts[part] -= moved
             split.parts["profiler"] += moved
             left -= moved
-        return _moved(split, _named(split, samples, offset))
+        return _moved(split, _named(split, samples, offset)) + _inside_calls(split, samples, offset)
     short = SHORT_GAP_S
     if len(split.gaps) >= 100:
         short = min(max(short, 10 * float(np.median([gap.seconds for gap in split.gaps]))), LONG_GAP_S)
@@ -101,7 +103,32 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
         # Rare and not very long: the loop was interrupted by other work on the machine.
         loop = Doing("launch", "loop", None)
         named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
-    return _moved(split, named)
+    return _moved(split, named) + _inside_calls(split, samples, offset)
+
+
+def _inside_calls(split: Split, samples: Samples | None, offset: float) -> list[Named]:
+    """What a library in Python did in the gaps of a loop that calls operators, such as reading a file tensor by tensor:
+    its time is not that of calling them."""
+    gaps = [gap for gap in split.gaps if gap.part == "launch"]
+    begins = [gap.begin for gap in gaps]
+    counts: Counter[Doing] = Counter()
+    total = 0
+    for sample in samples.samples if samples is not None else ():
+        index = bisect_right(begins, sample.at + offset) - 1
+        if index < 0 or sample.at + offset > gaps[index].end:
+            continue
+        total += 1
+        doing = doing_of(sample.stack)
+        if doing.kind in LIBRARIES and sample.stack[0] != doing.frame:
+            counts[doing] += 1
+    if sum(counts.values()) < RARE * total or not total:
+        return []
+    seconds = min(sum(gap.seconds for gap in gaps), split.parts["launch"]) / total
+    named = [Named(doing, seconds * count, count) for doing, count in counts.most_common()]
+    for each in named:
+        split.parts["launch"] -= each.seconds
+        split.parts[each.doing.part] += each.seconds
+    return named
 
 
 def _moved(split: Split, named: list[Named]) -> list[Named]:
@@ -163,7 +190,10 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
         if "/logging/" in frame.file:
             return Doing("host", "logging", user)
     text = linecache.getline(user.file, user.line) if user is not None else ""
+    torch_inside = any("/torch/" in frame.file for frame in stack[: stack.index(user)]) if user is not None else False
     for kind, pattern in LINES:
+        if torch_inside and kind != "file":
+            continue  # a line may print what a module computes: then the module is what takes the time
         if pattern.search(text):
             return Doing("loading" if kind == "file" else "host", kind, user)
     if stack and stack[0].file.endswith(("threading.py", "queue.py", "selectors.py")):

@@ -116,6 +116,9 @@ class Explain:
         trace = self._trace()
         if torch.cuda.is_available() and not trace.on_gpu:
             self._overhead = profiler_seconds("cpu")
+        facts = {"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share}
+        if trace.recorded:
+            facts["autograd_s"] = autograd_seconds(trace.on_gpu)
         marked = [i for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
         offset = float(trace.ts[marked[0]]) - self._began if marked else 0.0
         self.result = explain_trace(
@@ -124,7 +127,7 @@ class Explain:
             self._sampler.found if self._sampler is not None else None,
             offset,
             profiler_s=self._overhead,
-            facts={"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share},
+            facts=facts,
             steps_s=self._steps_floor(),
         )
 
@@ -230,6 +233,28 @@ def profiler_seconds(device: str = "") -> float:
     with torch.profiler.profile(activities=_activities(), record_shapes=True):
         watched = min(work() for _ in range(3))
     return max(0.0, (watched - plain) / PROBES)
+
+
+@functools.cache
+def autograd_seconds(on_gpu: bool) -> float:
+    """What recording adds to a small product, measured once."""
+    device = "cuda" if on_gpu else "cpu"
+    x, weight = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
+
+    def work() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(PROBES):
+            x.mm(weight)
+        return time.perf_counter() - began
+
+    recorded, plain = [], []
+    for _ in range(5):  # in turns: other work on the machine must not hold up one of them alone
+        recorded.append(work())
+        with torch.inference_mode():
+            plain.append(work())
+    return max(0.0, (min(recorded) - min(plain)) / PROBES)
 
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:

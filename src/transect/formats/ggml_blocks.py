@@ -97,8 +97,8 @@ def _q5_1(x: np.ndarray) -> Unpacked:
     return _nibbles(x[..., 8:]) | _fifth_bits(x[..., 4:8]), _half(x, 0), _half(x, 2)
 
 
-def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and minimum [M, b, 8] of a Q4_K or Q5_K block.
+def _k_steps(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and minimum [M, b, 8] of a Q4_K or Q5_K block as whole numbers, uint8.
 
     Bytes 0 and 2: float16 factors. Then 12 bytes hold 8 scales and 8 minima of 6 bits: those of the first four groups
     are the low 6 bits of bytes 0-3 and 4-7; those of the last four have their low 4 bits in bytes 8-11 (scale below,
@@ -107,6 +107,12 @@ def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     first, second, third = x[..., 4:8], x[..., 8:12], x[..., 12:16]
     scale = np.concatenate((first & 63, (third & 15) | (first >> 6 << 4)), axis=-1)
     minimum = np.concatenate((second & 63, (third >> 4) | (second >> 6 << 4)), axis=-1)
+    return scale, minimum
+
+
+def _k_scales(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and minimum [M, b, 8] of a Q4_K or Q5_K block."""
+    scale, minimum = _k_steps(x)
     return _half(x, 0) * scale, -(_half(x, 2) * minimum)
 
 
@@ -332,6 +338,31 @@ class QuantizedTensor:
         return AffineGroups(
             codes, scale, zero, kind.group, kind.bits, half_exact=kind.block == 32 and bool(kind.halves)
         )
+
+    def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """A packed matrix in the numbers that a block stores, b blocks a row, g groups a block: codes uint8 [N, K], the
+        bytes of its float16 numbers uint8 [N, b, 2 or 4], and the whole numbers that these are multiplied by, bytes
+        [N, b, g, 1 or 2] (None where there are none).
+
+        Raises:
+            ValueError: a plain type, or not a matrix.
+        """
+        kind = self.block_type
+        if kind.unpack is None or len(self.shape) != 2:
+            raise ValueError(f"only a packed matrix has parts, not {kind.name} of shape {list(self.shape)}")
+        n, k = self.shape
+        blocks = self.blocks.reshape(n, -1, kind.nbytes)
+        codes = np.empty((n, k), np.uint8)
+        step = max(1, _CHUNK // k)
+        for start in range(0, n, step):
+            codes[start : start + step] = kind.unpack(blocks[start : start + step])[0].reshape(-1, k)
+        halves = np.concatenate([blocks[..., at : at + 2] for at in kind.halves], axis=-1)
+        steps = None
+        if kind.name in ("Q4_K", "Q5_K"):
+            steps = np.stack(_k_steps(blocks), axis=-1)
+        elif kind.name == "Q6_K":
+            steps = blocks[..., 192:208, None]
+        return codes, halves, steps if steps is None else np.ascontiguousarray(steps)
 
     def has_nonfinite_scale(self) -> bool:
         """True where a float16 of a block (or, in a plain type, a value) is infinite or NaN: the file is corrupt."""

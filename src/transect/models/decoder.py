@@ -142,8 +142,8 @@ class Decoder(nn.Module):
     def begin(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
         """What comes before the layers: tokens and positions ``[T]`` int64 -> ``[T, D]``."""
         x_TD = self.embed(tokens_T)
-        if self.config.embed_scale != 1.0:  # rounded as the makers round it
-            x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype, device=x_TD.device)
+        if self.config.embed_scale != 1.0:  # rounded as the makers round it; a number, as a CUDA graph copies no tensor
+            x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype).item()
         return x_TD if self.position_embed is None else x_TD + self.position_embed(positions_T)
 
     def finish(self, x_TD: Tensor) -> Tensor:
@@ -154,9 +154,15 @@ class Decoder(nn.Module):
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Hidden states ``[T, D]`` of ``forward`` -> logits ``[T, V]``, float32 (float64 for a float64 model)."""
         logits_TV = self.head(hidden_TD)
-        logits_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        return self.capped(logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float())
+
+    def capped(self, logits_TV: Tensor) -> Tensor:
+        """What the head gives, in its dtype, with the model's cap where it has one."""
         cap = self.config.logit_softcap
-        return logits_TV if cap is None else cap * torch.tanh(logits_TV / cap)
+        if cap is None:
+            return logits_TV
+        wide_TV = logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float()
+        return (cap * torch.tanh(wide_TV / cap)).to(logits_TV.dtype)
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
         """The default ``stack``: one layer after another."""

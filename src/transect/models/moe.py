@@ -208,7 +208,8 @@ class MoE(Half):
         weights_Tk, _, order_R, places_R, starts_E1 = routed
         sorted_by: Tensor | None = order_R
         if self.moe.weighs_inputs:
-            pairs = order_R.long()
+            # A pass that launches none of our kernels (engine/gpu/warm_kernels.py) finds anything in their results.
+            pairs = order_R.long().clamp(0, max(0, weights_Tk.numel() - 1))
             x_TD = (x_TD[pairs // self.moe.per_token] * weights_Tk.flatten()[pairs, None]).to(x_TD.dtype)
             weights_Tk, sorted_by = torch.ones_like(weights_Tk), None
         y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, sorted_by), starts_E1)

@@ -6,7 +6,8 @@ What makes one: ``weights_hf.py``, ``weights_gguf.py``, ``weights_dummy.py``. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -67,6 +68,7 @@ class Blocks:
 
 PackedValues = Codes8 | Codes4 | Blocks
 """A matrix as a checkpoint packs it."""
+P = TypeVar("P", bound=PackedValues)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,15 @@ def joined_rows(parts: Sequence[Values]) -> Values:
         return torch.cat([part for part in parts if isinstance(part, Tensor)])
     blocks = np.concatenate([part.blocks for part in parts if isinstance(part, QuantizedTensor)])
     return QuantizedTensor(first.type_name, (len(blocks), *first.shape[1:]), blocks)
+
+
+def joined_codes(parts: Sequence[P]) -> P:
+    """Matrices that are packed alike, one below the other; those of 4 bits with the same order of their inputs."""
+    first = parts[0]
+    names = ["blocks"] if isinstance(first, Blocks) else ["codes", "scale"]
+    names += ["zero"] if isinstance(first, Codes4) else []
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return replace(first, **whole)
 
 
 def within(size: int, part: slice) -> slice:

@@ -32,7 +32,7 @@ from .safetensors_out import shards, write_json, write_shard
 from .shapes import projection_shapes, weight_shapes
 from .stored import ALL, Stored, StoredWeights, is_whole, within
 from .weights_hf_moe import LLAMA4_MLP, expert_tensor
-from .weights_hf_quantized import packed_reader, stack_reader, with_values
+from .weights_hf_quantized import experts_reader, packed_reader, stack_reader, with_values
 
 MAX_SHARD_BYTES = 5 * 10**9
 _SINGLE = "model.safetensors"
@@ -221,21 +221,19 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
 def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack, config: ModelConfig) -> StoredWeights:
     with stack:
         for name, shape in weight_shapes(config).items():
-            place = plan[name]
+            place, where = plan[name], found[plan[name].tensors[0]]
+            packed: tuple[Any, Any]  # its layout, and what reads it so
             if place.experts:
                 one = (shape[0] // place.experts, *shape[1:])
                 stack_of = [found[tensor] for tensor in place.tensors]
-                yield name, Stored(shape, partial(_read_experts, stack_of, place, one))
+                read, packed = partial(_read_experts, stack_of, place, one), experts_reader(stack_of, one[0])
             elif place.stacked:
-                where, read = found[place.tensor], partial(_read_stack, found[place.tensor], place, shape)
-                kept = (
-                    stack_reader(where, place.stored[0], place.first, place.step, shape[0]) if len(shape) == 2 else ()
-                )
-                yield name, Stored(shape, read, *kept)
+                read = partial(_read_stack, where, place, shape)
+                packed = stack_reader(where, place.stored[0], place.first, place.step, shape[0])
             else:
-                moved = place.transposed or bool(place.paired)
-                layout, codes = packed_reader(found[place.tensor], place.first, shape[0], moved)
-                yield name, Stored(shape, partial(_read, found[place.tensor], place, shape), layout, codes)
+                read = partial(_read, where, place, shape)
+                packed = packed_reader(where, place.first, shape[0], place.transposed or bool(place.paired))
+            yield name, Stored(shape, read, *packed)
 
 
 def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:

@@ -6,7 +6,7 @@ scales. The values are made when a weight is read, of the rows that are asked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from .config_quantized import check_method
 from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, side
 from .quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
 from .storage import Layout
-from .stored import Blocks, Codes4, Codes8, within
+from .stored import Blocks, Codes4, Codes8, joined_codes, within
 
 _SUFFIXES = (
     "weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
@@ -90,6 +90,28 @@ def packed_reader(
             raise ValueError(f"{stored.path} cannot be read: {error}") from None
 
     return matrix.layout, read
+
+
+def experts_reader(stack: Sequence[StoredTensor], rows: int) -> tuple[Layout, Packed] | tuple[None, None]:
+    """``packed_reader`` for the matrices of all experts, each a tensor of its own of ``rows`` rows, one below the
+    other. All must be packed alike, each for itself."""
+    readers = [packed_reader(one, 0, rows, False) for one in stack]
+    layout = readers[0][0]
+    if layout is None or layout.ordered or (layout.blocks and rows % 128):
+        return None, None
+    if any(each != layout for each, _ in readers):
+        return None, None
+
+    def read(part: slice, columns: slice) -> Codes8 | Codes4:
+        wanted, found = within(len(stack) * rows, part), []
+        for expert in range(wanted.start // rows, -(-wanted.stop // rows)):
+            one = readers[expert][1]
+            assert one is not None
+            own = slice(max(0, wanted.start - expert * rows), min(rows, wanted.stop - expert * rows))
+            found.append(one(own, columns))
+        return joined_codes(found)
+
+    return layout, read
 
 
 def stack_reader(

@@ -1,9 +1,8 @@
 """Start the ranks: children of this process, or, under ``torchrun``, the processes that are there.
 
-``Ranks.start(4)`` makes this process rank 0 and starts three children (``python -m transect.parallel.rank``). They meet
-in a file in a private folder, and gloo takes ports that the system chooses; no port is fixed. Each child holds the end
-of a pipe from this process and ends when that closes, so none outlives it, however it ends. A child that ends before
-its time is noticed at once: ``failure`` says what is known of it, and whoever asked to be told is told.
+``Ranks.start(4)`` makes this process rank 0 and starts three children (``children.py``). They meet in a file in a
+private folder, and gloo takes ports that the system chooses; no port is fixed. A child that ends before its time is
+noticed at once: ``failure`` says what is known of it, and whoever asked to be told is told.
 
 ``Ranks.join()`` is for a program that ``torchrun`` has started on every rank, on one host or several.
 
@@ -22,8 +21,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -34,20 +31,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .children import BEGIN_S, Children, RankFailure, ended
 from .world import World
 
 log = logging.getLogger(__name__)
 
-BEGIN_S = 300.0
-"""For all ranks to import torch and meet."""
 END_S = 5.0
 """For children to end by themselves."""
 NOTICE_S = 2.0
 """Within which the end of a child is known after a connection to it broke."""
-
-
-class RankFailure(RuntimeError):
-    """A rank has ended, and the others cannot go on without it. The message says which, and what is known."""
 
 
 class Ranks:
@@ -64,11 +56,12 @@ class Ranks:
             threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
 
     @classmethod
-    def start(cls, size: int, device: str = "cpu", first_device: int = 0) -> Ranks:
+    def start(cls, size: int, device: str = "cpu", first_device: int = 0, children: Children | None = None) -> Ranks:
         """Make this process rank 0 of ``size``, and start the others on this host.
 
         Args:
             device: ``cpu``, or ``cuda``: rank i computes on GPU ``first_device`` + i.
+            children: the others, where they have been started already.
 
         Raises:
             ValueError: there are not so many GPUs, or this process belongs to ranks already.
@@ -80,26 +73,15 @@ class Ranks:
                 "this process is one of several ranks already: end the engine that has them first (del llm), or start "
                 "this one in another process"
             )
-        folder = Path(tempfile.mkdtemp(prefix="transect-ranks-"))
-        children: dict[int, subprocess.Popen[bytes]] = {}
+        children = children or Children(size)
+        children.taken = True
         try:
-            for rank in range(1, size):
-                arguments = (str(folder), str(rank), str(size), device, str(first_device))
-                children[rank] = subprocess.Popen(
-                    [sys.executable, "-m", "transect.parallel.rank", *arguments],
-                    stdin=subprocess.PIPE,
-                    stdout=2,  # the output of a program is rank 0's
-                    process_group=0,  # a terminal's Ctrl-C is rank 0's business
-                )
-            _await(folder, children)
-            world = meet(folder, 0, size, device, first_device)
+            children.begin(device, first_device)
+            world = meet(children.folder, 0, size, device, first_device)
         except BaseException:
-            for child in children.values():
-                child.kill()
-                child.wait()
-            shutil.rmtree(folder, ignore_errors=True)
+            children.kill()
             raise
-        return cls(world, children, folder)
+        return cls(world, children.processes, children.folder)
 
     @classmethod
     def join(cls, device: str = "cpu") -> Ranks:
@@ -203,7 +185,7 @@ class Ranks:
         code = child.wait()
         if self._closing or self.failure is not None:
             return
-        self.failure = _ended(rank, child.pid, code, self._folder)
+        self.failure = ended(rank, child.pid, code, self._folder)
         if self.world.device.type == "cuda":
             threading.Thread(target=self._abort, daemon=True).start()
         for listener in self._told:
@@ -243,16 +225,6 @@ def broken(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "Broken pipe", "NCCL"))
 
 
-def arrived(folder: Path, rank: int) -> Path:
-    """The file that a child makes when it is about to meet the others."""
-    return folder / f"rank-{rank}"
-
-
-def last_words(folder: Path, rank: int) -> Path:
-    """The file in which a child says why it ends."""
-    return folder / f"rank-{rank}.error"
-
-
 def _backend(device: str) -> str:
     return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
 
@@ -266,25 +238,3 @@ def _device(device: str, index: int) -> torch.device:
         return torch.device(device)
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def _await(folder: Path, children: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Wait until every child is about to meet the others."""
-    until = time.monotonic() + BEGIN_S
-    while missing := [rank for rank in children if not arrived(folder, rank).exists()]:
-        for rank in missing:
-            code = children[rank].poll()
-            if code is not None:
-                raise RankFailure(_ended(rank, children[rank].pid, code, folder) + " while it started")
-        if time.monotonic() > until:
-            raise RankFailure(f"rank {missing[0]} has not begun within {BEGIN_S:.0f} s")
-        time.sleep(0.01)
-
-
-def _ended(rank: int, pid: int, code: int, folder: Path | None) -> str:
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
-    words = ""
-    if folder is not None:
-        with contextlib.suppress(OSError):
-            words = last_words(folder, rank).read_text().strip()
-    return f"rank {rank} (process {pid}) {how}" + (f": {words}" if words else "")

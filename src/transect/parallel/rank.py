@@ -1,4 +1,4 @@
-"""A child of ``Ranks.start``: ``python -m transect.parallel.rank FOLDER RANK SIZE DEVICE FIRST_DEVICE``.
+"""A child of ``Ranks.start``: ``python -m transect.parallel.rank FOLDER RANK SIZE [JOB]``. JOB: a module to import.
 
 It meets the others and runs the jobs that rank 0 announces, one after another. Its standard input is a pipe from rank
 0; when that closes, rank 0 has ended or wants it to end, and it ends whatever it is doing.
@@ -16,7 +16,8 @@ import time
 import traceback
 from pathlib import Path
 
-from .launch import arrived, broken, last_words, meet
+from .children import arrived, last_words, told
+from .launch import broken, meet
 from .world import World
 
 PATIENCE_S = 30.0
@@ -26,10 +27,13 @@ def main() -> None:
     """Entry point; exits 1 when a job fails, and leaves a line that says why."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(), Path(sys.argv[1])), daemon=True).start()
-    folder, (rank, size), device = Path(sys.argv[1]), map(int, sys.argv[2:4]), sys.argv[4]
+    folder, (rank, size) = Path(sys.argv[1]), map(int, sys.argv[2:4])
     try:
+        for job in sys.argv[4:]:
+            importlib.import_module(job)
+        device, first_device = told(folder)
         arrived(folder, rank).touch()
-        serve_jobs(meet(folder, rank, size, device, int(sys.argv[5])))
+        serve_jobs(meet(folder, rank, size, device, first_device))
     except Exception as error:
         if broken(error):  # another rank has ended; rank 0 hears of that first, and says so
             time.sleep(PATIENCE_S)

@@ -25,17 +25,27 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     Raises:
         ClientGone: the client went away.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
+    task = asyncio.current_task()
+    assert task is not None
+    cancelled = task.cancelling()
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        await _disconnected(receive)
+        gone = True
+        task.cancel()
+
+    # The work runs in this task: one of its own would begin behind all requests that have come meanwhile.
+    watcher = asyncio.ensure_future(watch())
     try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() <= cancelled:
+            raise ClientGone from None
+        raise
     finally:
-        for each in (watcher, task):
-            each.cancel()
-        await asyncio.gather(watcher, task, return_exceptions=True)
+        watcher.cancel()  # and it is not waited for: the first event of an answer would wait with it
 
 
 async def _disconnected(receive: Receive) -> None:

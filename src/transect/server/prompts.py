@@ -96,7 +96,8 @@ async def completion_prompts(
                     serving, each, add_special=add_special, parse_special=parse_special, limit=counted, field=field
                 )
             prompts.append(Prompt(each, ids))
-            await asyncio.sleep(0)  # many short ones are as much work as a long one
+            if len(prompts) < len(many):
+                await asyncio.sleep(0)  # many short ones are as much work as a long one
         else:
             prompts.append(Prompt(None, each))
     prompts = [truncated(serving, each, truncate, room) for each in prompts]

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..parallel.launch import RankFailure, Ranks
+from ..parallel.children import RankFailure
+from ..parallel.launch import Ranks
 from ..parallel.layout import under_torchrun
 from ..parallel.world import World
 from .checkpoint import list_steps, newest

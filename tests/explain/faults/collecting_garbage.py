@@ -11,7 +11,7 @@ x = torch.randn(128, 128)
 
 @torch.inference_mode()
 def faulty():
-    for _ in range(12):
+    for _ in range(6):
         result = x @ x
         gc.collect()
     return result
@@ -19,6 +19,6 @@ def faulty():
 
 @torch.inference_mode()
 def fixed():
-    for _ in range(12):
+    for _ in range(6):
         result = x @ x
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from transect.formats.ggml_blocks import BLOCK_TYPES, QuantizedTensor
+from transect.formats.ggml_k_types import K_TYPES
 from transect.formats.ggml_quantize import quantize
 from transect.ops.cpu import build, packing
 from transect.ops.cpu.library import Kind, Library, PackedWeight, empty_cache, load
@@ -24,6 +27,7 @@ QUANTIZED = {
     Kind.Q8_FLOAT: (8, 32, False),
     Kind.Q8_FLOAT_G16: (8, 16, False),
 }
+BLOCKS = tuple(kind for kind in Kind if kind.name in BLOCK_TYPES and kind > Kind.F32)
 
 
 def _supports(march: str) -> bool:
@@ -56,6 +60,13 @@ def _random_weight(
             codes.double() * scale.double().repeat_interleave(group, 1) + zero.double().repeat_interleave(group, 1)
         ).float()
         return PackedWeight(kind, n, k, library.pack_affine(kind, codes, scale, zero), b), dense
+    if kind in BLOCKS:
+        made = BLOCK_TYPES[kind.name]
+        blocks = torch.randint(0, 256, (n, k // made.block, made.nbytes), dtype=torch.uint8).numpy()
+        for at in made.halves:
+            blocks[..., at : at + 2] = (torch.rand(n, k // made.block, 1) / 64).half().numpy().view(np.uint8)
+        tensor = QuantizedTensor(kind.name, (n, k), blocks.reshape(n, -1))
+        return replace(packing.pack(library, tensor), bias=b), torch.from_numpy(tensor.dequantize())
     dense = torch.randn(n, k).to(torch.bfloat16 if kind == Kind.BF16 else torch.float32)
     got, data = library.pack_dense(dense)
     assert got == kind
@@ -66,6 +77,7 @@ def _random_weight(
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (40, 64), (576, 576), (100, 1536)])
 def test_linear_against_float64_and_bitwise_in_any_batch(library: Library, kind: Kind, n: int, k: int) -> None:
     torch.manual_seed(n * k)
+    k = -(-k // 256) * 256 if kind.name.endswith("_K") else k
     weight, dense = _random_weight(library, kind, n, k, bias=n > 40)
     rows = library.rows(weight, torch.arange(n))
     if library.isa == "plain":  # without a fused multiply-add the weight is rounded twice
@@ -155,9 +167,9 @@ def test_paged_attention_reads_only_its_own_slots(
         assert torch.equal(last, mine[-1:])
 
 
-@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "F16", "BF16", "F32"])
+@pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, "F16", "BF16", "F32"])
 def test_packing_keeps_every_value_of_a_gguf_tensor(library: Library, type_name: str) -> None:
-    tensor = quantize(np.random.default_rng(1).standard_normal((48, 128)).astype(np.float32), type_name)
+    tensor = quantize(np.random.default_rng(1).standard_normal((48, 256)).astype(np.float32), type_name)
     packed = packing.pack(library, tensor)
     got = library.rows(packed, torch.arange(48))
     expected = torch.from_numpy(tensor.dequantize())

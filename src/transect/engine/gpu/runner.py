@@ -397,10 +397,10 @@ class GPURunner:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
         if self._part is not None and not waits and plan.variant == Variant():
-            logits_RV, spread = self._part.product(hidden_RD), self._part.spread
+            logits_RV, spread = self._model.capped(self._part.product(hidden_RD)), self._part.spread
             self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
             return hidden_TD, None
-        logits_RV = self._model.head(hidden_RD)
+        logits_RV = self._model.capped(self._model.head(hidden_RD))
         if self._host_sampler is not None:
             return hidden_TD, logits_RV
         if waits:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...ops.activation import swiglu
@@ -20,7 +18,7 @@ from ...ops.opset import OpSet
 from ..staging import Staging
 from ..storage import Layout, WeightFormat
 from ..stored import Blocks
-from .weight import Dimension, Product, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
+from .weight import Dimension, Product, TrainingPart, Values, Weight, by_expert, join_biases, part_of, shard_bias
 
 
 class GGUFBlocks(Weight):
@@ -66,22 +64,14 @@ class GGUFBlocks(Weight):
         return self.product()(x_TI)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-        """On a CPU the values of one expert after another are made, of those that have rows."""
-        each, odd = divmod(self.out_features, ROWS * (len(starts) - 1))
-        if odd or (x.is_cuda and self.block_type not in grouped_blocks.BLOCKS):
+        if self.out_features % (ROWS * (len(starts) - 1)):
             return super().grouped(x, starts, order)
-        if runs_triton(x) and x.is_cuda:
-            call = grouped_blocks.triton_grouped_blocks
-            return call(x, self.arranged, self.block_type, self.out_features, starts, order, self.bias)
-        rows = x if order is None else x[order.long() // max(1, len(order) // max(1, len(x)))]
-        out, kind = rows.new_empty(len(rows), each * ROWS), FORMATS[self.block_type]
-        for e, (first, end) in enumerate(pairwise(starts.tolist())):
-            if end > first:
-                own = slice(e * each, (e + 1) * each)
-                weight = dense(self.arranged[own], kind, each * ROWS, self.in_features, x.dtype)
-                bias = None if self.bias is None else self.bias[own.start * ROWS : own.stop * ROWS]
-                out[first:end] = F.linear(rows[first:end], weight, bias)
-        return out
+        if not runs_triton(x) or not x.is_cuda:
+            return by_expert(self, x, starts, order)
+        if self.block_type not in grouped_blocks.BLOCKS:
+            return super().grouped(x, starts, order)
+        call = grouped_blocks.triton_grouped_blocks
+        return call(x, self.arranged, self.block_type, self.out_features, starts, order, self.bias)
 
     def dense(self) -> Tensor:
         kind = FORMATS[self.block_type]

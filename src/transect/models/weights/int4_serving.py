@@ -33,7 +33,18 @@ from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, Layout, WeightFormat, int4_format
 from ..stored import Codes4
 from .int4 import codes_of
-from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Weight, join_biases, part_of, shard_bias
+from .weight import (
+    Dimension,
+    Product,
+    StreamProduct,
+    TrainingPart,
+    Values,
+    Weight,
+    by_expert,
+    join_biases,
+    part_of,
+    shard_bias,
+)
 
 SCALES = torch.bfloat16
 PANEL = 32
@@ -170,8 +181,10 @@ class ServingInt4(Weight):
         return self.product()(x_TI)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-        if not (runs_triton(x) and x.is_cuda) or self.out_features % (BLOCK * (len(starts) - 1)):
+        if self.out_features % (BLOCK * (len(starts) - 1)):
             return super().grouped(x, starts, order)
+        if not runs_triton(x) or not x.is_cuda:
+            return by_expert(self, x, starts, order)
         x = self._filled(x if self.order is None else x.index_select(1, self.order))
         return triton_grouped_blocks(x, self.arranged, "int4", self.out_features, starts, order, self.bias)
 

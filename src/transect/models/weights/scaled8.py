@@ -44,6 +44,7 @@ from .weight import (
     Values,
     Weight,
     WeightKind,
+    by_expert,
     part_of,
     shard_bias,
 )
@@ -64,7 +65,7 @@ class Products8:
     dependent: bool = False
     """Launches begin while the kernel before still ends."""
     chain: scaled8_chain.CudaChain | None = None
-    """Of one row: a layer's last three products and the next layer's first in one launch."""
+    """A layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Products8:
@@ -77,7 +78,8 @@ class Products8:
             few = scaled8_rows.CudaRows8(device)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent)
+        chain = scaled8_chain.CudaChain(device) if few is not None and dependent else None
+        return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent, chain)
 
 
 class Scaled8(Weight):
@@ -181,7 +183,9 @@ class Scaled8(Weight):
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         whole = not self.blocks or self.out_features // (len(starts) - 1) % BLOCK == 0
-        if runs_triton(x) and x.is_cuda and whole:
+        if not runs_triton(x) or not x.is_cuda:
+            return by_expert(self, x, starts, order) if whole else super().grouped(x, starts, order)
+        if whole:
             call = grouped_scaled8.triton_grouped_scaled8
             return call(x, self.codes, self.scale, starts, order, self.bias, self.fp8)
         return super().grouped(x, starts, order)

@@ -27,9 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.lang.jit import runs_triton
@@ -360,6 +362,23 @@ class WeightKind(Protocol):
 
 Kinds = Callable[[str], WeightKind]
 """The kind of each matrix by its name in the model, without the layer: ``attention.q``, ``mlp.down``, ``head``."""
+
+
+def by_expert(weight: Weight, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
+    """``Weight.grouped`` without a gradient, by the values of one expert after another, of those that have rows; the
+    bounds are read on the host.
+
+    Raises:
+        ValueError: the weight cannot be cut between experts.
+    """
+    experts = len(starts) - 1
+    rows = x if order is None else x[order.long() // max(1, len(order) // max(1, len(x)))]
+    out = rows.new_empty(len(rows), weight.out_features // experts)
+    for e, (first, end) in enumerate(pairwise(starts.tolist())):
+        if end > first:
+            own = weight.shard("out", e, experts)
+            out[first:end] = F.linear(rows[first:end], own.dense().to(x.dtype), own.bias)
+    return out
 
 
 def part_of(size: int, rank: int, n: int, step: int = 1, why: str = "") -> slice:

@@ -4,7 +4,8 @@ Read in this order:
 
 * ``simd.h``       one vector type for AVX-512, AVX2 and plain machines; number formats; exp
 * ``pool.h``       the team of threads, its barriers and its shared work lists
-* ``linear.h``     y = x W^T with W packed 4-bit, 8-bit, bf16 or float32
+* ``kinds.h``      how packed weights lie in memory: 4-bit, 8-bit, blocks of GGUF files, bf16, float32
+* ``linear.h``     y = x W^T with W packed so
 * ``attention.h``  paged attention over a ragged batch
 * ``norm.h``       RMSNorm, LayerNorm, rotary embedding
 * ``stack.h``      all decoder layers in one call
@@ -15,7 +16,7 @@ Read in this order:
 * ``build.py``     finds a compiler, builds, caches
 * ``library.py``   the same interface as Python functions on tensors
 * ``ceilings.py``  the rate of multiply-adds that registers allow
-* ``packing.py``   weights into the layout of ``linear.h``
+* ``packing.py``   weights into the layout of ``kinds.h``
 * ``adamw.py``     ``adamw.h`` as Python functions
 * ``training.py``  the kernels of training as Python functions, ``gradients.py`` as differentiable operators
 """

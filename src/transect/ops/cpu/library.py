@@ -22,7 +22,8 @@ GROUP_ROWS = 16
 
 
 class Kind(IntEnum):
-    """The storage of a packed weight: bits of a code, then the format of scales and zeros (see ``linear.h``)."""
+    """The storage of a packed weight (see ``kinds.h``): bits of a code, then the format of scales and zeros; plain
+    numbers; a block type of GGUF files."""
 
     Q4_HALF = 0
     Q4_FLOAT = 1
@@ -31,6 +32,13 @@ class Kind(IntEnum):
     Q8_FLOAT_G16 = 4
     BF16 = 5
     F32 = 6
+    Q4_0 = 7
+    Q5_0 = 8
+    Q5_1 = 9
+    Q8_0 = 10
+    Q4_K = 11
+    Q5_K = 12
+    Q6_K = 13
 
 
 class _Packed(Structure):
@@ -56,7 +64,7 @@ class _Layer(Structure):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight matrix [n, k] in the layout of ``linear.h``; ``data`` is uint8 and may be memory-mapped.
+    """A weight matrix [n, k] in the layout of ``kinds.h``; ``data`` is uint8 and may be memory-mapped.
 
     ``bias`` is float32 [n] or None. The tensors are kept alive here; the C++ side holds their addresses.
     """
@@ -129,6 +137,7 @@ class Library:
             "pool_free": (None, [c_void_p]),
             "packed_bytes": (c_int64, [c_int, c_int, c_int]),
             "pack_affine": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p]),
+            "pack_blocks": (None, [c_int, c_int, c_int, c_void_p, c_void_p, c_void_p, c_void_p]),
             "pack_dense": (None, [c_int, c_int, c_int, c_void_p, c_void_p]),
             "linear": (None, [c_void_p, packed, c_void_p, c_int, c_void_p]),
             "rows": (None, [packed, c_void_p, c_int, c_void_p]),
@@ -147,7 +156,7 @@ class Library:
 
     def panel(self, kind: Kind) -> int:
         """Columns of a weight of this kind that lie together and are never parted."""
-        return next(k for k in (1, 2, 4, 8, 16, 32) if self._c.transect_packed_bytes(kind, GROUP_ROWS, k))
+        return next(k for k in (1, 2, 4, 8, 16, 32, 256) if self._c.transect_packed_bytes(kind, GROUP_ROWS, k))
 
     def pack_affine(self, kind: Kind, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8."""
@@ -156,6 +165,16 @@ class Library:
         codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
         pointers = (codes.data_ptr(), scale.data_ptr(), zero.data_ptr(), out.data_ptr())
         self._c.transect_pack_affine(kind, n, k, *pointers)
+        return out
+
+    def pack_blocks(self, kind: Kind, codes: Tensor, halves: Tensor, steps: Tensor | None) -> Tensor:
+        """Pack a block type of GGUF files: codes uint8 [n, k]; float16 scales (and minima), uint8 [n, panels, 2 or 4];
+        whole-number steps, uint8 [n, panels, groups, 1 or 2] or None -> uint8."""
+        n, k = codes.shape
+        out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
+        codes, halves, steps = codes.contiguous(), halves.contiguous(), None if steps is None else steps.contiguous()
+        pointers = (codes.data_ptr(), halves.data_ptr(), 0 if steps is None else steps.data_ptr(), out.data_ptr())
+        self._c.transect_pack_blocks(kind, n, k, *pointers)
         return out
 
     def pack_dense(self, weight: Tensor) -> tuple[Kind, Tensor]:

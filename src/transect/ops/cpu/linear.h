@@ -1,13 +1,4 @@
-// y = x W^T (+ bias) with W packed, for any number of rows of x, in float32 arithmetic.
-//
-// Layout. The N output rows of W are taken 16 at a time, a *row group*. Lane r of every 64-byte word belongs to output
-// row r of the group, so one load feeds 16 outputs and no sum ever crosses lanes. Along K a row group is a run of
-// *panels* of G inputs: the codes of the panel, then (for quantized kinds) 16 scales and 16 zeros. A row group is one
-// contiguous stream, read once from start to end.
-//
-//   4-bit: a word holds 8 consecutive k of each row, 4 bits each     weight = scale * code + zero, one rounding
-//   8-bit: a word holds 4 consecutive k of each row, 8 bits each
-//   bf16:  a word holds 2;  f32: a word holds 1
+// y = x W^T (+ bias) with W packed (kinds.h), for any number of rows of x, in float32 arithmetic.
 //
 // Order of summation. Each output is one chain of fused multiply-adds over k = 0 .. K-1, whatever the number of rows
 // and whichever of the two loops below runs: a row's result is the same to the bit alone and in any batch.
@@ -15,59 +6,10 @@
 #include <algorithm>
 #include <array>
 #include <utility>
+#include "kinds.h"
 #include "pool.h"
-#include "simd.h"
 
 namespace transect {
-
-constexpr int GROUP_ROWS = 16;
-constexpr int SLICES = GROUP_ROWS / LANES;  // vectors per row group: 1 with AVX-512, 2 with AVX2, 4 plain
-
-enum Kind : int32_t { Q4_HALF = 0, Q4_FLOAT = 1, Q8_HALF = 2, Q8_FLOAT = 3, Q8_FLOAT_G16 = 4, BF16 = 5, F32 = 6 };
-
-// How one kind is stored and decoded. `Decoded` gives the 8, 4, 2 or 1 weights vectors of a word.
-template <int BITS, int PANEL_K, bool HALF_SCALES>
-struct Affine {
-  static constexpr int PANEL = PANEL_K, PER_WORD = 32 / BITS;
-  static constexpr int SCALE_BYTES = GROUP_ROWS * (HALF_SCALES ? 2 : 4);
-  static constexpr int PANEL_BYTES = PANEL / PER_WORD * 64 + 2 * SCALE_BYTES;
-  vf scale, zero;
-  explicit Affine(const uint8_t* panel, int slice) {
-    const uint8_t* p = panel + PANEL / PER_WORD * 64 + slice * LANES * (HALF_SCALES ? 2 : 4);
-    if constexpr (HALF_SCALES) {
-      scale = load_f16((const f16*)p);
-      zero = load_f16((const f16*)(p + SCALE_BYTES));
-    } else {
-      scale = load((const float*)p);
-      zero = load((const float*)(p + SCALE_BYTES));
-    }
-  }
-  template <int I>
-  vf weight(vi word) const {
-    vf code;
-#if defined(__AVX512F__)
-    if constexpr (BITS == 4 && LANES == 16) {  // a table look-up takes the low 4 bits: no mask, no conversion
-      const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-      code = (vf)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)word, 4 * I), table);
-      return fma(code, scale, zero);
-    }
-#endif
-    code = __builtin_convertvector((word >> (BITS * I)) & ((1 << BITS) - 1), vf);
-    return fma(code, scale, zero);
-  }
-};
-struct DenseBf16 {
-  static constexpr int PANEL = 2, PER_WORD = 2, PANEL_BYTES = 64;
-  explicit DenseBf16(const uint8_t*, int) {}
-  template <int I>
-  vf weight(vi word) const { return as_float(I == 0 ? word << 16 : word & int32_t(0xffff0000)); }
-};
-struct DenseF32 {
-  static constexpr int PANEL = 1, PER_WORD = 1, PANEL_BYTES = 64;
-  explicit DenseF32(const uint8_t*, int) {}
-  template <int I>
-  vf weight(vi word) const { return as_float(word); }
-};
 
 struct Packed {
   int32_t kind = F32, n = 0, k = 0;  // k is a multiple of the panel
@@ -75,31 +17,6 @@ struct Packed {
   const float* bias = nullptr;  // n floats, or null
   int groups() const { return (n + GROUP_ROWS - 1) / GROUP_ROWS; }
 };
-
-template <class F>
-auto with_kind(int kind, F f) {
-  switch (kind) {
-    case Q4_HALF: return f.template operator()<Affine<4, 32, true>>();
-    case Q4_FLOAT: return f.template operator()<Affine<4, 32, false>>();
-    case Q8_HALF: return f.template operator()<Affine<8, 32, true>>();
-    case Q8_FLOAT: return f.template operator()<Affine<8, 32, false>>();
-    case Q8_FLOAT_G16: return f.template operator()<Affine<8, 16, false>>();
-    case BF16: return f.template operator()<DenseBf16>();
-    default: return f.template operator()<DenseF32>();
-  }
-}
-
-inline int64_t group_bytes(int kind, int k) {
-  return with_kind(kind, [&]<class W>() { return int64_t(k / W::PANEL) * W::PANEL_BYTES; });
-}
-
-template <int I, int N, class F>
-inline void unrolled(F&& f) {
-  if constexpr (I < N) {
-    f.template operator()<I>();
-    unrolled<I + 1, N>(f);
-  }
-}
 
 enum Epilogue { STORE, ADD };  // y = result, or y += result (the residual stream)
 
@@ -121,9 +38,16 @@ inline void finish(const vf* acc, const Packed& w, int row, float* y, int64_t ld
   }
 }
 
+// What is the same panel, and the same group of it, of neighbouring row groups.
 template <class W, int... G>
-inline std::array<W, sizeof...(G)> decoders(const uint8_t* base, int64_t stride, int slice, std::integer_sequence<int, G...>) {
+inline std::array<W, sizeof...(G)> panels_of(const uint8_t* base, int64_t stride, int slice, std::integer_sequence<int, G...>) {
   return {W(base + G * stride, slice)...};
+}
+template <class W, size_t N, int... G>
+inline auto groups_of(const std::array<W, N>& panels, const uint8_t* base, int64_t stride, int p, int slice,
+                      std::integer_sequence<int, G...>) {
+  using Group = std::decay_t<decltype(panels[0].group(base, p, slice))>;
+  return std::array<Group, N>{panels[G].group(base + G * stride, p, slice)...};
 }
 
 // Few rows: NG row groups and MR rows of x at once, weights decoded in registers. NG x MR independent chains hide the
@@ -134,19 +58,23 @@ void few_rows(const Packed& w, int group, const float* x, int64_t ldx, float* y,
   for (int slice = 0; slice < SLICES; slice++) {
     const uint8_t* base = w.data + group * stride;
     vf acc[NG][MR] = {};
+    const float* xk = x;
     for (int k0 = 0; k0 < w.k; k0 += W::PANEL, base += W::PANEL_BYTES) {
-      const auto decode = decoders<W>(base, stride, slice, std::make_integer_sequence<int, NG>{});
-      for (int j = 0; j < W::PANEL / W::PER_WORD; j++) {
-        const float* xk = x + k0 + j * W::PER_WORD;
-        vi word[NG];
-        for (int g = 0; g < NG; g++) word[g] = load_words(base + g * stride + 64 * j + 4 * LANES * slice);
-        unrolled<0, W::PER_WORD>([&]<int I>() {
-          vf weight[NG];
-          for (int g = 0; g < NG; g++) weight[g] = decode[g].template weight<I>(word[g]);
-          for (int r = 0; r < MR; r++) {
-            const vf input = splat(xk[r * ldx + I]);
-            for (int g = 0; g < NG; g++) acc[g][r] = fma(weight[g], input, acc[g][r]);
-          }
+      const auto panels = panels_of<W>(base, stride, slice, std::make_integer_sequence<int, NG>{});
+      for (int p = 0; p < W::GROUPS; p++) {
+        const auto groups = groups_of(panels, base, stride, p, slice, std::make_integer_sequence<int, NG>{});
+        each_word<W>([&](auto j) {
+          decltype(W::word(base, p, j, slice)) word[NG];
+          for (int g = 0; g < NG; g++) word[g] = W::word(base + g * stride, p, j, slice);
+          unrolled<0, W::PER_WORD>([&]<int I>() {
+            vf weight[NG];
+            for (int g = 0; g < NG; g++) weight[g] = groups[g].template weight<I>(word[g]);
+            for (int r = 0; r < MR; r++) {
+              const vf input = splat(xk[r * ldx + I]);
+              for (int g = 0; g < NG; g++) acc[g][r] = fma(weight[g], input, acc[g][r]);
+            }
+          });
+          xk += W::PER_WORD;
         });
       }
     }
@@ -160,6 +88,18 @@ constexpr int TILE_ROWS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4;
 constexpr int TILE_GROUPS = TILE_VECTORS > SLICES ? TILE_VECTORS / SLICES : 1;  // row groups decoded together
 constexpr int TILE_COLUMNS = TILE_GROUPS * GROUP_ROWS;
 
+template <class W, class F>
+inline void each_weight(const uint8_t* panel, int slice, F&& f) {  // of a panel, in the order of k
+  const W head(panel, slice);
+  for (int p = 0; p < W::GROUPS; p++) {
+    const auto group = head.group(panel, p, slice);
+    each_word<W>([&](auto j) {
+      const auto word = W::word(panel, p, j, slice);
+      unrolled<0, W::PER_WORD>([&]<int I>() { f(group.template weight<I>(word)); });
+    });
+  }
+}
+
 template <class W>
 void decode_panel(const Packed& w, int group, int count, float* out) {  // out[k][TILE_COLUMNS]
   const int64_t stride = int64_t(w.k / W::PANEL) * W::PANEL_BYTES;
@@ -167,16 +107,11 @@ void decode_panel(const Packed& w, int group, int count, float* out) {  // out[k
     for (int slice = 0; slice < SLICES; slice++) {
       const uint8_t* panel = w.data + (group + g) * stride;
       float* to = out + g * GROUP_ROWS + slice * LANES;
-      for (int k0 = 0; k0 < w.k; k0 += W::PANEL, panel += W::PANEL_BYTES) {
-        const W decode(panel, slice);
-        for (int j = 0; j < W::PANEL / W::PER_WORD; j++) {
-          const vi word = load_words(panel + 64 * j + 4 * LANES * slice);
-          unrolled<0, W::PER_WORD>([&]<int I>() {
-            store(to, decode.template weight<I>(word));
-            to += TILE_COLUMNS;
-          });
-        }
-      }
+      for (int k0 = 0; k0 < w.k; k0 += W::PANEL, panel += W::PANEL_BYTES)
+        each_weight<W>(panel, slice, [&](vf weight) {
+          store(to, weight);
+          to += TILE_COLUMNS;
+        });
     }
 }
 
@@ -205,11 +140,11 @@ void many_rows(const Packed& w, const float* panel, int row, const float* x, int
 }
 
 constexpr int FEW = 32;         // up to here weights are decoded in registers
-constexpr int CHUNK_GROUPS = LANES == 16 ? 6 : 2;  // row groups in one work item at one row
+constexpr int CHUNK_GROUPS = LANES == 16 ? 8 : 4;  // row groups in one work item at one row
 
 template <class W, int MR>
 void few_rows_span(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy, Epilogue e) {
-  constexpr int NG = LANES < 16 ? 1 : MR == 1 ? 6 : MR == 2 ? 6 : MR == 4 ? 3 : 2;
+  constexpr int NG = LANES == 4 ? 1 : LANES == 8 ? (MR == 1 ? 4 : MR == 2 ? 2 : 1) : MR <= 2 ? 4 : 2;
   for (; count >= NG; group += NG, count -= NG) few_rows<W, NG, MR>(w, group, x, ldx, y, ldy, e);
   if constexpr (NG > 1)
     for (; count > 0; group++, count--) few_rows<W, 1, MR>(w, group, x, ldx, y, ldy, e);
@@ -251,13 +186,8 @@ inline void decode_row(const Packed& w, int row, float* out) {
   with_kind(w.kind, [&]<class W>() {
     const int slice = row % GROUP_ROWS / LANES, lane = row % LANES;
     const uint8_t* panel = w.data + int64_t(row / GROUP_ROWS) * (w.k / W::PANEL) * W::PANEL_BYTES;
-    for (int k0 = 0; k0 < w.k; k0 += W::PANEL, panel += W::PANEL_BYTES) {
-      const W decode(panel, slice);
-      for (int j = 0; j < W::PANEL / W::PER_WORD; j++) {
-        const vi word = load_words(panel + 64 * j + 4 * LANES * slice);
-        unrolled<0, W::PER_WORD>([&]<int I>() { *out++ = decode.template weight<I>(word)[lane]; });
-      }
-    }
+    for (int k0 = 0; k0 < w.k; k0 += W::PANEL, panel += W::PANEL_BYTES)
+      each_weight<W>(panel, slice, [&](vf weight) { *out++ = weight[lane]; });
   });
 }
 

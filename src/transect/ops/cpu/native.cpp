@@ -20,7 +20,7 @@ int64_t transect_packed_bytes(int kind, int n, int k) { return group_bytes(kind,
 // codes [n][k] uint8, scale and zero [n][k / group] float32, into the layout of linear.h.
 void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const float* scale, const float* zero, uint8_t* out) {
   with_kind(kind, [&]<class W>() {
-    if constexpr (W::PER_WORD > 2) {
+    if constexpr (requires { W::SCALE_BYTES; }) {
       constexpr int G = W::PANEL, BITS = 32 / W::PER_WORD;
       const int panels = k / G, groups = (n + GROUP_ROWS - 1) / GROUP_ROWS;
       for (int64_t panel = 0; panel < int64_t(groups) * panels; panel++) {
@@ -46,6 +46,27 @@ void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const fl
           }
         }
       }
+    }
+  });
+}
+
+// The block types of GGUF files: codes [n][k], float16 scales (and minima) [n][panels][PARTS], whole-number steps
+// [n][panels][GROUPS][PARTS] where the kind has them.
+void transect_pack_blocks(int kind, int n, int k, const uint8_t* codes, const uint16_t* halves, const uint8_t* steps, uint8_t* out) {
+  with_kind(kind, [&]<class W>() {
+    if constexpr (requires { W::STEP_BYTES; }) {
+      constexpr int GROUP = W::PANEL / W::GROUPS;
+      const int panels = k / W::PANEL, groups = (n + GROUP_ROWS - 1) / GROUP_ROWS;
+      std::memset(out, 0, size_t(groups) * panels * W::PANEL_BYTES);
+      for (int64_t row = 0; row < n; row++)
+        for (int p = 0; p < panels; p++) {
+          uint8_t* panel = out + (row / GROUP_ROWS * panels + p) * W::PANEL_BYTES;
+          const int64_t at = row * panels + p;
+          for (int part = 0; part < W::PARTS; part++)
+            std::memcpy(panel + (part * GROUP_ROWS + row % GROUP_ROWS) * 2, halves + at * W::PARTS + part, 2);
+          for (int g = 0; g < W::GROUPS; g++)
+            W::pack(panel, g, row % GROUP_ROWS, codes + row * k + p * W::PANEL + g * GROUP, steps + (at * W::GROUPS + g) * W::PARTS);
+        }
     }
   });
 }

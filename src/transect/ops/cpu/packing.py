@@ -1,4 +1,4 @@
-"""Weights into the layout of ``linear.h``, and packed models kept on disk so that the next start maps them.
+"""Weights into the layout of ``kinds.h``, and packed models kept on disk so that the next start maps them.
 
 A packed file is a JSON header (name -> kind, n, k, offset, size, CRC-32 of the bytes) behind a magic number, the
 header's length and its own CRC-32, then the matrices, each at a multiple of 64 bytes. What the kernels read they do not
@@ -26,7 +26,7 @@ from ...formats.ggml_blocks import QuantizedTensor
 from ...hardware.cores import usable_cores
 from .library import Kind, Library, PackedWeight
 
-MAGIC = b"TRNSPK02"
+MAGIC = b"TRNSPK03"
 ALIGNMENT = 64
 PREFIX = struct.Struct("<8sQI")
 """Magic number, length of the header, its CRC-32."""
@@ -39,7 +39,16 @@ def pack(library: Library, weight: Tensor | QuantizedTensor) -> PackedWeight:
         return PackedWeight(kind, weight.shape[0], weight.shape[1], data)
     if not weight.is_packed:
         return pack(library, torch.from_numpy(weight.dequantize()))
+    if weight.type_name in Kind.__members__:
+        return _pack_blocks(library, weight)
     return pack_groups(library, weight.affine())
+
+
+def _pack_blocks(library: Library, weight: QuantizedTensor) -> PackedWeight:
+    kind, (n, k) = Kind[weight.type_name], weight.shape
+    codes, halves, steps = (None if a is None else torch.from_numpy(a) for a in weight.parts())
+    assert codes is not None and halves is not None
+    return PackedWeight(kind, n, k, library.pack_blocks(kind, codes, halves, steps))
 
 
 def pack_groups(library: Library, groups: AffineGroups) -> PackedWeight:

@@ -122,6 +122,56 @@ inline vf load_f16(const f16* p) {
   return v;
 }
 
+// Lanes of whole numbers of 8 bits.
+inline vf load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  if constexpr (LANES == 8) return (vf)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#endif
+  vf v;
+  for (int i = 0; i < LANES; i++) v[i] = p[i];
+  return v;
+}
+inline vf load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  if constexpr (LANES == 8) return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#endif
+  vf v;
+  for (int i = 0; i < LANES; i++) v[i] = p[i];
+  return v;
+}
+
+inline vi shifted(vi v, int left) { return left >= 0 ? v << left : v >> -left; }
+
+constexpr bool FUSED = LANES > 4;  // ``fma`` rounds once
+constexpr float BIAS = 32768;
+
+// BIAS + byte BYTE of each lane, exactly, without a conversion: as the second byte of a float that has 8 bits of
+// fraction. Only for ``FUSED``.
+template <int BYTE>
+inline vf biased_byte(vi v) {
+  const vi at = shifted(v, 8 - 8 * BYTE);
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16)
+    return (vf)_mm512_ternarylogic_epi32((__m512i)at, _mm512_set1_epi32(0xFF00), _mm512_set1_epi32(0x47000000), 0xEA);
+#endif
+  return (vf)((at & 0xFF00) | 0x47000000);
+}
+
+// The 4 bits of each lane from bit ``at`` on, less OFFSET: a look-up that takes the low 4 bits needs neither a mask nor a
+// conversion. Only for 16 lanes.
+template <int OFFSET>
+inline vf low_bits(vi v, int at) {
+#if defined(__AVX512F__)
+  const __m512 table = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_ps(OFFSET));
+  if constexpr (LANES == 16) return (vf)_mm512_permutexvar_ps(_mm512_srli_epi32((__m512i)v, at), table);
+#endif
+  return __builtin_convertvector((v >> at) & 15, vf) - float(OFFSET);
+}
+
 // ---- transcendental functions ---------------------------------------------------------------------------------------
 
 // e^x within 2 ulp: x = n ln2 + r with |r| <= ln2 / 2, then a degree-6 Taylor-like polynomial of e^r, then 2^n by the

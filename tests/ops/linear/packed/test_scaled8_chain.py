@@ -70,7 +70,7 @@ def test_the_kernel_has_the_products_of_the_values(chain, sizes):
     x, residual = row(q, "cuda"), row(d, "cuda", 2)
     want_y, want_u = scaled8_chain.reference(x.double(), residual.double(), weights)
     first = None
-    for stages in (5, 2, 6, 3, 4):
+    for stages in (5, 2, 3, 4):
         for dependent in (False, True):
             y, u = chain(x, residual, weights, dependent_launch=dependent, stages=stages)
             assert (u.double() - want_u).norm() <= 0.01 * want_u.norm()

@@ -73,7 +73,7 @@ def store_heads(cache, at, size, column, x, inside):  # type: ignore[no-untyped-
 
 @kernel
 def store_halves(cache, at, half, column, first, second, inside):  # type: ignore[no-untyped-def]
-    """As ``store_heads``, of heads in two halves of ``half`` columns."""
+    """Write heads in two halves of ``half`` columns each, as ``store_heads`` does."""
     if cache.dtype.element_ty == tl.int8:
         a = tl.where(inside, first.to(tl.float32), 0.0)
         b = tl.where(inside, second.to(tl.float32), 0.0)

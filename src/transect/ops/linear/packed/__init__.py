@@ -11,7 +11,7 @@
 * ``scaled8_tiles.py``    many rows on Hopper: both sides in 8 bits
 * ``gguf_matmul.py``     block types of GGUF files: the operator, and which kernel runs
 * ``gguf_layout.py``     how such weights lie in memory
-* ``gguf_rows.py`` (``gguf_rows.cu``)             up to 16 rows on Hopper
+* ``gguf_rows.py`` (``gguf_rows.cu``)             up to 8 rows on Hopper
 * ``gguf_tiles.py`` (``gguf_tiles.cu``)           up to 512 rows on Hopper
 * ``int4_codes.cuh``, ``int4_whole.cuh``, ``gguf_codes.cuh``: codes to numbers, and sums of whole numbers, for the
   CUDA C++ kernels

@@ -8,7 +8,9 @@
 // * Codes enter the products as they are (gguf_codes.cuh), c 2^-133: tensor cores multiply those exactly. X is taken 2^64
 //   times, so sums are normal numbers.
 // * Each group of columns that share a scale has a sum of its own, which begins at -offset times the sum of x: that is a
-//   product too, with -offset everywhere. A minimum is multiplied by the sum of x, a product with 1 everywhere.
+//   product too, with -offset everywhere. A minimum is multiplied by the sum of x, a product with 1 everywhere. Where
+//   minima are bytes of groups of 32, one product does that for the eight groups of a unit at once, with their sums in two
+//   bfloat16 each.
 // * GATE: sixteens of a gate's rows and of the other factor's are in turn; Y [M, N / 2] is silu(one) times the other.
 // * The first units may be asked for before the kernel that makes X has ended (``ahead``).
 
@@ -44,7 +46,7 @@ __global__ void __launch_bounds__(512, 1)
     gguf_rows(const __nv_bfloat16* x, const unsigned char* weight, const __nv_bfloat16* bias, __nv_bfloat16* out, int M,
               int N, int K, long long x_stride, int per, int row_tiles, int teams, int stages, int gate, int ahead) {
   constexpr int UNIT = unit_bytes(F), ROWS = NT * 8, COLUMNS = RB * 16, GROUPS = groups_of_32(F);
-  constexpr bool BYTES = byte_scales(F), MINIMUM = has_minimum(F);
+  constexpr bool BYTES = byte_scales(F), MINIMUM = has_minimum(F), AT_ONCE = BYTES && MINIMUM && GROUPS == 1;
   extern __shared__ __align__(128) unsigned char memory[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int row_tile = blockIdx.x % row_tiles, share = blockIdx.x / row_tiles;
@@ -100,7 +102,7 @@ __global__ void __launch_bounds__(512, 1)
     end_group();
   }
 
-  const int g = lane / 4;
+  const int g = lane / 4, c = lane % 4;
   uint32_t x_at[NT];  // rows past the end read the last one: what they give is not stored
 #pragma unroll
   for (int tile = 0; tile < NT; tile++) x_at[tile] = RB * UNIT + min(tile * 8 + lane % 8, rows - 1) * kXPitch + lane / 8 * 16;
@@ -123,6 +125,7 @@ __global__ void __launch_bounds__(512, 1)
     const uint32_t from = ring + slot * stage_bytes;
     Codes<F> codes[RB];
     float own[RB][NT][4] = {}, below[RB][NT][4] = {};  // of this unit, where scales are bytes
+    float sums_of_x[NT][2][4] = {};                    // AT_ONCE: row j is of columns 32 j on
 #pragma unroll
     for (int r = 0; r < RB; r++) codes[r].begin(from + r * UNIT, lane);
 #pragma unroll
@@ -137,7 +140,12 @@ __global__ void __launch_bounds__(512, 1)
         for (int q = 0; q < 2; q++) {
           b[tile][q][0] = times<0x5F80u>(v[2 * q]);
           b[tile][q][1] = times<left_up(F) ? 0x5D80u : 0x5F80u>(v[2 * q + 1]);  // 2^60, where codes stand for 16 c
-          if (offset_of(F) || MINIMUM) multiply(sum[tile][q * GROUPS / 2], everywhere, b[tile][q][0], b[tile][q][1]);
+          if constexpr (AT_ONCE) {
+            const uint32_t in_row[4] = {g == j ? EVERYWHERE : 0, 0, g == j ? ABOVE : 0, 0};
+            multiply(sums_of_x[tile][q], in_row, b[tile][q][0], b[tile][q][1]);
+          } else if (offset_of(F) || MINIMUM) {
+            multiply(sum[tile][q * GROUPS / 2], everywhere, b[tile][q][0], b[tile][q][1]);
+          }
         }
       }
 #pragma unroll
@@ -164,9 +172,30 @@ __global__ void __launch_bounds__(512, 1)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
               to[r][tile][e] += scale[s][e / 2] * t[e];
-              if (MINIMUM) to_below[r][tile][e] += minimum[s][e / 2] * sum[tile][s][e];
+              if (MINIMUM && !AT_ONCE) to_below[r][tile][e] += minimum[s][e / 2] * sum[tile][s][e];
             }
           }
+      }
+    }
+    if constexpr (AT_ONCE) {
+      uint32_t high[NT], low[NT];  // 2^51 times the sums, and what rounding takes off: groups as k, rows of X as columns
+#pragma unroll
+      for (int tile = 0; tile < NT; tile++) {
+        const float(&v)[2][4] = sums_of_x[tile];
+        const float one = (v[0][0] + v[1][0]) * 0x1p120f, other = (v[0][1] + v[1][1]) * 0x1p120f;
+        const uint32_t rounded = hopper::pack(one, other);
+        high[tile] = hopper::transposed(rounded);
+        low[tile] = hopper::transposed(
+            hopper::pack(one - __uint_as_float(rounded << 16), other - __uint_as_float(rounded & 0xFFFF0000u)));
+      }
+#pragma unroll
+      for (int r = 0; r < RB; r++) {
+        const uint32_t at = from + r * UNIT + code_bytes(F) + (2 * c * 8 + g) * 4;  // of groups 2 c and 2 c + 1
+        const uint32_t minima = __byte_perm(read4(at), read4(at + 32), 0x7632);
+        const uint32_t a[4] = {minima & 0x00FF00FFu, minima >> 8 & 0x00FF00FFu, minima & 0x00FF00FFu,
+                               minima >> 8 & 0x00FF00FFu};
+#pragma unroll
+        for (int tile = 0; tile < NT; tile++) multiply(below[r][tile], a, high[tile], low[tile]);
       }
     }
     if constexpr (BYTES) {
@@ -174,6 +203,7 @@ __global__ void __launch_bounds__(512, 1)
       for (int r = 0; r < RB; r++) {
         float2 d, less;
         read_behind<F>(d, less, from + r * UNIT, g);
+        if (AT_ONCE) less.x *= 0x1p13f, less.y *= 0x1p13f;  // 2^-69 of all sums, 2^-133 2^51 of these
 #pragma unroll
         for (int tile = 0; tile < NT; tile++)
 #pragma unroll
@@ -245,57 +275,33 @@ extern "C" int transect_gguf_rows(const void* x, const void* weight, const void*
       warps < 4 || warps > 16 || warps % 4 || teams < 1 || warps % teams ||
       (gate && (N % 32 || rb * teams % 2 || per % 2 || bias)))
     return -1;
-#define TRANSECT_START(F, RB, NT)                                                                                   \
-  if (type == F && rb == RB && (M <= 8) == (NT == 1))                                                               \
-    return TRANSECT_HERE(start_rows<F, RB, NT>(x, weight, bias, out, M, N, K, x_stride, per, warps, teams, stages, \
+#define TRANSECT_START(F, RB)                                                                                       \
+  if (type == F && rb == RB)                                                                                        \
+    return TRANSECT_HERE(start_rows<F, RB, 1>(x, weight, bias, out, M, N, K, x_stride, per, warps, teams, stages,  \
                                                gate, dependent, stream));
-  TRANSECT_START(kQ4_0, 1, 1)
-  TRANSECT_START(kQ4_0, 1, 2)
-  TRANSECT_START(kQ4_0, 2, 1)
-  TRANSECT_START(kQ4_0, 2, 2)
-  TRANSECT_START(kQ4_1, 1, 1)
-  TRANSECT_START(kQ4_1, 1, 2)
-  TRANSECT_START(kQ4_1, 2, 1)
-  TRANSECT_START(kQ4_1, 2, 2)
-  TRANSECT_START(kQ5_0, 1, 1)
-  TRANSECT_START(kQ5_0, 1, 2)
-  TRANSECT_START(kQ5_0, 2, 1)
-  TRANSECT_START(kQ5_0, 2, 2)
-  TRANSECT_START(kQ5_1, 1, 1)
-  TRANSECT_START(kQ5_1, 1, 2)
-  TRANSECT_START(kQ5_1, 2, 1)
-  TRANSECT_START(kQ5_1, 2, 2)
-  TRANSECT_START(kQ8_0, 1, 1)
-  TRANSECT_START(kQ8_0, 1, 2)
-  TRANSECT_START(kQ8_0, 2, 1)
-  TRANSECT_START(kQ8_0, 2, 2)
-  TRANSECT_START(kQ2_K, 1, 1)
-  TRANSECT_START(kQ2_K, 1, 2)
-  TRANSECT_START(kQ2_K, 2, 1)
-  TRANSECT_START(kQ2_K, 2, 2)
-  TRANSECT_START(kQ3_K, 1, 1)
-  TRANSECT_START(kQ3_K, 1, 2)
-  TRANSECT_START(kQ3_K, 2, 1)
-  TRANSECT_START(kQ3_K, 2, 2)
-  TRANSECT_START(kQ4_K, 1, 1)
-  TRANSECT_START(kQ4_K, 1, 2)
-  TRANSECT_START(kQ4_K, 2, 1)
-  TRANSECT_START(kQ4_K, 2, 2)
-  TRANSECT_START(kQ5_K, 1, 1)
-  TRANSECT_START(kQ5_K, 1, 2)
-  TRANSECT_START(kQ5_K, 2, 1)
-  TRANSECT_START(kQ5_K, 2, 2)
-  TRANSECT_START(kQ6_K, 1, 1)
-  TRANSECT_START(kQ6_K, 1, 2)
-  TRANSECT_START(kQ6_K, 2, 1)
-  TRANSECT_START(kQ6_K, 2, 2)
-  TRANSECT_START(kIQ4_NL, 1, 1)
-  TRANSECT_START(kIQ4_NL, 1, 2)
-  TRANSECT_START(kIQ4_NL, 2, 1)
-  TRANSECT_START(kIQ4_NL, 2, 2)
-  TRANSECT_START(kMXFP4, 1, 1)
-  TRANSECT_START(kMXFP4, 1, 2)
-  TRANSECT_START(kMXFP4, 2, 1)
-  TRANSECT_START(kMXFP4, 2, 2)
+  TRANSECT_START(kQ4_0, 1)
+  TRANSECT_START(kQ4_0, 2)
+  TRANSECT_START(kQ4_1, 1)
+  TRANSECT_START(kQ4_1, 2)
+  TRANSECT_START(kQ5_0, 1)
+  TRANSECT_START(kQ5_0, 2)
+  TRANSECT_START(kQ5_1, 1)
+  TRANSECT_START(kQ5_1, 2)
+  TRANSECT_START(kQ8_0, 1)
+  TRANSECT_START(kQ8_0, 2)
+  TRANSECT_START(kQ2_K, 1)
+  TRANSECT_START(kQ2_K, 2)
+  TRANSECT_START(kQ3_K, 1)
+  TRANSECT_START(kQ3_K, 2)
+  TRANSECT_START(kQ4_K, 1)
+  TRANSECT_START(kQ4_K, 2)
+  TRANSECT_START(kQ5_K, 1)
+  TRANSECT_START(kQ5_K, 2)
+  TRANSECT_START(kQ6_K, 1)
+  TRANSECT_START(kQ6_K, 2)
+  TRANSECT_START(kIQ4_NL, 1)
+  TRANSECT_START(kIQ4_NL, 2)
+  TRANSECT_START(kMXFP4, 1)
+  TRANSECT_START(kMXFP4, 2)
   return -1;
 }

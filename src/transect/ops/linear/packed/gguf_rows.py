@@ -18,12 +18,13 @@ from ...lang.jit import multiprocessors
 from ..few_rows.cuda import SHARED
 from .gguf_layout import FORMATS, ROWS, arranged_shape, units_of
 
-MOST_ROWS = 16
+MOST_ROWS = 8
 """For more rows tiles of tensor-core products are quicker (``gguf_tiles.py``)."""
 X_BYTES = 2 * 256 + 16
 """Bytes of a row of x in a buffer."""
-GROUP_END = 0.3
-"""What the end of a group of sixteens takes, at which all warps of a block wait, in steps of a warp: an estimate."""
+GROUP_END = {False: 1.0, True: 0.3}
+"""What the end of a group of sixteens takes, at which all warps of a block wait, in steps of a warp; by whether there
+are more than two rows, of which teams that are in step ask at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,8 @@ class Tiling:
 
 def shared_bytes(tiling: Tiling, unit: int, m: int) -> int:
     """Shared memory of a block for ``m`` rows of x and units of so many bytes."""
-    tile = 8 if m <= 8 else 16
-    sums = 4 * tile * (16 * tiling.columns + 4)
-    return tiling.warps * (tiling.stages * (tiling.columns * unit + min(m, tile) * X_BYTES) + sums)
+    sums = 4 * MOST_ROWS * (16 * tiling.columns + 4)
+    return tiling.warps * (tiling.stages * (tiling.columns * unit + min(m, MOST_ROWS) * X_BYTES) + sums)
 
 
 def tiling_of(
@@ -61,7 +61,7 @@ def tiling_of(
 
     def steps(teams: int) -> float:
         groups = -(-per // (teams * columns))
-        return groups * (-(-across * teams // warps) * columns + GROUP_END)
+        return groups * (-(-across * teams // warps) * columns + GROUP_END[m > 2])
 
     possible = [t for t in range(1, warps + 1) if warps % t == 0 and not (gated and t * columns % 2)]
     teams = teams or min(possible, key=steps)
@@ -74,8 +74,8 @@ def tiling_of(
 
 @cache
 def choose_tiling(m: int, n: int, k: int, unit: int, units: int, gated: bool = False) -> Tiling:
-    """The tiling of m rows, at most 16 at a time."""
-    for columns, warps in ((1, 16), (1, 8), (1, 4)):
+    """The tiling of m rows: sixteen warps where their rings fit, which is for one or two rows."""
+    for columns, warps in ((2, 16), (2, 8), (1, 8), (1, 4)):
         tiling = tiling_of(m, n, k, unit, units, columns, warps, gated=gated)
         if tiling is not None:
             return tiling
@@ -131,7 +131,7 @@ class GGUFRows:
         out = x.new_empty(m, outputs // 2 if gated else outputs)
         if not out.numel():
             return out
-        tiling = tiling or choose_tiling(min(m, 16), outputs, k, kind.unit, multiprocessors(x.device), gated)
+        tiling = tiling or choose_tiling(min(m, 8), outputs, k, kind.unit, multiprocessors(x.device), gated)
         code = self._launch(
             x.data_ptr(), arranged.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(), m, outputs, k,
             x.stride(0), kind.index, tiling.columns, tiling.per, tiling.warps, tiling.teams,

@@ -22,7 +22,7 @@ using namespace hopper;
 
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 6;
+constexpr int kWarps = 8, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 5;
 constexpr int kChunk = 128, kBox = 16 * kChunk, kItem = 2 * kBox;
 constexpr int kMostSteps = 16;                                                 // chunks of a warp in a row of W
 constexpr int kPart = kMostSteps * kChunk * 2, kSums = 2 * kWarps * 32 * 4;  // bytes: a warp's part of x; sums
@@ -47,9 +47,9 @@ struct Data {
 
 __device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, int row, int chunk, uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, "
-      "%4}], [%5], %6;" ::"r"(to),
-      "l"(map), "r"(0), "r"(row), "r"(chunk * 2), "r"(barrier), "l"(kReadOnce)
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(to),
+      "l"(map), "r"(chunk * kChunk), "r"(row), "r"(barrier), "l"(kReadOnce)
       : "memory");
 }
 
@@ -139,7 +139,8 @@ struct Ahead {
 __global__ void __launch_bounds__(kThreads, 1)
     chain(const __grid_constant__ Weights weights, const __grid_constant__ Data data, int stages) {
 #ifdef TRANSECT_HOPPER
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ unsigned char unaligned[];
+  unsigned char* memory = unaligned + (-shared_address(unaligned) & 1023);  // as the pieces' order wants it
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const uint32_t ring = shared_address(memory) + warp * stages * kItem;
   const uint32_t part = shared_address(memory) + kWarps * stages * kItem + warp * kPart;
@@ -199,8 +200,10 @@ __global__ void __launch_bounds__(kThreads, 1)
                    : "memory");
     __syncwarp();
 
-    // Rows lane / 4 of the eights of an item, 16 k from lane % 4 * 16 on: of sixteen r, its first eight and the other.
-    const uint32_t row_at = lane / 4 * 64 + lane % 4 * 16, next_sixteen = gate ? 512 : kBox, next_eight = gate ? kBox : 512;
+    // A lane reads pieces 2 (lane % 4) and, in the second half, the one after it, of rows lane / 4 of the eights of an
+    // item: of sixteen r its first eight and the other. So eight lanes at a time meet no bank twice.
+    const uint32_t row_at = lane / 4 * 128 + ((lane % 4 * 2) ^ (lane / 4)) * 16;
+    const uint32_t next_sixteen = gate ? kBox / 2 : kBox, next_eight = gate ? kBox : kBox / 2;
     for (int group = 0; group < groups; group++) {
       // One warp ends a group, lane l row l of its 32. What it needs for that comes meanwhile.
       const bool ends = group % kWarps == warp;
@@ -219,15 +222,15 @@ __global__ void __launch_bounds__(kThreads, 1)
       float acc[2][2][4] = {};  // of both halves of a chunk's k, of both sixteens
       for (int step = 0; step < steps; step++) {
         barrier_wait(full + slot * 8, parity);
-        const uint32_t from = ring + slot * kItem + row_at, x_at = part + step * 256 + lane % 4 * 32;
+        const uint32_t from = ring + slot * kItem + row_at, x_at = part + step * 256 + lane % 4 * 64;
         uint4 w[2][2][2], b[2][2];
 #pragma unroll
         for (int h = 0; h < 2; h++) {
-          b[h][0] = read16(x_at + h * 128), b[h][1] = read16(x_at + h * 128 + 16);
+          b[h][0] = read16(x_at + h * 32), b[h][1] = read16(x_at + h * 32 + 16);
 #pragma unroll
           for (int r = 0; r < 2; r++) {
-            w[h][r][0] = read16(from + r * next_sixteen + h * 1024);
-            w[h][r][1] = read16(from + r * next_sixteen + h * 1024 + next_eight);
+            w[h][r][0] = read16((from ^ (h * 16)) + r * next_sixteen);
+            w[h][r][1] = read16((from ^ (h * 16)) + r * next_sixteen + next_eight);
           }
         }
 #pragma unroll
@@ -284,7 +287,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 #endif
 }
 
-// Rows of ``k`` codes in boxes of 16 rows by 128 k, as two halves of 64 k: in shared memory [half][row][64].
+// Rows of ``k`` codes in boxes of 16 rows by 128 k. In shared memory 16 bytes of row r lie at piece ^ (r % 8).
 int describe(CUtensorMap* map, const void* codes, int n, int k) {
   typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -301,10 +304,10 @@ int describe(CUtensorMap* map, const void* codes, int n, int k) {
     if (!found) return 1;
     encode = (Encode)found;
   }
-  const cuuint64_t sizes[3] = {64, (cuuint64_t)n, (cuuint64_t)k / 64}, strides[2] = {(cuuint64_t)k, 64};
-  const cuuint32_t box[3] = {64, 16, 2}, steps[3] = {1, 1, 1};
-  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, (void*)codes, sizes, strides, box, steps,
-                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  const cuuint64_t sizes[2] = {(cuuint64_t)k, (cuuint64_t)n}, strides[1] = {(cuuint64_t)k};
+  const cuuint32_t box[2] = {kChunk, 16}, steps[2] = {1, 1};
+  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void*)codes, sizes, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
@@ -339,7 +342,7 @@ extern "C" int transect_scaled8_chain(const void* const* codes, const void* cons
                      {(float*)tensors[11], (float*)tensors[12]},
                      {eps0, eps1},
                      (unsigned*)tensors[13]};
-  const int shared = kWarps * (stages * kItem + kPart) + kSums + kWarps * kMostStages * 8;
+  const int shared = 1024 + kWarps * (stages * kItem + kPart) + kSums + kWarps * kMostStages * 8;
   if (shared > kMostShared) return -1;
   return (int)launch(chain, blocks, kThreads, shared, 1, dependent > 0, stream, weights, data, stages);
 }

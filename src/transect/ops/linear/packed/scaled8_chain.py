@@ -32,7 +32,7 @@ from ...lang import cuda
 from ...lang.jit import multiprocessors
 
 STAGES = 5
-"""Items of 4 KiB that each of 8 warps has asked for at a time; 2 to 6."""
+"""Items of 4 KiB that each of 8 warps has asked for at a time; 2 to 5."""
 MOST_INPUTS = 16384
 COUNTERS = 96
 
@@ -54,7 +54,7 @@ class ChainWeights(NamedTuple):
     norms: tuple[Tensor, Tensor]
     eps: tuple[float, float]
     bias: Tensor | None = None
-    """Of q, k and v."""
+    """What is added to q, k and v."""
 
     @property
     def matrices(self) -> tuple[Matrix8, ...]:

@@ -1,0 +1,185 @@
+// How the numbers of a weight W [n][k] lie in memory for the products of linear.h, and how they become float32.
+//
+// The n rows are taken 16 at a time, a *row group*. Lane r of every 64-byte word belongs to row r of the group, so one
+// load feeds 16 outputs and no sum ever crosses lanes. Along k a row group is a run of *panels* of PANEL columns, read
+// once from start to end. A panel has GROUPS groups of columns with a scale (and perhaps a minimum) for each row.
+//
+//   Affine   words of codes of 8 or 4 bits (4 or 8 columns of each row), then 16 scales and 16 zeros
+//   Blocks   the block types of GGUF files in nearly their own bits: 16 float16 scales (and minima) of the panel; then,
+//            for each group, its whole-number steps where the type has them, words of codes of 8 or 4 bits, and a word
+//            with the upper 1 or 2 bits of all of them
+//   Dense    words of 2 bfloat16 or 1 float32
+//
+// A kind W gives W(panel, slice), what a panel has in common; w.group(panel, g, slice), its g-th group, whose
+// ``weight<I>(word)`` is column I of a word; and W::word(panel, g, j, slice), the j-th word of that group.
+#pragma once
+#include <algorithm>
+#include <type_traits>
+#include "simd.h"
+
+namespace transect {
+
+constexpr int GROUP_ROWS = 16;
+constexpr int SLICES = GROUP_ROWS / LANES;  // vectors per row group: 1 with AVX-512, 2 with AVX2, 4 plain
+
+enum Kind : int32_t {
+  Q4_HALF = 0, Q4_FLOAT = 1, Q8_HALF = 2, Q8_FLOAT = 3, Q8_FLOAT_G16 = 4, BF16 = 5, F32 = 6,
+  Q4_0 = 7, Q5_0 = 8, Q5_1 = 9, Q8_0 = 10, Q4_K = 11, Q5_K = 12, Q6_K = 13,
+};
+
+template <int I, int N, class F>
+inline void unrolled(F&& f) {
+  if constexpr (I < N) {
+    f.template operator()<I>();
+    unrolled<I + 1, N>(f);
+  }
+}
+
+template <int BITS, int PANEL_K, bool HALF_SCALES>
+struct Affine {
+  static constexpr int PANEL = PANEL_K, GROUPS = 1, PER_WORD = 32 / BITS, WORDS = PANEL / PER_WORD;
+  static constexpr bool BY_PLACE = false;
+  static constexpr int SCALE_BYTES = GROUP_ROWS * (HALF_SCALES ? 2 : 4);
+  static constexpr int PANEL_BYTES = WORDS * 64 + 2 * SCALE_BYTES;
+  vf scale, zero;
+  explicit Affine(const uint8_t* panel, int slice) {
+    const uint8_t* p = panel + WORDS * 64 + slice * LANES * (HALF_SCALES ? 2 : 4);
+    if constexpr (HALF_SCALES) {
+      scale = load_f16((const f16*)p);
+      zero = load_f16((const f16*)(p + SCALE_BYTES));
+    } else {
+      scale = load((const float*)p);
+      zero = load((const float*)(p + SCALE_BYTES));
+    }
+  }
+  const Affine& group(const uint8_t*, int, int) const { return *this; }
+  static vi word(const uint8_t* panel, int, int j, int slice) { return load_words(panel + 64 * j + 4 * LANES * slice); }
+  template <int I>
+  vf weight(vi word) const {
+    if constexpr (BITS == 4 && LANES == 16) return fma(low_bits<0>(word, 4 * I), scale, zero);
+    if constexpr (BITS == 8 && FUSED) return fma(biased_byte<I>(word) - BIAS, scale, zero);
+    return fma(__builtin_convertvector((word >> (BITS * I)) & ((1 << BITS) - 1), vf), scale, zero);
+  }
+};
+
+// LOW + HIGH bits of a code; GROUP columns share a scale, GROUPS of these a panel. STEPS: a group's scale (and minimum)
+// is the panel's times a whole number, which has a sign where there is no minimum. Without a minimum a number is
+// scale * (code - OFFSET).
+template <int LOW, int HIGH, int GROUP, int GROUPS_, bool STEPS, bool MINIMUM, int OFFSET>
+struct Blocks {
+  static constexpr int GROUPS = GROUPS_, PANEL = GROUP * GROUPS, PER_WORD = 32 / LOW, WORDS = GROUP / PER_WORD;
+  static constexpr int PARTS = 1 + MINIMUM, HALVES_BYTES = PARTS * GROUP_ROWS * 2;
+  static constexpr int STEP_BYTES = STEPS ? PARTS * GROUP_ROWS : 0;
+  static constexpr int GROUP_BYTES = STEP_BYTES + (WORDS + (HIGH > 0)) * 64;
+  static constexpr int PANEL_BYTES = HALVES_BYTES + GROUPS * GROUP_BYTES;
+  static constexpr bool BY_PLACE = HIGH > 0;
+  static_assert(HIGH == 0 || (LOW == 4 && GROUP * HIGH == 32));
+  static constexpr bool TABLE = LOW == 4 && HIGH == 0 && LANES == 16;  // one look-up instead of shuffles
+  // A float16 times BIAS + OFFSET is exact, so the offset costs nothing.
+  static constexpr bool OFFSET_IN_ZERO = FUSED && !TABLE && !STEPS && !MINIMUM;
+
+  // Codes as bytes: columns 0, 2, 4, 6 and 1, 3, 5, 7. Of 8 bits columns 0 to 3, and for TABLE all, in ``even``.
+  struct Word { vi even, odd; };
+  struct Group {
+    vf scale, zero;
+    template <int I>
+    vf weight(const Word& w) const {
+      constexpr int BYTE = LOW == 8 ? I : I / 2;
+      const vi bytes = LOW == 8 || I % 2 == 0 ? w.even : w.odd;
+      if constexpr (OFFSET_IN_ZERO) return fma(biased_byte<BYTE>(bytes), scale, zero);
+      vf code;
+      if constexpr (TABLE) code = low_bits<OFFSET>(w.even, 4 * I);
+      else if constexpr (FUSED) code = biased_byte<BYTE>(bytes) - (BIAS + OFFSET);
+      else code = __builtin_convertvector((bytes >> (8 * BYTE)) & 255, vf) - float(OFFSET);
+      return MINIMUM ? fma(code, scale, zero) : code * scale;
+    }
+  };
+
+  vf scale, minimum;
+  explicit Blocks(const uint8_t* panel, int slice) {
+    const f16* halves = (const f16*)panel + slice * LANES;
+    scale = load_f16(halves);
+    minimum = MINIMUM ? load_f16(halves + GROUP_ROWS) : vf{};
+  }
+  Group group(const uint8_t* panel, int g, int slice) const {
+    if constexpr (!STEPS) return {scale, OFFSET_IN_ZERO ? scale * -(BIAS + OFFSET) : minimum};
+    const uint8_t* steps = panel + HALVES_BYTES + g * GROUP_BYTES + slice * LANES;
+    if constexpr (MINIMUM) return {scale * load_bytes(steps), -(minimum * load_bytes(steps + GROUP_ROWS))};
+    return {scale * load_bytes((const int8_t*)steps), vf{}};
+  }
+  static Word word(const uint8_t* panel, int g, int j, int slice) {
+    const uint8_t* words = panel + HALVES_BYTES + g * GROUP_BYTES + STEP_BYTES + 4 * LANES * slice;
+    const vi low = load_words(words + 64 * j);
+    if constexpr (LOW == 8 || TABLE) return {low, vi{}};
+    Word w = {low & 0x0F0F0F0F, (low >> 4) & 0x0F0F0F0F};
+    if constexpr (HIGH > 0) {  // of byte b the (2 j)-th HIGH bits belong to byte b of ``even``, the next to ``odd``
+      constexpr int MASK = HIGH == 1 ? 0x10101010 : 0x30303030;
+      const vi high = load_words(words + 64 * WORDS);
+      w.even |= shifted(high, 4 - HIGH * 2 * j) & MASK;
+      w.odd |= shifted(high, 4 - HIGH * (2 * j + 1)) & MASK;
+    }
+    return w;
+  }
+
+  // One group of row r: codes [GROUP], steps [PARTS] where there are any, into a panel of zeros.
+  static void pack(uint8_t* panel, int g, int r, const uint8_t* codes, const uint8_t* steps) {
+    uint8_t* to = panel + HALVES_BYTES + g * GROUP_BYTES;
+    for (int part = 0; STEPS && part < PARTS; part++) to[part * GROUP_ROWS + r] = steps[part];
+    uint32_t high = 0;
+    for (int j = 0; j < WORDS; j++) {
+      uint32_t word = 0;
+      for (int i = 0; i < PER_WORD; i++) {
+        const uint32_t code = codes[j * PER_WORD + i];
+        word |= (code & ((1u << LOW) - 1)) << (LOW * i);
+        if (HIGH) high |= (code >> LOW) << (8 * (i / 2) + HIGH * (2 * j + i % 2));
+      }
+      std::memcpy(to + STEP_BYTES + 64 * j + 4 * r, &word, 4);
+    }
+    if (HIGH) std::memcpy(to + STEP_BYTES + 64 * WORDS + 4 * r, &high, 4);
+  }
+};
+
+template <bool HALF>
+struct Dense {
+  static constexpr int PANEL = HALF ? 2 : 1, GROUPS = 1, PER_WORD = PANEL, WORDS = 1, PANEL_BYTES = 64;
+  static constexpr bool BY_PLACE = false;
+  explicit Dense(const uint8_t*, int) {}
+  const Dense& group(const uint8_t*, int, int) const { return *this; }
+  static vi word(const uint8_t* panel, int, int, int slice) { return load_words(panel + 4 * LANES * slice); }
+  template <int I>
+  vf weight(vi word) const { return as_float(!HALF ? word : I == 0 ? word << 16 : word & int32_t(0xffff0000)); }
+};
+
+template <class F>
+auto with_kind(int kind, F f) {
+  switch (kind) {
+    case Q4_HALF: return f.template operator()<Affine<4, 32, true>>();
+    case Q4_FLOAT: return f.template operator()<Affine<4, 32, false>>();
+    case Q8_HALF: return f.template operator()<Affine<8, 32, true>>();
+    case Q8_FLOAT: return f.template operator()<Affine<8, 32, false>>();
+    case Q8_FLOAT_G16: return f.template operator()<Affine<8, 16, false>>();
+    case BF16: return f.template operator()<Dense<true>>();
+    case Q4_0: return f.template operator()<Blocks<4, 0, 32, 1, false, false, 8>>();
+    case Q5_0: return f.template operator()<Blocks<4, 1, 32, 1, false, false, 16>>();
+    case Q5_1: return f.template operator()<Blocks<4, 1, 32, 1, false, true, 0>>();
+    case Q8_0: return f.template operator()<Blocks<8, 0, 32, 1, false, false, 128>>();
+    case Q4_K: return f.template operator()<Blocks<4, 0, 32, 8, true, true, 0>>();
+    case Q5_K: return f.template operator()<Blocks<4, 1, 32, 8, true, true, 0>>();
+    case Q6_K: return f.template operator()<Blocks<4, 2, 16, 16, true, false, 32>>();
+    default: return f.template operator()<Dense<false>>();
+  }
+}
+
+inline int64_t group_bytes(int kind, int k) {
+  return with_kind(kind, [&]<class W>() { return int64_t(k / W::PANEL) * W::PANEL_BYTES; });
+}
+
+// ``f`` with the numbers of the words of a group, known to the compiler where a word's place decides how it is read.
+template <class W, class F>
+inline void each_word(F&& f) {
+  if constexpr (W::BY_PLACE) unrolled<0, W::WORDS>([&]<int J>() { f(std::integral_constant<int, J>{}); });
+  else
+    for (int j = 0; j < W::WORDS; j++) f(j);
+}
+
+}  // namespace transect
