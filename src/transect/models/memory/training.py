@@ -226,8 +226,8 @@ class Account:
                 size = 2 * self.e * unit
                 return [Phase("cutting", {"cutting": self.term("cutting", size, "the largest unit, and the piece")})]
             cutting = self.term("cutting", self.e * (unit + self.part.sharded), "pieces, and the largest unit twice")
-            whole = self.config.moe is not None or self.plan.objective != "next_token"
-            held = {"weights": self.e * count(self.part.shapes)} if whole else {}
+            built = self.config.moe is not None or self.plan.objective != "next_token"
+            held = {"weights": self.e * count(self.part.shapes)} if built else {}
             return [Phase("cutting", {**held, "cutting": cutting})]
         if self.plan.task != "qlora":
             return []
