@@ -289,6 +289,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
+    "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
+    "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
     "worked-generate": lambda: explain_tables.generate(_load("h200/explain_generate.json")),
     "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),
     "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),
