@@ -64,8 +64,8 @@ def graphed(work: Work) -> Work:
 
 
 def explained(name: str, work: Work, floor_s: float | None = None) -> tuple[Tensor, dict[str, Any]]:
-    """Run and explain one version: its result, and its figures. ``floor_s``: of a graph, whose kernels have no shapes in
-    a trace."""
+    """Run and explain one version: its result, and its figures. ``floor_s``: that of a graph, whose kernels have no
+    shapes in a trace."""
     work()
     with Explain() as run:
         for _ in range(STEPS):
