@@ -219,15 +219,17 @@ class Account:
         return held
 
     def loading(self) -> list[Phase]:
-        """The base of ``qlora`` is loaded whole and quantized matrix by matrix; what is sharded is built whole and cut
-        unit by unit."""
+        """The base of ``qlora`` is loaded whole and quantized matrix by matrix; what is sharded is read, or
+        built whole, and cut unit by unit."""
         if self.part.zero == 3:
             unit = max(self.part.outside, *self.part.layers)
             if self.part.host_weights:
                 size = 2 * self.e * unit
                 return [Phase("cutting", {"cutting": self.term("cutting", size, "the largest unit, and the piece")})]
             cutting = self.term("cutting", self.e * (unit + self.part.sharded), "pieces, and the largest unit twice")
-            return [Phase("cutting", {"weights": self.e * count(self.part.shapes), "cutting": cutting})]
+            built = self.config.moe is not None or self.plan.objective != "next_token"
+            held = {"weights": self.e * count(self.part.shapes)} if built else {}
+            return [Phase("cutting", {**held, "cutting": cutting})]
         if self.plan.task != "qlora":
             return []
         whole = self.e * count(self.part.shapes)
