@@ -22,6 +22,7 @@ import cpu_vs_llamacpp
 import data_formats
 import engine_tables
 import explain_apply
+import explain_faults
 import explain_sums
 import explain_tables
 import format_tables
@@ -288,7 +289,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
+    "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
+    "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
+    "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
     "worked-generate": lambda: explain_tables.generate(_load("h200/explain_generate.json")),
     "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),
     "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),

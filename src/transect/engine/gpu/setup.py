@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ...models.config import ModelConfig
 from ...models.cost import kv_bytes_per_token, weight_bytes
 from ...models.layouts import Layouts, storage_held
 from ...models.load import cache_dtype, kv_dtype
+from ...models.memory.serving import ServingPlan
 from ...models.storage import Storage, storage_for
 from ...models.streaming.plan import StreamPlan
 from ...ops.attention.paged.cache_codes import stored_bits
@@ -21,6 +24,8 @@ from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
+from ...parallel.layout import Layout
+from ...parallel.memory import smallest_layout
 from ...parallel.shards import Shard
 from ..config import EngineConfig
 from ..offload import stream_plan
@@ -120,7 +125,19 @@ def set_up(
     shapes = None if shard is None else shard.shapes()
     stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
     needed = weight_bytes(model, storage, shapes)
-    _check_weights(config, needed, 0 if stream is None else stream.saved, free, total)
+    whole = model if shard is None else shard.model
+    plan = ServingPlan(
+        weights=int(weight_bytes(whole, storage)),
+        element=dtype.itemsize,
+        kv_element=storage.kv / 8,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=max_tokens,
+        context=config.max_model_len or model.max_position,
+        block_size=config.block_size,
+        share=1.0,
+    )
+    least = partial(smallest_layout, whole, plan, storage)
+    _check_weights(config, needed, 0 if stream is None else stream.saved, free, total, least)
     if stream is not None:
         storage = replace(storage, streamed=stream.bytes)
     longest = config.max_model_len or model.max_position
@@ -178,19 +195,18 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """Further options of ``GPURunner`` on this device, by the names of its arguments."""
     switches = config.gpu
+    hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
+    hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     return {
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
         "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not config.shares_data,
-        "gathered_keys": switches.gathered_keys and not config.deterministic and not by_torch(ops),
+        "gathered_keys": switches.gathered_keys and hopper,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": switches.copy_kernels and not by_torch(ops),
         # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
-        "fine_rows": dtype == torch.bfloat16
-        and not config.deterministic
-        and not torch.version.hip
-        and torch.cuda.get_device_capability(device) == (9, 0),
+        "fine_rows": hopper,
         "graph_tokens": graph_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
         # torch's operators take no tokens that belong to no row.
         "pad_tokens": 1 if by_torch(ops) else None,
@@ -224,12 +240,24 @@ def _check_quantization(config: EngineConfig) -> None:
         )
 
 
-def _check_weights(config: EngineConfig, whole: float, streamed: float, free: int, total: int) -> None:
+def _check_weights(
+    config: EngineConfig,
+    whole: float,
+    streamed: float,
+    free: int,
+    total: int,
+    least: Callable[[int], Layout | None] = lambda budget: None,
+) -> None:
+    """``least``: the smallest layout in which a model fits, by the bytes of a GPU that can be used."""
     usable = min(free, int(total * config.gpu_memory_utilization))
     needed = whole - streamed
     if needed > usable:
         advice = "take a smaller model" + ("" if config.dtype != "float32" else " or dtype='bfloat16'")
         more = math.ceil((whole - 0.75 * usable) / GIB)
+        layout = least(usable)
+        if layout is not None:
+            advice += f", or spread it over {layout.size} GPUs (tensor_parallel_size={layout.tensor}"
+            advice += f", pipeline_parallel_size={layout.pipeline})" if layout.pipeline > 1 else ")"
         advice += f", or let layers stream from host memory (cpu_offload_gb={more}), which is for large batches"
         raise ValueError(
             f"the weights take {needed / GIB:.1f} GiB and {usable / GIB:.1f} GiB of the GPU can be used "

@@ -84,7 +84,7 @@ class StepPlan(NamedTuple):
     chunk_rows: int | None = None
     """Rows of the layout for prompts, before those of one token; None: they stand anywhere."""
     key_room: int | None = None
-    """As in ``PagedBatch``."""
+    """See ``PagedBatch``."""
 
 
 class _RaggedShape(NamedTuple):
