@@ -22,6 +22,7 @@ import cpu_vs_llamacpp
 import data_formats
 import engine_tables
 import explain_apply
+import explain_faults
 import explain_sums
 import explain_tables
 import format_tables
@@ -295,6 +296,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
+    "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
