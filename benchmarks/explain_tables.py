@@ -64,9 +64,8 @@ def xor_to_llm(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         rest = ", ".join(f"{share:.0%} {cause}" for cause, share in _named(row["chief"]))
         where = {"cpu": "processor", "cuda": "GPU"}[row["device"]]
-        lines.append(
-            f"| {row['name']} | {where}, {row['dtype']} | {row['of_peak']:.4%} | {row['at_the_floor']:.2%} | {rest} |"
-        )
+        peak = f"{100 * row['of_peak']:.2g}%" if row["of_peak"] else "plain Python"
+        lines.append(f"| {row['name']} | {where} | {peak} | {row['at_the_floor']:.1%} | {rest} |")
     return "\n".join(lines) + f"\n\n{_made(result)}\n"
 
 

@@ -80,7 +80,8 @@ WORKS = {
     "chats": f", chats of {TURNS} turns",
 }
 """Kinds of work, and what a page says of them."""
-COUNTERS = ("late_captures", "late_compilations", "timed_steps", "step_seconds", "predicted_step_seconds")
+FOUND, ASKED = "prefix_cache_hit_tokens", "prefix_cache_query_tokens"
+COUNTERS = ("late_captures", "late_compilations", "timed_steps", "step_seconds", "predicted_step_seconds", FOUND, ASKED)
 
 
 def model_folder(shape: str, folder: Path) -> Path:
@@ -211,7 +212,8 @@ def table(result: dict[str, Any]) -> str:
         )
         if len(mine) > 1:
             lines.append(row(rate, "worst of these", combined(mine, True)))
-        lines += [line for line in [vllm_row(rate)] if line]
+        same = result.get("work", {}).get("kind", "random") == "random"
+        lines += [line for line in [vllm_row(rate) if same else None] if line]
     return "\n".join(lines)
 
 
@@ -261,6 +263,12 @@ def page(result: dict[str, Any]) -> str:
         ratio = counts["predicted_step_seconds"] / counts["step_seconds"]
         lines.append(f"| {each['rate']} | {found['p99'] * 1e3:.1f} ms | {shares} | {late} | {ratio:.2f} |")
     lines += stages_table(result)
+    counts = [each["result"]["counters"] for each in result["levels"]]
+    asked = sum(each.get(ASKED, 0.0) for each in counts)
+    if asked:
+        lines.append(
+            f"\n{sum(each[FOUND] for each in counts) / asked:.0%} of the prompts' tokens were in the prefix cache."
+        )
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     kind = WORKS[result["work"].get("kind", "random")]

@@ -48,8 +48,10 @@ GRAPH_TOKENS = 1856
 """Tokens of the largest step that is a graph."""
 READ_S, SERVER_S = 1.3e-3, 2e-3
 """What the server needs to read a request, while others wait, and what a request takes beside that on its way."""
-MEASURED = "serve_load.json", "serve_load_sglang.json"
+MEASURED = ("serve_load_sglang.json",)
 """The results that say what steps take."""
+FEWEST = 3
+"""Steps of a size that say what it takes."""
 REQUESTS, INPUT, OUTPUT, SPREAD = 400, 600, 150, 0.6
 
 POLICIES: dict[str, tuple[dict[str, Any], bool]] = {
@@ -73,7 +75,7 @@ class Sizes:
         best: dict[tuple[bool, int], dict[str, Any]] = {}
         for size in (size for level in levels for size in level["timeline"]["sizes"]):
             key = size["mixed"], size["tokens"]
-            if size["steps"] > best.get(key, {"steps": 0})["steps"]:
+            if size["steps"] >= FEWEST and size["steps"] > best.get(key, {"steps": 0})["steps"]:
                 best[key] = size
         self.seconds = {key: size["learned"] - attending(size["keys"], size["pairs"]) for key, size in best.items()}
 

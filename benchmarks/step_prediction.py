@@ -8,6 +8,7 @@ model of step times is fitted on its first half and predicts the second, the log
 a smaller ``max_num_batched_tokens`` is predicted from it. Then the same requests run with that setting, and the
 latencies of the prediction stand beside those measured. Last, batches decode with and without the log, in turns, in
 one engine. ``--logs FOLDER`` keeps the decision logs, and every step's work with its time, predicted and measured.
+``--steps-only`` stops after the step times of the first run.
 """
 
 from __future__ import annotations
@@ -122,6 +123,17 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     assert found.errors is not None, "the run is too short to check step times"
     print(found.errors, *found.warnings, sep="\n", flush=True)
     print(f"following the machine: {found.followed}\nlike steps: {found.like}", flush=True)
+    kept = {
+        "requests": len(work),
+        "steps": len(log.steps),
+        "replay": dataclasses.asdict(again),
+        "step_time_errors": dataclasses.asdict(found.errors),
+        "followed_errors": None if found.followed is None else dataclasses.asdict(found.followed),
+        "like_steps": None if found.like is None else dataclasses.asdict(found.like),
+        "warnings": found.warnings,
+    }
+    if options.steps_only:
+        return kept
     logged(options, work, AFTER, second)
     measured = recorded(load(second))
     latencies = {}
@@ -141,14 +153,7 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 f"changed: predicted {predicted:.4f}, measured {after:.4f}",
                 flush=True,
             )
-    return {
-        "requests": len(work),
-        "steps": len(log.steps),
-        "replay": dataclasses.asdict(again),
-        "step_time_errors": dataclasses.asdict(found.errors),
-        "followed_errors": None if found.followed is None else dataclasses.asdict(found.followed),
-        "like_steps": None if found.like is None else dataclasses.asdict(found.like),
-        "warnings": found.warnings,
+    return kept | {
         "changed": {"max_num_batched_tokens": [BEFORE, AFTER]},
         "latencies": latencies,
     }
@@ -210,14 +215,25 @@ def _spread(result: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """Predictions beside what was measured."""
-    steps, machine, extra = result["step_time_errors"], result["environment"], result["log"]["extra"]
+    steps, machine = result["step_time_errors"], result["environment"]
+    cost = f" The log costs {result['log']['extra']:+.2%} of a batch's time." if "log" in result else ""
     lines = [
         f"{result['replay']['decisions']:,} decisions replayed, "
         + ("all the same" if result["replay"]["difference"] is None else "not the same")
         + f". Step times, first half of the log on the second ({steps['steps']:,} steps): median error "
-        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}. The log costs {extra:+.2%} of a batch's time."
-        + _spread(result),
+        f"{steps['median']:.1%}, p99 {steps['p99']:.1%}.{cost}" + _spread(result),
         "",
+    ]
+    if "latencies" in result:
+        lines += [*_changed(result), ""]
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+    lines.append(f"{result['model']}, {result['requests']} requests, {where}, {record.made_at([machine])}.")
+    return "\n".join(lines) + "\n"
+
+
+def _changed(result: dict[str, Any]) -> list[str]:
+    """Latencies with a smaller budget, predicted and measured."""
+    lines = [
         f"| ms | {BEFORE} tokens a step | predicted for {AFTER} | measured with {AFTER} | error |",
         "|---|---|---|---|---|",
     ]
@@ -226,11 +242,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"| {name.replace('ttft', 'TTFT').replace('itl', 'ITL')} | {' | '.join(shown)} | {row['error']:+.0%} |"
         )
-    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
-    return (
-        "\n".join(lines)
-        + f"\n\n{result['model']}, {result['requests']} requests, {where}, {record.made_at([machine])}.\n"
-    )
+    return lines
 
 
 def main() -> None:
@@ -242,6 +254,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=9, help="of the log's cost")
+    parser.add_argument("--steps-only", action="store_true", help="no second run, and not the log's cost")
     parser.add_argument("--logs", type=Path, help="keep the decision logs and every step's times in this folder")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "step_prediction.json")
     options = parser.parse_args()
@@ -260,6 +273,8 @@ def main() -> None:
         **found,
     }
     record.write(options.out, result)  # should what follows fail
+    if options.steps_only:
+        return
     record.write(options.out, {**result, "log": ablation(options, options.rounds)})
 
 

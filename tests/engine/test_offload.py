@@ -13,6 +13,7 @@ from transect.engine.decisions import read_records
 from transect.engine.gpu.setup import _check_weights, without_graphs
 from transect.engine.vllm_arguments import engine_settings
 from transect.models.streaming.plan import plan_stream
+from transect.parallel.layout import Layout
 
 torch.set_num_threads(1)
 SETTINGS = {
@@ -167,3 +168,5 @@ def test_a_gpu_streams_without_graphs_and_says_what_to_stream_if_weights_do_not_
     _check_weights(config, 40 * gib, 25 * gib, 20 * gib, 20 * gib)
     with pytest.raises(ValueError, match=r"the weights take 40.0 GiB and 20.0 GiB .*cpu_offload_gb=25"):
         _check_weights(config, 40 * gib, 0, 20 * gib, 20 * gib)
+    with pytest.raises(ValueError, match=r"over 6 GPUs \(tensor_parallel_size=2, pipeline_parallel_size=3\), or let"):
+        _check_weights(config, 40 * gib, 0, 20 * gib, 20 * gib, lambda budget: Layout(2, 3 * (budget == 20 * gib)))

@@ -4,10 +4,13 @@ The GGUF writer takes its names from the gguf package and does what llama.cpp's 
 so it knows nothing of the code under test.
 """
 
+import json
+
 import gguf
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 
 SMALL = {
     "vocab_size": 96,
@@ -108,6 +111,23 @@ def make_model(family, seed=0, **changes):
             is_scale = weight.ndim == 1 and name.endswith("weight")
             weight.copy_(1 + 0.2 * noise if is_scale else (0.1 if weight.ndim == 1 else 0.15) * noise)
     return model
+
+
+def save_mxfp4(folder, **changes):
+    """A gpt-oss model with random experts in MXFP4: blocks of 32 inputs, gate and up in turn."""
+    model = make_model("gpt-oss", **changes)
+    generator, tensors = torch.Generator().manual_seed(0), {}
+    for name, weight in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = weight.bfloat16().contiguous()
+            continue
+        experts, inputs, outputs = weight.shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        tensors[f"{name}_blocks"] = blocks
+        tensors[f"{name}_scales"] = torch.randint(120, 125, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors")
+    settings = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(settings))
 
 
 def write_gguf(path, model, type_name="F32", *, leave_out=(), change=None):

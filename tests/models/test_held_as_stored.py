@@ -8,7 +8,7 @@ import torch
 from commands import run_here
 from quantized_files import awq, fp8, gptq, int8, packed
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import make_model, write_gguf
+from tiny_checkpoints import make_model, save_mxfp4, write_gguf
 from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
@@ -197,19 +197,7 @@ def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, type_name):
 def gpt_oss(tmp_path_factory):
     """Experts in MXFP4, as gpt-oss has them: blocks of 32 inputs, gate and up in turn."""
     folder = tmp_path_factory.mktemp("gpt-oss")
-    model = make_model("gpt-oss", hidden_size=64, intermediate_size=32)
-    generator, tensors = torch.Generator().manual_seed(0), {}
-    for name, weight in model.state_dict().items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            tensors[name] = weight.bfloat16().contiguous()
-            continue
-        experts, inputs, outputs = weight.shape
-        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
-        tensors[f"{name}_blocks"] = blocks
-        tensors[f"{name}_scales"] = torch.randint(120, 125, blocks.shape[:3], generator=generator, dtype=torch.uint8)
-    save_file(tensors, folder / "model.safetensors")
-    settings = model.config.to_dict() | {"quantization_config": {"quant_method": "mxfp4"}}
-    (folder / "config.json").write_text(json.dumps(settings))
+    save_mxfp4(folder, hidden_size=64, intermediate_size=32)
     return resolve(str(folder))
 
 

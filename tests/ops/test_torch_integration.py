@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from effort import proving
 from registered import kernel_entries, marks
 
 from transect.ops.registry import Implementation, Op, Unavailable
@@ -78,7 +79,8 @@ def test_opcheck(op: Op, implementation: Implementation) -> None:
     inputs = example_of(op, implementation)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(call, (), inputs, test_utils=tests)
-    torch.library.opcheck(call, (), inputs, test_utils="test_aot_dispatch_dynamic")
+    if proving():  # like the next test, with sizes that may change
+        torch.library.opcheck(call, (), inputs, test_utils="test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize(("op", "implementation"), WITH_GRADIENT)

@@ -5,6 +5,8 @@ import gc
 
 import pytest
 import torch
+from tiny_checkpoints import save_mxfp4
+from tiny_llm import save_tiny_llm_text
 from transformers import Qwen3MoeConfig
 
 from transect import LLM, SamplingParams
@@ -79,3 +81,22 @@ def test_two_gpus_draw_the_tokens_of_one(gpus, shape, alone, layout):
 def test_stages_in_bfloat16(gpus, shape):
     """Nothing is added up in another order: the same bits."""
     assert run(shape, gpus, "bfloat16", pipeline_parallel_size=2) == run(shape, None, "bfloat16")
+
+
+def test_experts_of_four_bits_stay_so_on_each(gpus, tmp_path):
+    """Half of every expert of gpt-oss, in MXFP4: the logprobs of one GPU, but for the order of sums."""
+    save_mxfp4(tmp_path, intermediate_size=128)
+    save_tiny_llm_text(tmp_path)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    found = []
+    for sizes in ({}, {"tensor_parallel_size": 2, "ranks": gpus}):
+        llm = LLM(str(tmp_path), dtype="bfloat16", max_num_seqs=8, max_model_len=96, num_kv_blocks=64,
+                  cuda_graphs="lazy", **sizes)  # fmt: skip
+        experts = llm._core.executor._model.layers[0].mlp
+        each = experts.experts_gate, experts.experts_up, experts.experts_down
+        assert [weight.format.name for weight in each] == ["MXFP4"] * 3
+        result = llm.generate([list(range(20, 70))], params, use_tqdm=False)[0]
+        tokens = result.prompt_token_ids[1:]
+        found.append([entry[t].logprob for entry, t in zip(result.prompt_logprobs[1:], tokens, strict=True)])
+        llm.close()
+    assert found[1] == pytest.approx(found[0], abs=0.15)

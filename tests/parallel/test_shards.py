@@ -14,14 +14,15 @@ from transect.models.decoder import Decoder
 from transect.models.memory.serving import ServingPlan
 from transect.models.presets import PRESETS
 from transect.models.shapes import weight_shapes
+from transect.models.storage import Layout as Packing
 from transect.models.storage import storage_for
-from transect.models.stored import Stored
+from transect.models.stored import Blocks, Codes4, Codes8, Stored
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
 from transect.parallel.layout import Layout
-from transect.parallel.load import shard_embedding, shard_weights
+from transect.parallel.load import part_of, shard_embedding, shard_weights
 from transect.parallel.memory import smallest_layout, stages
-from transect.parallel.shards import Shard, vocabulary_part
+from transect.parallel.shards import Part, Shard, vocabulary_part
 from transect.parallel.tensor import sharded_kinds
 
 MODEL = ModelConfig("qwen3", 101, 64, 3, 8, 2, 16, 96, 128, qk_norm=True, tied_embeddings=True, sliding_window=8,
@@ -129,6 +130,27 @@ def test_a_rank_reads_its_part_and_nothing_else():
             assert each.shape == (64, 64)
             each.read(slice(3, 5))
     assert read == [((128, 64), slice(67, 69), slice(0, 64))]
+
+
+@pytest.mark.parametrize("kind", ["blocks", "8 bits", "4 bits"])
+def test_a_part_of_each_expert_stays_packed(kind):
+    """Two experts of 6 rows, of which the second rank of two has the last 3 each."""
+    rows = torch.arange(12.0)
+    layout = Packing("gguf" if kind == "blocks" else "int4" if kind == "4 bits" else "fp8")
+
+    def codes(part, columns):
+        own = rows[part, None] + torch.arange(64.0)[columns]
+        if kind == "blocks":
+            return Blocks(layout, own)
+        return Codes8(layout, own, rows[part]) if kind == "8 bits" else Codes4(layout, own, own[:, :2], own[:, 2:4])
+
+    part = part_of(Stored((12, 64), lambda *_: None, layout, codes), Part(slice(3, 6), slice(None), 2))
+    found = part.codes(slice(1, 6), slice(32, 64))
+    whole = codes(slice(None), slice(32, 64))
+    wanted = [4, 5, 9, 10, 11]
+    assert part.shape == (6, 64) and part.layout is layout and type(found) is type(whole)
+    for name in ("blocks",) if kind == "blocks" else ("codes", "scale"):
+        assert torch.equal(getattr(found, name), getattr(whole, name)[wanted])
 
 
 def test_the_smallest_layout_that_fits():

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from effort import proving
 
 pytest.importorskip("triton")
 
@@ -20,12 +21,13 @@ from transect.train.config import LoRAConfig
 from transect.train.lora import attach
 from transect.train.loss import batch_loss
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LAYERS = 2 if proving() or DEVICE == "cuda" else 1
 CONFIG = ModelConfig(
-    architecture="qwen3", vocab_size=64, dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, ffn_dim=48,
+    architecture="qwen3", vocab_size=64, dim=32, n_layers=LAYERS, n_heads=2, n_kv_heads=1, head_dim=16, ffn_dim=48,
     max_position=64, qk_norm=True,
 )  # fmt: skip
 NAMES = ("rms_norm", "rotary", "swiglu", "linear", "attention")
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def kernels():

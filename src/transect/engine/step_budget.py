@@ -76,7 +76,7 @@ class StepBudget:
         """May be changed between steps."""
         self.times = times
         self._share = 0.0
-        """Of steps with prompts, smoothed."""
+        """The share of steps with prompts, smoothed."""
         self._config = config
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens

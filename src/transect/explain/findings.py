@@ -322,7 +322,7 @@ def gradients(material: Material) -> Iterator[Finding]:
     if material.facts.get("backward", True):
         return
     split = material.split
-    calls = sum(op.calls for op in split.ops if op.key.nodes)
+    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
     seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
     if split.on_gpu:  # beside what the GPU computes recording costs nothing
         seconds = min(seconds, max(0.0, split.issuing - split.busy))

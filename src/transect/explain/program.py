@@ -117,7 +117,7 @@ class Explain:
         if torch.cuda.is_available() and not trace.on_gpu:
             self._overhead = profiler_seconds("cpu")
         facts = {"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share}
-        if any(key.nodes for key in trace.keys):
+        if trace.recorded:
             facts["autograd_s"] = autograd_seconds(trace.on_gpu)
         marked = [i for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
         offset = float(trace.ts[marked[0]]) - self._began if marked else 0.0
@@ -249,11 +249,12 @@ def autograd_seconds(on_gpu: bool) -> float:
             x.mm(weight)
         return time.perf_counter() - began
 
-    work()
-    recorded = min(work() for _ in range(3))
-    with torch.inference_mode():
-        plain = min(work() for _ in range(3))
-    return max(0.0, (recorded - plain) / PROBES)
+    recorded, plain = [], []
+    for _ in range(5):  # in turns: other work on the machine must not hold up one of them alone
+        recorded.append(work())
+        with torch.inference_mode():
+            plain.append(work())
+    return max(0.0, (min(recorded) - min(plain)) / PROBES)
 
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:

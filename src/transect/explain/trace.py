@@ -55,6 +55,8 @@ class Trace:
         self.truncated = False
         self.other: dict[str, int] = {}
         """Events of kinds that are not looked at, by kind."""
+        self.sequence: tuple[int, int] | None = None
+        """The lowest and the highest number that autograd had given to a node when an operator was called."""
         self.keys: list[Key] = []
         self._numbers: dict[Any, int] = {}
         self._columns: dict[str, Any] = {
@@ -89,6 +91,7 @@ class Trace:
         found = event.get("args")
         args: dict[str, Any] = found if isinstance(found, dict) else {}
         lane = (event.get("pid"), event.get("tid"))
+        self._count(kind, args.get("Sequence number"))
         link = args.get("External id", args.get("external id", args.get("correlation", -1)))
         columns = self._columns
         columns["kind"].append(kind)
@@ -97,6 +100,17 @@ class Trace:
         columns["lane"].append(self._lanes.setdefault(lane, len(self._lanes)))
         columns["key"].append(self._key(kind, str(event.get("name", "")), args))
         columns["link"].append(int(link) if _number(link) else -1)
+
+    def _count(self, kind: int, number: Any) -> None:
+        if kind != OP or not _number(number) or number < 0:
+            return
+        low, high = self.sequence or (int(number), int(number))
+        self.sequence = min(low, int(number)), max(high, int(number))
+
+    @property
+    def recorded(self) -> int:
+        """Operators that autograd recorded, at most. While nothing needs a gradient its numbers stand still."""
+        return 0 if self.sequence is None else self.sequence[1] - self.sequence[0]
 
     def _key(self, kind: int, name: str, args: dict[str, Any]) -> int:
         shapes = args.get("Input Dims", args.get("Input dims")) if kind == OP else None

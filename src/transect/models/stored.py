@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -68,6 +68,7 @@ class Blocks:
 
 PackedValues = Codes8 | Codes4 | Blocks
 """A matrix as a checkpoint packs it."""
+P = TypeVar("P", bound=PackedValues)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +121,13 @@ def joined_rows(parts: Sequence[Values]) -> Values:
     return QuantizedTensor(first.type_name, (len(blocks), *first.shape[1:]), blocks)
 
 
-def joined_codes(parts: Sequence[Codes8 | Codes4]) -> Codes8 | Codes4:
-    """Matrices that are packed alike, without an order of their inputs, one below the other."""
-    names = ("codes", "scale") if isinstance(parts[0], Codes8) else ("codes", "scale", "zero")
+def joined_codes(parts: Sequence[P]) -> P:
+    """Matrices that are packed alike, one below the other; those of 4 bits with the same order of their inputs."""
+    first = parts[0]
+    names = ["blocks"] if isinstance(first, Blocks) else ["codes", "scale"]
+    names += ["zero"] if isinstance(first, Codes4) else []
     whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-    return replace(parts[0], **whole)
+    return replace(first, **whole)
 
 
 def within(size: int, part: slice) -> slice:

@@ -6,7 +6,9 @@ by the C++ kernels where those can run. On a GPU the fused stack runs, with the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -17,7 +19,7 @@ from ..models.fused_stack import FusedStack, Fusions
 from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
 from ..models.resolve import ModelSource
-from ..models.stored import PackedValues, Stored, StoredWeights, Values, joined_rows, within
+from ..models.stored import PackedValues, Stored, StoredWeights, Values, joined_codes, joined_rows, within
 from ..models.streaming.plan import StreamPlan
 from ..models.weights.dense import Dense
 from ..models.weights.int4_serving import PANEL
@@ -29,6 +31,10 @@ from .experts import spread_experts
 from .mesh import Mesh
 from .shards import Part, Shard
 from .tensor import ShardedEmbedding, sharded_kinds, sharded_norms
+
+T = TypeVar("T")
+GROUP = PANEL * 4
+"""Numbers of a row that are rounded together, and that a rank has all of or none."""
 
 
 def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
@@ -79,17 +85,27 @@ def _part_of_stack(stored: Stored, part: Part) -> Stored:
     own = within(each, part.rows)
     height, shape = own.stop - own.start, part.shape(stored.shape)
 
-    def read(rows: slice, columns: slice) -> Values:
+    def pieces(from_file: Callable[[slice, slice], T], rows: slice, columns: slice) -> list[T]:
+        """Those of each matrix."""
         wanted = within(shape[0], rows)
         found = []
         for matrix in range(wanted.start // height, -(-wanted.stop // height)):
             first = max(0, wanted.start - matrix * height)
             last = min(height, wanted.stop - matrix * height)
             start = matrix * each + own.start
-            found.append(stored.read(slice(start + first, start + last), columns))
-        return joined_rows(found)
+            found.append(from_file(slice(start + first, start + last), columns))
+        return found
 
-    return Stored(shape, read)
+    def read(rows: slice, columns: slice) -> Values:
+        return joined_rows(pieces(stored.read, rows, columns))
+
+    def read_codes(rows: slice, columns: slice) -> PackedValues:
+        assert stored.codes is not None
+        return joined_codes(pieces(stored.codes, rows, columns))
+
+    if stored.layout is None:
+        return Stored(shape, read)
+    return Stored(shape, read, stored.layout, read_codes)
 
 
 def load_shard(
@@ -131,7 +147,7 @@ def load_shard(
     if quantization is not None:
         refuse_adapter(source)
         if library is not None:
-            check_groups(shard, PANEL * 4)
+            check_groups(shard, GROUP)
         else:
             weights = rounded_layers(weights)
     spread_experts(model, shard, mesh)
@@ -157,9 +173,11 @@ def load_shard_on_device(
     seed: int = 0,
     fusions: Fusions | None = None,
     kinds: Kinds | None = None,
+    group: int = GROUP,
     stream: StreamPlan | None = None,
 ) -> Decoder:
-    """This rank's part of a model on its GPU; the arguments are those of ``models.load.load_on_device``.
+    """This rank's part of a model on its GPU; the arguments are those of ``models.load.load_on_device``. ``group``: of
+    how many numbers of a row a rank has all or none, where ``kinds`` are given.
 
     Raises:
         ValueError: as there, or the model cannot be cut between so many ranks.
@@ -168,7 +186,7 @@ def load_shard_on_device(
     shard = shard_of(source.config, mesh)
     if kinds is not None:
         refuse_adapter(source)
-        check_groups(shard, PANEL * 4)
+        check_groups(shard, group)
     model = Decoder(shard.local, "meta", dtype, ops=ops, kinds=sharded_kinds(kinds, shard, mesh.tensor))
     shard_embedding(model, shard, mesh, dtype)
     join = stream is None or fusions is None or fusions.qkv

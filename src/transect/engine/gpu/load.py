@@ -15,7 +15,7 @@ from ...models.fused_stack import Fusions
 from ...models.load import load_on_device
 from ...models.resolve import ModelSource
 from ...models.weights.kinds import kinds_for
-from ...parallel.load import load_shard_on_device
+from ...parallel.load import GROUP, load_shard_on_device
 from ...parallel.mesh import Mesh
 from . import warm_kernels
 from .compilers import Compilers
@@ -82,7 +82,11 @@ def load(
     warming = warm_kernels.start(work, setup.ops, setup.device, compilers, setup.asked)
     if warming.collected:
         times.done(f"{warming.collected} kernels found")
-    read = partial(load_on_device, device=setup.device) if mesh is None else partial(load_shard_on_device, mesh=mesh)
+    read = partial(load_on_device, device=setup.device)
+    if mesh is not None:
+        in_blocks = bool(setup.layouts) and {layout.format for _, layout in setup.layouts} == {"gguf"}
+        # Files with blocks say themselves where these cannot be cut.
+        read = partial(load_shard_on_device, mesh=mesh, group=1 if in_blocks else GROUP)
     model = read(
         source,
         dtype=setup.dtype,

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ...models.config import ModelConfig
 from ...models.cost import kv_bytes_per_token, weight_bytes
 from ...models.layouts import Layouts, storage_held
 from ...models.load import cache_dtype, kv_dtype
+from ...models.memory.serving import ServingPlan
 from ...models.storage import Storage, storage_for
 from ...models.streaming.plan import StreamPlan
 from ...ops.attention.paged.cache_codes import stored_bits
@@ -21,6 +24,8 @@ from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
+from ...parallel.layout import Layout
+from ...parallel.memory import smallest_layout
 from ...parallel.shards import Shard
 from ..config import EngineConfig
 from ..offload import stream_plan
@@ -120,7 +125,19 @@ def set_up(
     shapes = None if shard is None else shard.shapes()
     stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
     needed = weight_bytes(model, storage, shapes)
-    _check_weights(config, needed, 0 if stream is None else stream.saved, free, total)
+    whole = model if shard is None else shard.model
+    plan = ServingPlan(
+        weights=int(weight_bytes(whole, storage)),
+        element=dtype.itemsize,
+        kv_element=storage.kv / 8,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=max_tokens,
+        context=config.max_model_len or model.max_position,
+        block_size=config.block_size,
+        share=1.0,
+    )
+    least = partial(smallest_layout, whole, plan, storage)
+    _check_weights(config, needed, 0 if stream is None else stream.saved, free, total, least)
     if stream is not None:
         storage = replace(storage, streamed=stream.bytes)
     longest = config.max_model_len or model.max_position
@@ -223,12 +240,24 @@ def _check_quantization(config: EngineConfig) -> None:
         )
 
 
-def _check_weights(config: EngineConfig, whole: float, streamed: float, free: int, total: int) -> None:
+def _check_weights(
+    config: EngineConfig,
+    whole: float,
+    streamed: float,
+    free: int,
+    total: int,
+    least: Callable[[int], Layout | None] = lambda budget: None,
+) -> None:
+    """``least``: the smallest layout in which a model fits, by the bytes of a GPU that can be used."""
     usable = min(free, int(total * config.gpu_memory_utilization))
     needed = whole - streamed
     if needed > usable:
         advice = "take a smaller model" + ("" if config.dtype != "float32" else " or dtype='bfloat16'")
         more = math.ceil((whole - 0.75 * usable) / GIB)
+        layout = least(usable)
+        if layout is not None:
+            advice += f", or spread it over {layout.size} GPUs (tensor_parallel_size={layout.tensor}"
+            advice += f", pipeline_parallel_size={layout.pipeline})" if layout.pipeline > 1 else ")"
         advice += f", or let layers stream from host memory (cpu_offload_gb={more}), which is for large batches"
         raise ValueError(
             f"the weights take {needed / GIB:.1f} GiB and {usable / GIB:.1f} GiB of the GPU can be used "

@@ -5,7 +5,8 @@
 * ``dense.py``: numbers of a float type, trained or not
 * ``int4.py``: 4-bit codes in groups, rebuilt for each product (training); ``int4_serving.py``: multiplied as they are
 * ``scaled8.py``: fp8 or whole numbers of 8 bits, with a scale for each output
-* ``gguf_blocks.py``: the block types of GGUF files on a GPU, multiplied as they are
+* ``gguf_blocks.py``: the block types of GGUF files on a GPU, multiplied as they are; ``in_blocks.py``: how such weights
+  and those of ``int4_serving.py`` are joined
 * ``nf4.py``: 4-bit NormalFloat with double quantization, rebuilt for each product (training)
 * ``packed.py``: the formats of GGUF files on the C++ CPU kernels
 * ``as_stored.py``: whichever of these a checkpoint packs a matrix as; ``kinds.py``: which a model has

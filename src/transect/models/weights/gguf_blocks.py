@@ -18,6 +18,7 @@ from ...ops.opset import OpSet
 from ..staging import Staging
 from ..storage import Layout, WeightFormat
 from ..stored import Blocks
+from .in_blocks import join_blocks
 from .weight import Dimension, Product, TrainingPart, Values, Weight, by_expert, join_biases, part_of, shard_bias
 
 
@@ -116,21 +117,10 @@ class GGUFBlocks(Weight):
         for other in others:
             if isinstance(other, GGUFBlocks) and other.block_type == self.block_type:
                 parts.append(other)
-        biases = [part.bias for part in parts if part.bias is not None]
-        if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
+        found = join_blocks(parts, ROWS, 0, gated=gated) if len(parts) > len(others) else None
+        if found is None:
             return None
-        if any(part.out_features % ROWS for part in parts[:-1]):
-            return None
-        in_turns = gated and not biases and len({part.shape for part in parts}) == 1
-        in_turns = in_turns and parts[-1].out_features % ROWS == 0
-        if in_turns:
-            whole = torch.stack([part.arranged for part in parts], 1).flatten(0, 1)
-            views: Sequence[Tensor] = [whole[turn :: len(parts)] for turn in range(len(parts))]
-        else:
-            whole = torch.cat([part.arranged for part in parts])
-            views = whole.split([len(part.arranged) for part in parts])
-        for part, view in zip(parts, views, strict=True):
-            part.arranged = view
+        whole, in_turns = found
         joined = self._over(whole, sum(part.out_features for part in parts), self.in_features)
         joined.in_turns = in_turns
         joined.add_bias(join_biases(parts))

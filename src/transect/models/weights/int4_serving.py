@@ -32,6 +32,7 @@ from ...ops.opset import OpSet
 from ..staging import Staging, dense_values
 from ..storage import SERVING_GROUP, Layout, WeightFormat, int4_format
 from ..stored import Codes4
+from .in_blocks import join_blocks
 from .int4 import codes_of
 from .weight import (
     Dimension,
@@ -240,23 +241,11 @@ class ServingInt4(Weight):
 
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> ServingInt4 | None:
         parts = [self, *(other for other in others if isinstance(other, ServingInt4))]
-        biases = [part.bias for part in parts if part.bias is not None]
-        if len(parts) <= len(others) or len(biases) not in (0, len(parts)):
+        alike = all(part.order is None and part.group == self.group for part in parts)
+        found = join_blocks(parts, BLOCK, 1, gated=gated) if alike and len(parts) > len(others) else None
+        if found is None:
             return None
-        if any(part.order is not None for part in parts) or len({part.group for part in parts}) > 1:
-            return None
-        if any(part.out_features % BLOCK for part in parts[:-1]):
-            return None
-        in_turns = gated and not biases and len({part.shape for part in parts}) == 1
-        in_turns = in_turns and parts[-1].out_features % BLOCK == 0
-        if in_turns:
-            whole = torch.stack([part.arranged for part in parts], 2).flatten(1, 2)
-            views: Sequence[Tensor] = [whole[:, turn :: len(parts)] for turn in range(len(parts))]
-        else:
-            whole = torch.cat([part.arranged for part in parts], 1)
-            views = whole.split([part.arranged.shape[1] for part in parts], 1)
-        for part, view in zip(parts, views, strict=True):
-            part.arranged = view
+        whole, in_turns = found
         outputs = sum(part.out_features for part in parts)
         joined = ServingInt4(outputs, self.in_features, products=self._products, group=self.group,
                              device="meta", dtype=self._dtype)  # fmt: skip

@@ -59,15 +59,19 @@ def check(
     examples: Any = None,
     layouts: Sequence[str] = LAYOUTS,
     draws: int = DRAWS,
+    plain: bool = True,
 ) -> Iterator[Finding]:
     """Compare on every example that the implementation takes in this dtype; the first two in all ``layouts`` (elements
-    apart, rows padded), the others in the first. Results of few elements are drawn ``draws`` times.
+    apart, rows padded), the others in the first. Results of few elements are drawn ``draws`` times. Without ``plain``
+    an implementation that has gradients is compared only with them.
 
     Raises:
         Unavailable: the implementation cannot run here.
     """
-    plain = implementation.load()
-    forms: list[tuple[str, Callable[..., Any], bool]] = [("", plain, False)]
+    own = implementation.load()
+    forms: list[tuple[str, Callable[..., Any], bool]] = []
+    if plain or implementation.autograd is None:
+        forms.append(("", own, False))
     if implementation.autograd is not None:
         forms.append(("operator ", implementation.autograd(), True))
     for index, example in enumerate(op.examples() if examples is None else examples):

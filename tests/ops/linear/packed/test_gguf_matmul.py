@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from transect.ops.lang import cuda_build
-from transect.ops.linear.packed import gguf_rows, gguf_tiles
+from transect.ops.linear.packed import gguf_rows, gguf_tiles, int4_matmul
 from transect.ops.linear.packed.gguf_layout import FORMATS, arranged_shape
 from transect.ops.linear.packed.gguf_matmul import Products, dequantize, drawn, reference
 from transect.ops.linear.packed.gguf_rows import GGUFRows, Tiling, choose_tiling, refusal, shared_bytes, tiling_of
 from transect.ops.linear.packed.gguf_tiles import GGUFTiles
+from transect.ops.linear.packed.int4_packing import arrange_codes
 from transect.ops.registry import Unavailable
 
 
@@ -93,6 +94,21 @@ def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> Non
                 assert miss(tiles(x, arranged, name, n, bias, tiling=tiling), wanted) < 5e-3, tiling
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(48, 384), (4096, 4096), (1000, 14336)])
+def test_tiles_of_4_bits_in_groups(tiles: GGUFTiles, n: int, k: int) -> None:
+    random = {"device": "cuda", "generator": torch.Generator("cuda").manual_seed(n)}
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, **random)
+    scale = torch.rand(n, k // 128, **random) + 0.1
+    weight = arrange_codes(codes, scale, -7.5 * scale)
+    bias = torch.randn(n, device="cuda").to(torch.bfloat16)
+    for m in (1, 33, 64, 130, 300):
+        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
+        found = tiles(x, weight, "int4", n, bias)
+        assert miss(found, int4_matmul.reference(x.double(), weight, n, bias.double())) < 5e-3, m
+        assert torch.equal(tiles(x, weight, "int4", n, bias, dependent_launch=True), found)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_chosen_tilings_fit(name: str, gated: bool) -> None:
@@ -160,6 +176,6 @@ def test_the_source_knows_the_types_and_their_sizes() -> None:
     started = re.findall(r"^  TRANSECT_START\(k(\w+), (\d)\)$", source, re.M)
     assert started == [(name, rb) for name in FORMATS for rb in "12"]
     started = re.findall(r"^  TRANSECT_CUT\(k(\w+), (\d+), (\d), (\d)\)$", tiles, re.M)
-    assert started == [(name, *map(str, cut)) for name in FORMATS for cut in gguf_tiles.cuts(name)]
+    assert started == [(name, *map(str, cut)) for name in (*FORMATS, "Int4") for cut in gguf_tiles.cuts(name)]
     assert arranged_shape(FORMATS["Q4_K"], 33, 300) == (3, 2, 2368)
     assert gguf_rows.MOST_ROWS == 8

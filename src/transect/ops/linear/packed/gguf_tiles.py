@@ -1,5 +1,5 @@
-"""``gguf_tiles.cu``: the product of many rows with a weight in a block type of GGUF files, on Hopper: tiles of the
-weight are decoded in registers, which Hopper's own tensor-core products (wgmma) read.
+"""``gguf_tiles.cu``: the product of many rows with a weight in a block type of GGUF files, or in 4 bits in groups of
+128, on Hopper: tiles of the weight are decoded in registers, which Hopper's own tensor-core products (wgmma) read.
 
 Shapes as in ``gguf_matmul.py``; x bfloat16. A weight is rounded to bfloat16, and so are its group's scale and minimum
 before. Sums in float32. Bound by the bytes of the weight for the fewest rows, by the tensor cores from about 200 on.
@@ -17,6 +17,8 @@ from ...lang import cuda
 from ...lang.jit import multiprocessors
 from . import gguf_rows
 from .gguf_layout import FORMATS, units_of
+from .int4_packing import CHUNK, group_of
+from .int4_rows import cuda_refusal
 
 MOST_ROWS = 512
 """More rows are quicker with a weight that is rebuilt."""
@@ -31,6 +33,8 @@ TOGETHER, ALONE = 3, 1
 SHARED = 225 * 1024
 """Bytes of shared memory for the rings of all blocks of a multiprocessor."""
 MOST_STAGES = 16
+INT4 = "int4"
+"""The name of weights that ``int4_packing.arrange`` made, in groups of 128."""
 FLAGS = 4096
 """Counters of a launcher: one for each block of a launch."""
 
@@ -64,6 +68,13 @@ def cuts(name: str) -> tuple[tuple[int, int, int], ...]:
     return CUTS + TRIED if name in TRIED_TYPES else CUTS
 
 
+def sizes(name: str, n: int, k: int) -> tuple[int, int, int]:
+    """Units down and across of a matrix ``[n, k]``, and bytes of one."""
+    if name == INT4:
+        return -(-n // 16), k // CHUNK, 1088
+    return *units_of(n, k), FORMATS[name].unit
+
+
 def ranks_of(tiles: int, across: int, units: int, resident: int) -> int:
     """Blocks to share the k of a tile, by what the busiest multiprocessor has to do in units of a tile; 0 where an even
     share of everything is quicker, though blocks then wait for each other."""
@@ -80,12 +91,11 @@ def tiling_of(
     """The tiling of one of the compiled cuts, with as deep rings as fit; None: they do not fit.
     ``units``: multiprocessors; ``ranks``: instead of the rule's."""
     rows, groups, resident = cut
-    down, across = units_of(n, k)
+    down, across, unit = sizes(name, n, k)
     tiles = -(-down // (4 * groups)) * -(-m // rows)
     if ranks is None:
         ranks = ranks_of(tiles, across, units, resident)
     blocks = tiles * ranks or min(units * resident, tiles * across)
-    unit = FORMATS[name].unit
     left = SHARED // resident - 2048
     for w_stages in (4, 3, 2):
         x_stages = min(MOST_STAGES, 4 * w_stages, (left - w_stages * groups * 4 * unit) // (rows * 128))
@@ -108,6 +118,8 @@ def refusal(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor |
     """Why the kernels do not take these arguments, or None."""
     if outputs % 8:
         return "N must be a multiple of 8"
+    if name == INT4:
+        return "groups must be of 128" if group_of(arranged) != 128 else cuda_refusal(x, arranged, outputs, bias)
     return gguf_rows.refusal(x, arranged, name, outputs, bias)
 
 
@@ -155,7 +167,8 @@ class GGUFTiles:
         parts = x.new_empty(tiling.blocks * tiling.rows * tiling.groups * 64, dtype=torch.float32)
         code = self._launch(
             x.data_ptr(), arranged.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            parts.data_ptr(), self._flags.data_ptr(), m, outputs, k, x.stride(0), FORMATS[name].index, tiling.rows,
+            parts.data_ptr(), self._flags.data_ptr(), m, outputs, k, x.stride(0),
+            len(FORMATS) if name == INT4 else FORMATS[name].index, tiling.rows,
             tiling.groups, tiling.resident, tiling.blocks, tiling.ranks, tiling.w_stages, tiling.x_stages,
             2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
