@@ -292,6 +292,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
+    "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
     "worked-generate": lambda: explain_tables.generate(_load("h200/explain_generate.json")),
     "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),
