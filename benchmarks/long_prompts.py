@@ -179,8 +179,9 @@ def page(result: dict[str, Any]) -> str:
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    runs = [machine] + [machine | {"commit": commit} for commit in result.get("other_commits", ())]
     lines.append(
-        f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at([machine])}; before: commit "
+        f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at(runs)}; before: commit "
         f"{before['commit']}. vLLM was measured apart.\n"
     )
     return "\n".join(lines)

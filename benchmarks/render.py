@@ -22,6 +22,7 @@ import cpu_vs_llamacpp
 import data_formats
 import engine_tables
 import explain_apply
+import explain_faults
 import explain_sums
 import explain_tables
 import format_tables
@@ -209,15 +210,22 @@ def kills() -> str:
 
 
 def serving_kills() -> str:
-    """Kills of a rank of a server under load."""
-    found = _load("cpu/kill_serving_ranks.json")
+    """Kills of a rank of a server under load, on processors and on GPUs."""
+    paths = ("cpu/kill_serving_ranks.json", "h200/kill_serving_ranks.json")
+    return "\n".join(_kills(_load(path)) for path in paths if (record.RESULTS / path).exists())
+
+
+def _kills(found: dict[str, Any]) -> str:
     others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
+    environment, gpus = found["environment"], len(found["each"][0]["gpu_mib_more"])
+    held = " and no memory of a GPU was held" if gpus else ""
+    where = f"{gpus} NVIDIA H200" if gpus else environment["processor"]
     return (
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {found['slowest_told_s']:.1f} s{others}, `/health` was red, the "
-        "server said one error and exited with 1, no process was left, and the next one started. On "
-        f"{found['environment']['processor']}, {record.made_at([found['environment']])}.\n"
+        f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
+        f"{where}, {record.made_at([environment])}.\n"
     )
 
 
@@ -289,8 +297,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
+    "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
+    "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
     "worked-generate": lambda: explain_tables.generate(_load("h200/explain_generate.json")),
     "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),

@@ -107,10 +107,23 @@ def page(result: dict[str, Any]) -> str:
         cells = [each["rows"][str(count)] for count in rows]
         shown = (f"{cell['step_s']['median'] * 1e3:.2f} ms, {cell['of_floor']:.0%}" for cell in cells)
         lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    lines += _clocks(result, rows)
     versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
     runs = [each | {"version": result["environment"]["version"]} for each in result["shapes"].values()]
     lines.append(f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at(runs)}, one run.\n")
     return "\n".join(lines)
+
+
+def _clocks(result: dict[str, Any], rows: list[int]) -> list[str]:
+    """A table of the clock and the power meanwhile; none where no shape has them."""
+    lines = ["", "| clock and power | " + " | ".join(f"{count} rows" for count in rows) + " |"]
+    lines.append("|---" * (1 + len(rows)) + "|")
+    for name, each in result["shapes"].items():
+        cells = [each["rows"][str(count)] for count in rows]
+        if all("megahertz" in cell for cell in cells):
+            shown = (f"{cell['megahertz']:.0f} MHz, {cell['watts']:.0f} W" for cell in cells)
+            lines.append(f"| {name} | " + " | ".join(shown) + " |")
+    return lines if len(lines) > 3 else []
 
 
 def main() -> None:

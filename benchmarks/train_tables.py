@@ -101,10 +101,12 @@ WAYS = {
     "one, one document": "Transect, one GPU, one document of 32,768 tokens",
     "context, one document": "Transect, `context = 2`, one document of 32,768 tokens",
     "mixed zero 3": 'Transect, `data = 2, zero = 3`, `precision = "mixed"`',
+    "experts gathered": 'Transect, `data = 2, expert = 2`, `expert_way = "gather"`',
+    "experts exchanged": 'Transect, `data = 2, expert = 2`, `expert_way = "all_to_all"`',
     "fsdp2": "transformers + Liger-Kernel, FSDP2, not compiled",
     "fsdp2 compiled": "transformers + Liger-Kernel, FSDP2, layers compiled",
 }
-MODELS = {"1b": "Llama-3.2-1B", "3b": "Llama-3.2-3B", "8b": "Llama-3.1-8B"}
+MODELS = {"1b": "Llama-3.2-1B", "3b": "Llama-3.2-3B", "8b": "Llama-3.1-8B", "moe": "8 layers of Qwen3-30B-A3B"}
 
 
 def spread(*results: dict[str, Any]) -> str:

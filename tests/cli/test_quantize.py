@@ -10,6 +10,7 @@ import torch
 from commands import run_here
 from safetensors import safe_open
 from tiny_llm import save_tiny_llm
+from transformers.utils.quantization_config import AwqConfig, GPTQConfig
 
 from transect.formats.gguf_file import GGUFFile
 from transect.models.calibration import importance
@@ -122,6 +123,9 @@ def test_layouts_of_four_bits(tmp_path, name, keys):
     assert run_here("quantize", str(plain), "-o", str(out), "--format", name).returncode == 0
     settings = json.loads((out / "config.json").read_text())["quantization_config"]
     assert settings["quant_method"] == name and settings["group_size"] == 64
+    read = {"gptq": GPTQConfig, "awq": AwqConfig}[name].from_dict(settings)  # as transformers understands it
+    assert (read.bits, read.group_size, str(read.quant_method.value)) == (4, 64, name)
+    assert read.format == "gemm" if name == "awq" else read.sym and not read.desc_act
     with safe_open(out / "model.safetensors", "pt") as file:
         prefix = "model.layers.0.self_attn.q_proj."
         found = {key.removeprefix(prefix): file.get_slice(key).get_shape() for key in file.keys() if prefix in key}  # noqa: SIM118

@@ -63,12 +63,12 @@ def test_xor_is_learned_and_the_three_ways_agree() -> None:
 
 
 def test_digits_are_read() -> None:
-    (accuracy,) = numbers(r"test accuracy (\S+)%", run("digits", "--steps", "500"))
+    (accuracy,) = numbers(r"test accuracy (\S+)%", run("digits", "--steps", "250"))
     assert accuracy > 95
 
 
 def test_a_decoder_learns_bytes_and_writes_some() -> None:
-    out = run("characters", "--steps", "12")
+    out = run("characters", "--steps", "8")
     losses = [float(value) for value in re.findall(r"^step +\d+: (\S+) bits", out, re.MULTILINE)]
     assert losses[0] == pytest.approx(8, abs=0.3)  # before the first step every byte is about as likely
     (held_out,) = numbers(r"held out: (\S+) bits a byte", out)

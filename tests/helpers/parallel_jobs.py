@@ -24,6 +24,7 @@ from transect.ops.linear.packed import int4_matmul
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
 from transect.ops.sampling import sampling
+from transect.parallel.exchange import Exchange
 from transect.parallel.group import Group
 from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
@@ -206,3 +207,18 @@ def spread_draws(world, given):
                 wrong += int((out != sampling.sample(**made)).sum())
     torch.cuda.synchronize()
     return world.exchange(wrong)
+
+
+def exchanged(world, given):
+    """Tokens with two of four experts, two on each rank; what comes back, its gradient, and the tokens that came."""
+    tokens, dtype = given
+    group = Mesh(world, Layout(data=2)).data
+    generator = torch.Generator().manual_seed(world.rank)
+    own = tokens[world.rank]
+    x = torch.randn(own, 6, generator=generator).to(dtype).requires_grad_(True)
+    experts = torch.rand(own, 4, generator=generator).argsort(1)[:, :2]
+    exchange = Exchange(experts, 2, group)
+    sent = exchange.send(x)
+    out = exchange.bring_back(sent * (world.rank + 1))
+    (gradient,) = torch.autograd.grad((out * (out / x).detach()).sum(), x)
+    return x.detach(), experts, out.detach(), gradient, len(sent)

@@ -38,6 +38,7 @@ def test_fifty_steps_of_every_combination_are_those_of_one_rank(tmp_path):
     for name, parallel in {
         "tensor x data": {"tensor": 2, "data": 2, "zero": 2},
         "sequence x data": {"tensor": 2, "sequence": True, "data": 2, "zero": 1},
+        "tensor x zero 3": {"tensor": 2, "sequence": True, "data": 2, "zero": 3},
         "pipeline x data": {"pipeline": 2, "data": 2, "schedule": "interleaved", "zero": 1},
         "tensor x pipeline": {"tensor": 2, "sequence": True, "pipeline": 2},
         "context x tensor": {"context": 2, "tensor": 2, "sequence": True},

@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -242,6 +243,32 @@ def test_a_rank_that_ends_ends_the_run_with_one_message(tmp_path):
     done = checkpoint.newest(Path(config.run_dir)).step
     again = [*command, "--resume", "--run", config.run_dir, "--steps", str(done + 1)]
     assert subprocess.run(again, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.prove
+def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path):
+    config = tiny_run(tmp_path, steps=60, accumulate=2, save_every=5, parallel={"data": 2, "zero": 3})
+    file = tmp_path / "run.toml"
+    file.write_text(toml_of(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
+    command += ["--master-port", str(free_port()), "-m", "transect", "train", str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 90
+        while not checkpoint.list_steps(config.run_dir) and time.monotonic() < until:
+            time.sleep(0.05)
+        ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(ranks[1]), signal.SIGKILL)
+        errors = process.stderr.read()
+        assert process.wait(120) == 0, errors
+    assert "goes on from step-" in errors
+    lines = [json.loads(line) for line in (Path(config.run_dir) / "log.jsonl").read_text().splitlines()]
+    assert sorted({line["step"] for line in lines if line["kind"] == "step"}) == list(range(1, 61))
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def toml_of(config):

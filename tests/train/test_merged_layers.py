@@ -46,8 +46,9 @@ def batch():
 
 
 def config_of(task):
-    """Two layers, which hand their gradients on; one where the interpreter has the larger sizes."""
-    return (CONFIG if SMALL is CONFIG else replace(CONFIG, n_layers=1)) if task == "qlora" else SMALL
+    """Two layers, which hand their gradients on; in the interpreter one where adapters are trained."""
+    config = CONFIG if task == "qlora" else SMALL
+    return config if SMALL is CONFIG or task == "finetune" else replace(config, n_layers=1)
 
 
 def model_of(config=None, task="finetune", *, dtype=torch.float32, ops=None):

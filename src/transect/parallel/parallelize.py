@@ -356,7 +356,8 @@ class Parallel:
 
     @property
     def _may_copy(self) -> bool:
-        return self.plan.copies and self.model.device.type == "cuda" and self.mesh.replicas.size > 1
+        device = self.plan.device or self.model.device  # a model that is still to be read is on the host
+        return self.plan.copies and device.type == "cuda" and self.mesh.replicas.size > 1
 
     def _pieces(self, group: Group, nbytes: int) -> PeerPieces | None:
         """Memory of sharded weights that other ranks read by copy engines, where they can. All ranks call it."""

@@ -18,7 +18,7 @@ class Sink(Protocol):
     """Takes a gradient, which may be forgotten afterwards."""
 
     def __call__(self, name: str, gradient: Tensor, first: int = 0) -> None:
-        """Of the numbers from ``first`` on of what a rank has of the parameter ``name``."""
+        """``gradient`` is that of the numbers from ``first`` on of what a rank has of the parameter ``name``."""
         ...
 
 

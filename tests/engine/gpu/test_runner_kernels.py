@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from effort import quick_first
+from effort import proving, quick_first
 from runner_fuzz import assert_same, random_arrivals, run_workload
 
 from transect.engine.gpu.runner import GPURunner
@@ -59,7 +59,7 @@ def test_padding_is_never_seen(options):
     config = SchedulerConfig(
         num_blocks=24, block_size=BLOCK, max_num_seqs=5, max_num_batched_tokens=20, max_model_len=60, seed=1
     )
-    arrivals = random_arrivals(rng, VOCAB, 4, longest_prompt=24)
+    arrivals = random_arrivals(rng, VOCAB, 4 if proving() else 3, longest_prompt=24)
     caches = plain.new_kv_cache(config.num_blocks, BLOCK, torch.float32)
     expected, _ = run_workload(Runner(plain, *caches), config, arrivals, lag=0)
     padded = model.new_kv_cache(config.num_blocks + 1, BLOCK, torch.float32)

@@ -84,7 +84,8 @@ class Part:
     @cached_property
     def layers(self) -> list[int]:
         """Numbers in each layer."""
-        return [count(below(self.shapes, f"layers.{layer}.")) for layer in range(self.config.n_layers)]
+        modules = by_module(self.shapes)
+        return [sum(modules.get(f"layers.{layer}", {}).values()) for layer in range(self.config.n_layers)]
 
     @cached_property
     def outside(self) -> int:
@@ -251,9 +252,18 @@ class Gradients:
         return f"{self.owned} of {self.numbers} trained numbers, of {each} bytes, summed over {part.sharing} ranks"
 
 
-def below(shapes: Shapes, prefix: str) -> dict[str, tuple[int, ...]]:
-    """Those whose name begins with ``prefix``."""
-    return {name: shape for name, shape in shapes.items() if name.startswith(prefix)}
+def module_of(name: str) -> str:
+    """``layers.3`` for a parameter of that layer, else the name up to its first dot."""
+    first, _, rest = name.partition(".")
+    return f"layers.{rest.partition('.')[0]}" if first == "layers" else first
+
+
+def by_module(shapes: Shapes) -> dict[str, dict[str, int]]:
+    """Numbers of each parameter, by its layer or other module."""
+    found: dict[str, dict[str, int]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(module_of(name), {})[name] = math.prod(shape)
+    return found
 
 
 def count(shapes: Shapes) -> int:

@@ -21,7 +21,7 @@ from ..shapes import largest_matrix
 from ..storage import int4_format, nf4_format
 from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
-from .part import Gradients, Part, below, count
+from .part import Gradients, Part, by_module, count, module_of
 from .terms import Estimate, Phase, Term, gib
 from .training_plan import TrainingPlan, exchange_bytes, state_bytes, step_bytes, trained_shapes
 
@@ -68,6 +68,7 @@ class Account:
         self.narrow = config if not part.sequence else replace(config, dim=-(-config.dim // part.tensor))
         """The norms of a rank that has fewer tokens of them take as much as norms with fewer columns."""
         self.trained = trained_shapes(config, plan) if plan.adapted else dict(part.shapes)
+        self.modules = by_module(self.trained)
         self.gradients = Gradients(part, self.trained, self.e, plan.accumulate // part.data > 1)
         self.owned = {n: s for n, s in self.trained.items() if part.owned is None or n in part.owned}
         if part.zero == 3:
@@ -218,15 +219,17 @@ class Account:
         return held
 
     def loading(self) -> list[Phase]:
-        """The base of ``qlora`` is loaded whole and quantized matrix by matrix; what is sharded is built whole and cut
-        unit by unit."""
+        """The base of ``qlora`` is loaded whole and quantized matrix by matrix; what is sharded is read, or
+        built whole, and cut unit by unit."""
         if self.part.zero == 3:
             unit = max(self.part.outside, *self.part.layers)
             if self.part.host_weights:
                 size = 2 * self.e * unit
                 return [Phase("cutting", {"cutting": self.term("cutting", size, "the largest unit, and the piece")})]
             cutting = self.term("cutting", self.e * (unit + self.part.sharded), "pieces, and the largest unit twice")
-            return [Phase("cutting", {"weights": self.e * count(self.part.shapes), "cutting": cutting})]
+            built = self.config.moe is not None or self.plan.objective != "next_token"
+            held = {"weights": self.e * count(self.part.shapes)} if built else {}
+            return [Phase("cutting", {**held, "cutting": cutting})]
         if self.plan.task != "qlora":
             return []
         whole = self.e * count(self.part.shapes)
@@ -406,8 +409,9 @@ class Account:
         return size * (self.e if self.plan.backend == "gpu" else max(8, 2 * self.e))
 
     def numbers(self, prefix: str) -> int:
-        """Trained numbers of the parameters whose name begins with ``prefix``."""
-        return count(below(self.trained, prefix))
+        """Trained numbers of the parameters of one layer or module whose name begins with ``prefix``."""
+        own = self.modules.get(module_of(prefix), {})
+        return sum(size for name, size in own.items() if name.startswith(prefix))
 
     def why_temporaries(self) -> str:
         what = "gradients of one part of a layer on their way"

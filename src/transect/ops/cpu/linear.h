@@ -50,6 +50,17 @@ inline auto groups_of(const std::array<W, N>& panels, const uint8_t* base, int64
   return std::array<Group, N>{panels[G].group(base + G * stride, p, slice)...};
 }
 
+// Asks for what row groups that are read side by side need AHEAD bytes from ``done`` on, where a stream ends in that of
+// the row group NG further on. The processor's own prefetch follows few streams, and not from one to the next.
+constexpr int AHEAD = 2048;
+template <int NG, int BYTES>
+inline void ask_ahead(const uint8_t* start, int64_t stride, int64_t done) {
+  const int64_t at = done + AHEAD;
+  const uint8_t* from = start + at + (at >= stride ? (NG - 1) * stride : 0);
+  for (int g = 0; g < NG; g++)
+    for (int b = 0; b < BYTES; b += 64) __builtin_prefetch(from + g * stride + b);
+}
+
 // Few rows: NG row groups and MR rows of x at once, weights decoded in registers. NG x MR independent chains hide the
 // latency of the multiply-add.
 template <class W, int NG, int MR>
@@ -62,6 +73,10 @@ void few_rows(const Packed& w, int group, const float* x, int64_t ldx, float* y,
     for (int k0 = 0; k0 < w.k; k0 += W::PANEL, base += W::PANEL_BYTES) {
       const auto panels = panels_of<W>(base, stride, slice, std::make_integer_sequence<int, NG>{});
       for (int p = 0; p < W::GROUPS; p++) {
+        if (slice == 0) {
+          constexpr int BYTES = W::PANEL_BYTES / W::GROUPS;
+          ask_ahead<NG, BYTES>(w.data + group * stride, stride, base - w.data - group * stride + p * BYTES);
+        }
         const auto groups = groups_of(panels, base, stride, p, slice, std::make_integer_sequence<int, NG>{});
         each_word<W>([&](auto j) {
           decltype(W::word(base, p, j, slice)) word[NG];

@@ -72,9 +72,7 @@ def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, p
     assert not larger.arrivals(1).any()  # every counter is back at 0, ready for the next layer
 
 
-@pytest.mark.parametrize(
-    ("chunk_rows", "window"), quick_first(itertools.product([3, 5], [None, 30]), [(3, None), (5, 30)])
-)
+@pytest.mark.parametrize(("chunk_rows", "window"), quick_first(itertools.product([3, 5], [None, 30]), [(5, 30)]))
 def test_rows_of_several_queries_may_stand_first(chunk_rows: int, window: int | None) -> None:
     """Each kernel then looks at its own rows alone; rows between the two kinds may be left over."""
     rows = ((20, 33), (2, 2), (5, 90), *((0, 0),) * (chunk_rows - 3), (1, 100), (1, 7), (1, 16), (1, 64))
@@ -175,7 +173,7 @@ def test_a_captured_step_follows_its_buffers(rows: tuple) -> None:
             assert torch.equal(layer[:used], layers[0][:used])
 
 
-@pytest.mark.parametrize("rows", [DECODE, MIXED], ids=["decode", "mixed"])
+@pytest.mark.parametrize("rows", quick_first([(MIXED,), (DECODE,)], 1), ids=["mixed", "decode"])
 def test_a_cache_in_fp8_gives_what_its_numbers_give(rows: tuple) -> None:
     batch = example_batch(rows, 16, 64).to(DEVICE)
     q = 2 * sample(sum(new for new, _ in rows), 6, 16).to(DEVICE)

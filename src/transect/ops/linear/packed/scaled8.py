@@ -29,7 +29,7 @@ from ...lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require,
 from ...lang.tiles import dot
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
-from . import scaled8_rows, scaled8_tiles
+from . import scaled8_rows
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
@@ -133,7 +133,6 @@ def _kernels() -> Sequence[Kernel]:
     return [
         Kernel("few rows", _product, types, few, ("O", "I", "x_row")),
         Kernel("many rows", _product, types, many, ("O", "I", "x_row"), 8),
-        *scaled8_tiles.kernels(),
     ]
 
 

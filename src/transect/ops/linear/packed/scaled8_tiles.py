@@ -17,15 +17,18 @@ Source: Micikevicius et al. 2022, arXiv:2209.05433; scales of blocks: DeepSeek-V
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...lang.jit import INTERPRETED, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
+from ... import shapes
+from ...lang.jit import INTERPRETED, available, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
 from ...lang.tiles import INTERPRETS, after_previous, describe
-from ...registry import Kernel
+from ...numerics import compute_dtype, sample
+from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from ..few_rows.triton import Counters, add_parts
 from ..many_rows.triton import tile_of
 
@@ -58,12 +61,13 @@ def dense(codes: Tensor, scale: Tensor, fp8: bool, dtype: torch.dtype = torch.fl
 
 
 def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> Tensor:
-    """Shapes as above; by torch, in float32."""
+    """Shapes as above; by torch. Codes are those of x in float32."""
+    wide = compute_dtype(x.dtype)
     a, s = rounded(x, fp8, scale.ndim == 2)
-    shares = (a.view(torch.float8_e4m3fn) if fp8 else a).float()
+    shares = (a.view(torch.float8_e4m3fn) if fp8 else a).to(wide)
     own = s[:, None] if s.ndim == 1 else s.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
-    y = (shares * own) @ dense(codes, scale, fp8).T
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    y = (shares * own.to(wide)) @ dense(codes, scale, fp8, wide).T
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
 @kernel
@@ -284,8 +288,7 @@ def scales_refusal(codes: Tensor, scale: Tensor) -> str | None:
     return None if fits else f"the scales must be {list(wanted)}, float32 and contiguous"
 
 
-def kernels() -> list[Kernel]:
-    """For the registry: what is compiled ahead of time."""
+def _kernels() -> list[Kernel]:
     scalars = dict.fromkeys(("M", "N", "K", "part_k", "blocks_k"), "i32")
     tensors = {"x_scale": "*fp32", "scale": "*fp32", "out": "*bf16"}
     common = {"bias": None, "parts": None, "counters": None, "GROUP": 8, "SPLIT": 1, "PROGRAMS": 132,
@@ -311,3 +314,68 @@ def kernels() -> list[Kernel]:
         tiles("8 bits, blocks", "fp8e4nv", choose_tiling(4096, 28672, 4096, True), True),
         tiles("whole numbers, many rows", "i8", many),
     ]
+
+
+def cost(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> Cost:
+    """A product and a sum for each weight and row; three FLOPs for each number of x, whose codes are kept."""
+    tokens, outputs = x.shape[0], codes.shape[0]
+    read = x.nbytes + x.numel() + codes.nbytes + scale.nbytes + (0 if bias is None else bias.nbytes)
+    flops = 2 * tokens * codes.numel() + 3 * x.numel() + tokens * outputs
+    return Cost(flops, read, x.numel() + tokens * outputs * x.element_size())
+
+
+def _inputs(x: Tensor, outputs: int, fp8: bool, blocks: bool, biased: bool, seed: int = 1) -> dict[str, Any]:
+    generator = torch.Generator(x.device).manual_seed(seed)
+    values = torch.randn(outputs, x.shape[1], device=x.device, generator=generator)
+    codes, scale = rounded(values, fp8)
+    if blocks:
+        held = (-(-outputs // BLOCK), -(-x.shape[1] // BLOCK))
+        scale = torch.rand(held, device=x.device, generator=generator) / 64 + 1e-3
+    bias = torch.randn(outputs, device=x.device, generator=generator).to(x.dtype) if biased else None
+    return {"x": x, "codes": codes, "scale": scale, "bias": bias, "fp8": fp8}
+
+
+def _examples() -> Sequence[dict[str, Any]]:
+    return [
+        _inputs(sample(3, 96), 40, fp8=True, blocks=False, biased=True),
+        _inputs(sample(17, 48), 21, fp8=False, blocks=False, biased=False),
+        _inputs(sample(5, 272), 130, fp8=True, blocks=True, biased=False),
+    ]
+
+
+def _cases() -> Sequence[Case]:
+    def case(rows: int, fp8: bool, blocks: bool = False) -> Case:
+        def make(device: torch.device, seed: int) -> Mapping[str, Any]:
+            generator = torch.Generator(device).manual_seed(seed)
+            x = torch.randn(rows, 4096, device=device, dtype=torch.bfloat16, generator=generator)
+            return _inputs(x, 14336, fp8, blocks, biased=False, seed=seed)
+
+        kind = ("fp8" if fp8 else "int8") + (", blocks" if blocks else "")
+        return Case(f"up of {shapes.LLAMA_8B.name}, {kind}, {rows} rows", make)
+
+    return [case(rows, fp8) for fp8 in (True, False) for rows in (64, 2048)] + [case(2048, True, True)]
+
+
+def _refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> str | None:
+    return refusal(x, codes, scale)
+
+
+register(
+    Op(
+        name="scaled8_tiles",
+        reference=reference,
+        cost=cost,
+        implementations={
+            "torch": Implementation("torch", lambda: reference, ("any",)),
+            "triton": Implementation("triton", available(Products8()), ("sm_90",), refusal=_refusal),
+        },
+        examples=_examples,
+        peers={"torch": reference},
+        keeps_dtype=("scale",),
+        directions=("forward",),
+        cases=_cases,
+        kernels=_kernels,
+        error_ratio=4.0,
+        error_note="tensor cores' sums of fp8 keep fewer digits; a share next to a half may be rounded the other way",
+    )
+)
