@@ -217,15 +217,15 @@ def serving_kills() -> str:
 
 def _kills(found: dict[str, Any]) -> str:
     others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
-    environment = found["environment"]
-    gpu = environment.get("gpu")
-    held = " and no memory of a GPU was held" if gpu else ""
+    environment, gpus = found["environment"], len(found["each"][0]["gpu_mib_more"])
+    held = " and no memory of a GPU was held" if gpus else ""
+    where = f"{gpus} NVIDIA H200" if gpus else environment["processor"]
     return (
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {found['slowest_told_s']:.1f} s{others}, `/health` was red, the "
         f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
-        f"{gpu or environment['processor']}, {record.made_at([environment])}.\n"
+        f"{where}, {record.made_at([environment])}.\n"
     )
 
 
@@ -280,6 +280,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
     "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
+    "serve-load-sglang-40": lambda: serve_load.page(_load("h200/serve_load_sglang_40.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
@@ -299,6 +300,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
+    "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
     "worked-generate": lambda: explain_tables.generate(_load("h200/explain_generate.json")),
     "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),

@@ -60,14 +60,17 @@ def row(name: str, found: Explanation, flops: float, ceilings: Ceilings, dtype: 
     """What is printed and kept of one example."""
     split = found.split
     parts = {part: seconds / split.own for part, seconds in split.parts.items() if part not in ("floor", "profiler")}
+    of_peak, least = flops / split.own / ceilings.rate(dtype), split.parts["floor"] / split.own
+    if of_peak > least:  # some kernels' shapes are not in the trace, but these FLOPs alone take that long
+        parts["inefficiency"], least = parts["inefficiency"] + least - of_peak, of_peak
     chief = sorted(parts, key=lambda part: -parts[part])[:2]
     result = {
         "name": name,
         "device": device,
         "dtype": dtype,
         "seconds": split.own,
-        "of_peak": flops / split.own / ceilings.rate(dtype),
-        "at_the_floor": split.parts["floor"] / split.own,
+        "of_peak": of_peak,
+        "at_the_floor": least,
         "chief": {part: parts[part] for part in chief},
     }
     why = ", ".join(f"{parts[part]:.0%} {PARTS[part].partition(':')[0]}" for part in chief)

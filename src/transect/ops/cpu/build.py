@@ -56,7 +56,7 @@ def _compile(compiler: str, march: str, target: Path) -> None:
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             built = Path(scratch) / target.name
             print(
-                "transect: compiling the C++ kernels for this processor (once, about 20 s)", file=sys.stderr, flush=True
+                "transect: compiling the C++ kernels for this processor (once, about 40 s)", file=sys.stderr, flush=True
             )
             command = [compiler, *FLAGS, architecture, str(SOURCES / "native.cpp"), "-o", str(built)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT)
