@@ -52,16 +52,11 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
                     lambda x, w, cut=cut: rows(x, w, name, n, gated=gated, dependent_launch=True, tiling=cut),
                 )
     if not gated and "tiles" in kernels:
-        for cut_ in gguf_tiles.cuts(name):
-            if cut_[0] < min(m / 2, 128) or cut_[0] > max(16, 2 * m):
-                continue
-            chosen = gguf_tiles.tiling_of(cut_, name, m, n, k, units)
-            for ranks in range(gguf_tiles.MOST_RANKS + 1):
-                tiling = gguf_tiles.tiling_of(cut_, name, m, n, k, units, ranks)
-                if tiling is None or tiling.blocks > units * cut_[2] or ranks > k // 256:
-                    continue
+        for own in gguf_tiles.CUTS:
+            tiling = gguf_tiles.tiling_of(own, name, m, n, k, units)
+            if min(m / 2, 128) <= own[0] <= max(16, 2 * m) and tiling is not None:
                 yield (
-                    "tiles {}x{}x{}".format(*cut_) + f" ranks {ranks}" + " (rule)" * (tiling == chosen),
+                    "tiles {}x{}x{}".format(*own) + f" stages {tiling.w_stages} {tiling.x_stages}",
                     lambda x, w, cut=tiling: tiles(x, w, name, n, dependent_launch=True, tiling=cut),
                 )
         if m >= 64:

@@ -280,6 +280,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-families": lambda: train_tables.families(_load("h200/train_families.json")),
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
     "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
+    "serve-load-sglang-40": lambda: serve_load.page(_load("h200/serve_load_sglang_40.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),

@@ -6,17 +6,22 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny_checkpoints import save_mxfp4
 
 from transect.models.config import ModelConfig
 from transect.models.config_moe import MoEConfig
 from transect.models.cost import weight_bytes
 from transect.models.decoder import Decoder
+from transect.models.layouts import held_layouts
+from transect.models.load import fill, load_model, stored_weights
 from transect.models.memory.serving import ServingPlan
 from transect.models.presets import PRESETS
+from transect.models.resolve import resolve
 from transect.models.shapes import weight_shapes
 from transect.models.storage import Layout as Packing
 from transect.models.storage import storage_for
 from transect.models.stored import Blocks, Codes4, Codes8, Stored
+from transect.models.weights.kinds import kinds_for
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
 from transect.parallel.layout import Layout
@@ -151,6 +156,25 @@ def test_a_part_of_each_expert_stays_packed(kind):
     assert part.shape == (6, 64) and part.layout is layout and type(found) is type(whole)
     for name in ("blocks",) if kind == "blocks" else ("codes", "scale"):
         assert torch.equal(getattr(found, name), getattr(whole, name)[wanted])
+
+
+def test_experts_in_mxfp4_are_cut_as_they_are_packed(tmp_path):
+    """Their values are those of the whole model's rows (gate, up) and columns (down)."""
+    save_mxfp4(tmp_path, intermediate_size=128)
+    source = resolve(str(tmp_path))
+    kinds = kinds_for(None, "cpu", layouts=held_layouts(source))
+    shard, group = Shard(source.config, 1, 2), Group((0, 1), 1, None)
+    ops = resolve_ops("cpu")
+    model = Decoder(shard.local, torch.device("meta"), torch.float32, ops=ops, kinds=sharded_kinds(kinds, shard, group))
+    shard_embedding(model, shard, type("Mesh", (), {"tensor": group}), torch.float32)
+    fill(model.to_empty(device="cpu"), shard_weights(stored_weights(source), shard))
+    whole = load_model(source, native=False, dtype="float32").layers[0].mlp
+    own = model.layers[0].mlp
+    for name in ("experts_gate", "experts_up", "experts_down"):
+        packed, experts = getattr(own, name), source.config.moe.experts
+        values = getattr(whole, name).dense().unflatten(0, (experts, -1))
+        part = values[:, :, 64:] if name == "experts_down" else values[:, 64:]
+        assert packed.format.name == "MXFP4" and torch.equal(packed.dense(), part.flatten(0, 1))
 
 
 def test_the_smallest_layout_that_fits():

@@ -20,7 +20,7 @@ class GPUOptions:
             pages (not where ``EngineConfig.deterministic``).
         prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
         gathered_keys: in steps of 1,024 tokens and more, prompts whose beginning is in the cache attend to a copy of
-            their keys that lie side by side (Hopper).
+            their keys that lie side by side (Hopper; it has not run on a GPU yet, so only where it is asked for).
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from transect.ops.lang import cuda_build
-from transect.ops.linear.packed import gguf_rows, gguf_tiles, int4_matmul
+from transect.ops.linear.packed import gguf_rows, gguf_tiles
 from transect.ops.linear.packed.gguf_layout import FORMATS, arranged_shape
 from transect.ops.linear.packed.gguf_matmul import Products, dequantize, drawn, reference
 from transect.ops.linear.packed.gguf_rows import GGUFRows, Tiling, choose_tiling, refusal, shared_bytes, tiling_of
 from transect.ops.linear.packed.gguf_tiles import GGUFTiles
-from transect.ops.linear.packed.int4_packing import arrange_codes
 from transect.ops.registry import Unavailable
 
 
@@ -86,27 +85,10 @@ def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> Non
         found = tiles(x, arranged, name, n, bias)
         assert miss(found, wanted) < 5e-3, m
         assert torch.equal(tiles(x, arranged, name, n, bias, dependent_launch=True), found)
-    for number, cut in enumerate(gguf_tiles.cuts(name)):
-        for ranks in (0, min(1 + number % 3, -(-k // 256))):
-            tiling = gguf_tiles.tiling_of(cut, name, m, n, k, 132, ranks)
-            assert tiling is not None
-            if tiling.blocks <= 132 * tiling.resident:
-                assert miss(tiles(x, arranged, name, n, bias, tiling=tiling), wanted) < 5e-3, tiling
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(48, 384), (4096, 4096), (1000, 14336)])
-def test_tiles_of_4_bits_in_groups(tiles: GGUFTiles, n: int, k: int) -> None:
-    random = {"device": "cuda", "generator": torch.Generator("cuda").manual_seed(n)}
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, **random)
-    scale = torch.rand(n, k // 128, **random) + 0.1
-    weight = arrange_codes(codes, scale, -7.5 * scale)
-    bias = torch.randn(n, device="cuda").to(torch.bfloat16)
-    for m in (1, 33, 64, 130, 300):
-        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-        found = tiles(x, weight, "int4", n, bias)
-        assert miss(found, int4_matmul.reference(x.double(), weight, n, bias.double())) < 5e-3, m
-        assert torch.equal(tiles(x, weight, "int4", n, bias, dependent_launch=True), found)
+    for cut in gguf_tiles.CUTS:
+        tiling = gguf_tiles.tiling_of(cut, name, m, n, k, 132)
+        assert tiling is not None
+        assert miss(tiles(x, arranged, name, n, bias, tiling=tiling), wanted) < 5e-3, tiling
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -129,17 +111,6 @@ def test_teams_keep_all_warps_busy() -> None:
     assert (wide.per, wide.teams) == (14, 8) and (deep.per, deep.teams) == (2, 1)
 
 
-def test_ranks_share_the_k_of_tiles_that_are_few() -> None:
-    """Tiles that fill a GPU are not shared. All blocks run at once, each with a unit of its own at least."""
-    assert gguf_tiles.ranks_of(224, 16, 132, 2) in (0, 1) and gguf_tiles.ranks_of(264, 16, 132, 2) == 1
-    for tiles in (1, 5, 32, 40, 64, 100, 132):
-        for across in (1, 2, 16, 56):
-            for resident in (1, 2):
-                ranks = gguf_tiles.ranks_of(tiles, across, 132, resident)
-                assert ranks <= across and tiles * ranks <= 132 * resident
-    assert gguf_tiles.ranks_of(32, 56, 132, 2) > 1
-
-
 @pytest.mark.parametrize("name", FORMATS)
 def test_tiles_of_many_rows_fit(name: str) -> None:
     for m in (17, 33, 64, 128, 256, 512):
@@ -147,7 +118,7 @@ def test_tiles_of_many_rows_fit(name: str) -> None:
         assert tiling.resident * (tiling.shared(FORMATS[name].unit) + 1024 + 512) <= 228 * 1024
         assert 2 <= tiling.x_stages <= gguf_tiles.MOST_STAGES and tiling.blocks <= min(132 * tiling.resident, 4096)
         assert tiling.rows >= min(m, 128)
-    assert gguf_tiles.choose_tiling(name, 64, 48, 512, 132).blocks in (1, 2)
+    assert gguf_tiles.choose_tiling(name, 64, 48, 512, 132).blocks == 2
     x, arranged = torch.zeros(3, 512, dtype=torch.bfloat16), drawn(name, 36, 512)
     assert "multiple of 8" in str(gguf_tiles.refusal(x, arranged, name, 36))
 
@@ -176,6 +147,6 @@ def test_the_source_knows_the_types_and_their_sizes() -> None:
     started = re.findall(r"^  TRANSECT_START\(k(\w+), (\d)\)$", source, re.M)
     assert started == [(name, rb) for name in FORMATS for rb in "12"]
     started = re.findall(r"^  TRANSECT_CUT\(k(\w+), (\d+), (\d), (\d)\)$", tiles, re.M)
-    assert started == [(name, *map(str, cut)) for name in (*FORMATS, "Int4") for cut in gguf_tiles.cuts(name)]
+    assert started == [(name, *map(str, cut)) for name in FORMATS for cut in gguf_tiles.CUTS]
     assert arranged_shape(FORMATS["Q4_K"], 33, 300) == (3, 2, 2368)
     assert gguf_rows.MOST_ROWS == 8

@@ -17,10 +17,6 @@ using hopper::read8;
 
 enum Type { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kMXFP4 };
 
-// Besides these, 4-bit codes in groups of 128 as int4_packing.py arranges them: units of 16 rows by 128 k, those of the same
-// k side by side. For gguf_tiles.cu alone.
-constexpr Type kInt4 = (Type)12;
-__host__ __device__ constexpr int unit_k(Type t) { return t == kInt4 ? 128 : 256; }
 constexpr int kUnitK = 256;
 
 // As of ``BlockFormat``.
@@ -39,7 +35,6 @@ __host__ __device__ constexpr int scale_bytes(Type t) {
   return 128 * groups_of_32(t) * (has_minimum(t) ? 2 : 1) * (byte_scales(t) ? 1 : 2);
 }
 __host__ __device__ constexpr int unit_bytes(Type t) {
-  if (t == kInt4) return 1024 + 64;
   return code_bytes(t) + scale_bytes(t) + (byte_scales(t) ? (has_minimum(t) ? 64 : 32) : 0);
 }
 
@@ -176,22 +171,6 @@ struct Codes {
         if constexpr (high_bits(F) > 0) pairs[h][s] |= upper(j, h, s);
         a[s / 2][s % 2 * 2 + h] = pairs[h][s];
       }
-  }
-};
-
-// Of a word of eight codes two neighbours are of row g, the two four bits up of row g + 8, and so on 8 columns further.
-template <>
-struct Codes<kInt4> {
-  __device__ __forceinline__ void begin(uint32_t, int) {}
-
-  // As above, but codes of rows g + 8 stand for 16 c.
-  __device__ __forceinline__ void get(uint32_t (&a)[2][4], uint32_t unit, int lane, int j) const {
-    const uint2 v = read8(unit + (j / 2 * 32 + lane) * 16 + j % 2 * 8);
-    const uint32_t words[2] = {v.x, v.y};
-#pragma unroll
-    for (int q = 0; q < 2; q++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) a[q][e] = words[q] >> (e / 2 * 8) & (e % 2 ? 0x00F000F0u : 0x000F000Fu);
   }
 };
 

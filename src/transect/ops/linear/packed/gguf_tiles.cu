@@ -1,6 +1,5 @@
 // Y = X W^T + b on Hopper's own tensor-core products (wgmma), bfloat16 in and out, float32 sums, and a weight in a block
-// type of GGUF files as gguf_layout.py arranges it, or in 4 bits in groups of 128 (int4_packing.py): decoded in registers
-// for as many rows of X as a tile has.
+// type of GGUF files as gguf_layout.py arranges it: decoded in registers for as many rows of X as a tile has.
 //
 // * A tile of a block is 64 WGS rows of W, the left operand, by NB rows of X. One warp fetches units of W into a ring in
 //   shared memory, each in one piece; another fetches 64 k of X at a time into a ring of its own. WGS warpgroups decode
@@ -9,11 +8,9 @@
 // * A weight is rounded to bfloat16 before it is multiplied: a code is a bfloat16 c 2^-133 as it stands (gguf_codes.cuh),
 //   and one fused multiplication and addition of two at a time makes (S c + Z) 2^-53 of it. S and Z are the scale, and
 //   minimum or minus the offset times the scale, rounded to bfloat16 themselves.
-// * Work is cut in one of two ways. ranks = 0: the units of all tiles stand in one row, and every block takes an equal
-//   stretch of it. What it has of a tile that begins before its stretch it leaves in memory; whoever has the tile's first
-//   k comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are dealt out to as
-//   many blocks, which leave their sums in memory, and each adds up a part of the tile. Tiles of more rows of X than NB
-//   follow one another, for the same rows of W.
+// * The units of all tiles stand in one row, and every block takes an equal stretch of it. What it has of a tile that
+//   begins before its stretch it leaves in memory; whoever has the tile's first k comes to it last, and adds what the
+//   others left, in the order of k. Tiles of more rows of X than NB follow one another, for the same rows of W.
 // * The first units of W may be asked for before the kernel that makes X has ended (``ahead``).
 
 #include "../../lang/few_rows.cuh"
@@ -60,22 +57,10 @@ struct Behind {
   }
 };
 
-template <>
-struct Behind<kInt4> {
-  uint32_t scale[2], zero[2];  // S and Z themselves, of all the unit's columns; codes of rows g + 8 stand for 16 c
-
-  __device__ __forceinline__ void begin(uint32_t unit, int g) {
-    const uint2 both = gguf::read8(unit + 1024 + g * 8);
-    scale[0] = twice(__uint_as_float(both.x << 16) * kScaleUp), zero[0] = twice(__uint_as_float(both.x & 0xFFFF0000u) * kDown);
-    scale[1] = twice(__uint_as_float(both.y << 16) * (kScaleUp / 16));
-    zero[1] = twice(__uint_as_float(both.y & 0xFFFF0000u) * kDown);
-  }
-};
-
 // The weights of 32 columns, 2^-53 times: of the two products of 16 columns each the left operand.
 template <Type F>
-__device__ __forceinline__ void weights_of_blocks(uint32_t (&a)[2][4], const Codes<F>& codes, const Behind<F>& behind,
-                                                  uint32_t unit, int lane, int j) {
+__device__ __forceinline__ void weights(uint32_t (&a)[2][4], const Codes<F>& codes, const Behind<F>& behind,
+                                        uint32_t unit, int lane, int j) {
   constexpr int GROUPS = groups_of_32(F);
   float scale[GROUPS][2], minimum[GROUPS][2];
   read_scales<F>(scale, minimum, unit, lane / 4, j);
@@ -98,21 +83,6 @@ __device__ __forceinline__ void weights_of_blocks(uint32_t (&a)[2][4], const Cod
       a[q][h] = fused(a[q][h], scaled, zero);
       a[q][2 + h] = fused(a[q][2 + h], above, zero);
     }
-}
-
-// The same of any type.
-template <Type F>
-__device__ __forceinline__ void weights(uint32_t (&a)[2][4], const Codes<F>& codes, const Behind<F>& behind,
-                                        uint32_t unit, int lane, int j) {
-  if constexpr (F == kInt4) {
-    codes.get(a, unit, lane, j);
-#pragma unroll
-    for (int q = 0; q < 2; q++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) a[q][e] = fused(a[q][e], behind.scale[e % 2], behind.zero[e % 2]);
-  } else {
-    weights_of_blocks<F>(a, codes, behind, unit, lane, j);
-  }
 }
 
 #define PRODUCT(n, numbers, places, b, ...)                                                                        \
@@ -154,10 +124,10 @@ __device__ __forceinline__ void store(__nv_bfloat16* out, const __nv_bfloat16* b
 template <Type F, int NB, int WGS, int BLOCKS>
 __global__ void __launch_bounds__(WGS * 128 + 64, BLOCKS)
     gguf_tiles(const __grid_constant__ CUtensorMap x_map, const unsigned char* weight, const __nv_bfloat16* bias,
-               __nv_bfloat16* out, float4* parts, int* flags, int M, int N, int K, int row_tiles, int box, int ranks,
-               int w_stages, int x_stages, int ahead) {
+               __nv_bfloat16* out, float4* parts, int* flags, int M, int N, int K, int row_tiles, int box, int w_stages,
+               int x_stages, int ahead) {
 #ifdef TRANSECT_HOPPER
-  constexpr int UNIT = unit_bytes(F), UNIT_K = unit_k(F), SIXTEENS = WGS * 4, W_STAGE = SIXTEENS * UNIT, X_STAGE = NB * 128, J = NB / 8;
+  constexpr int UNIT = unit_bytes(F), SIXTEENS = WGS * 4, W_STAGE = SIXTEENS * UNIT, X_STAGE = NB * 128, J = NB / 8;
   constexpr int WORKERS = WGS * 128;
   extern __shared__ unsigned char memory[];
   __shared__ __align__(8) uint64_t barriers[4 * kMostStages];
@@ -165,11 +135,9 @@ __global__ void __launch_bounds__(WGS * 128 + 64, BLOCKS)
   const uint32_t x_ring = (shared_address(memory) + 1023) & ~1023u, w_ring = x_ring + x_stages * X_STAGE;
   const uint32_t w_full = shared_address(barriers), w_empty = w_full + 8 * kMostStages;
   const uint32_t x_full = w_empty + 8 * kMostStages, x_empty = x_full + 8 * kMostStages;
-  const int chunks = (K + UNIT_K - 1) / UNIT_K, sixteens = (N + 15) / 16;
+  const int chunks = (K + kUnitK - 1) / kUnitK, sixteens = (N + 15) / 16;
   const long long all = (long long)((sixteens + SIXTEENS - 1) / SIXTEENS) * row_tiles * chunks;
-  auto begin_of = [&](int block) {
-    return ranks ? block / ranks * chunks + block % ranks * chunks / ranks : (int)(all * block / gridDim.x);
-  };
+  auto begin_of = [&](int block) { return (int)(all * block / gridDim.x); };
   const int first = begin_of(blockIdx.x), last = begin_of(blockIdx.x + 1);
 
   let_next_begin();
@@ -192,10 +160,7 @@ __global__ void __launch_bounds__(WGS * 128 + 64, BLOCKS)
       __syncwarp();
       if (lane < count)
         copy_bulk(w_ring + slot * W_STAGE + lane * UNIT,
-                  weight + (F == kInt4 ? (size_t)(i - tile * chunks) * sixteens + from + lane
-                                       : (size_t)(from + lane) * chunks + i - tile * chunks) *
-                               UNIT,
-                  UNIT, w_full + 8 * slot);
+                  weight + ((size_t)(from + lane) * chunks + i - tile * chunks) * UNIT, UNIT, w_full + 8 * slot);
       if (++slot == w_stages) slot = 0, parity ^= 1;
     }
     __syncwarp();
@@ -204,12 +169,12 @@ __global__ void __launch_bounds__(WGS * 128 + 64, BLOCKS)
   if (warp == SIXTEENS + 1) {
     if (lane == 0) {
       if (ahead) wait_for_previous();
-      const int count = (last - first) * (UNIT_K / 64);
+      const int count = (last - first) * 4;
       for (int i = 0, slot = 0, parity = 1; i < count; i++) {
         if (i >= x_stages) barrier_poll(x_empty + 8 * slot, parity);
-        const int at = first + i / (UNIT_K / 64), tile = at / chunks;
+        const int at = first + i / 4, tile = at / chunks;
         barrier_expect(x_full + 8 * slot, box * 128);
-        fetch(x_ring + slot * X_STAGE, &x_map, (at - tile * chunks) * UNIT_K + i % (UNIT_K / 64) * 64, tile % row_tiles * NB,
+        fetch(x_ring + slot * X_STAGE, &x_map, (at - tile * chunks) * kUnitK + i % 4 * 64, tile % row_tiles * NB,
               x_full + 8 * slot, kReadOften);
         if (++slot == x_stages) slot = 0, parity ^= 1;
       }
@@ -240,7 +205,7 @@ __global__ void __launch_bounds__(WGS * 128 + 64, BLOCKS)
       codes.begin(unit, lane);
       behind.begin(unit, lane / 4);
 #pragma unroll
-      for (int q = 0; q < UNIT_K / 64; q++) {
+      for (int q = 0; q < 4; q++) {
         const uint32_t at = x_ring + x_slot * X_STAGE;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -265,40 +230,6 @@ __global__ void __launch_bounds__(WGS * 128 + 64, BLOCKS)
     hold(c);
     let_go(x_empty + 8 * release);
     release = -1;
-    const int left = (tile / row_tiles * SIXTEENS + warp) * 16, right = tile % row_tiles * NB;
-    auto put = [&](int j, float4 v) {
-      if (right + j * 8 < M) store(out, bias, left, right + j * 8, v, M, N, lane);
-    };
-    if (ranks > 1) {
-      const int rank = blockIdx.x % ranks;
-      float4* to = parts + (size_t)blockIdx.x * (J * WORKERS) + t;
-#pragma unroll
-      for (int j = 0; j < J; j++)
-        __stcg(to + j * WORKERS, make_float4(c[0][4 * j], c[0][4 * j + 1], c[0][4 * j + 2], c[0][4 * j + 3]));
-      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
-      int* counter = flags + tile;
-      if (t == 0) {
-        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
-        int arrived = 0;
-        while ((arrived & 0xFFFF) < ranks) {
-          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
-        }
-      }
-      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
-      const float4* from = parts + (size_t)(blockIdx.x - rank) * (J * WORKERS) + t;
-      for (int j = rank; j < J; j += ranks) {
-        float4 sum = make_float4(0, 0, 0, 0);
-#pragma unroll 8
-        for (int other = 0; other < ranks; other++) {
-          const float4 v = __ldcg(from + ((size_t)other * J + j) * WORKERS);
-          sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-        }
-        put(j, sum);
-      }
-      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
-      if (t == 0 && atomicAdd(counter, 1 << 16) >> 16 == ranks - 1) *counter = 0;  // ready for the next launch
-      return;
-    }
     if (!begins) {  // leave it for the block that has the tile's first k
       float4* to = parts + (size_t)blockIdx.x * (J * WORKERS) + t;
 #pragma unroll
@@ -326,24 +257,27 @@ __global__ void __launch_bounds__(WGS * 128 + 64, BLOCKS)
         }
       }
     }
+    const int left = (tile / row_tiles * SIXTEENS + warp) * 16, right = tile % row_tiles * NB;
 #pragma unroll
-    for (int j = 0; j < J; j++) put(j, make_float4(c[0][4 * j], c[0][4 * j + 1], c[0][4 * j + 2], c[0][4 * j + 3]));
+    for (int j = 0; j < J; j++)
+      if (right + j * 8 < M)
+        store(out, bias, left, right + j * 8,
+              make_float4(c[0][4 * j], c[0][4 * j + 1], c[0][4 * j + 2], c[0][4 * j + 3]), M, N, lane);
   }
 #endif
 }
 
 template <Type F, int NB, int WGS, int BLOCKS>
 int start(const void* x, const void* weight, const void* bias, void* out, void* parts, void* flags, int M, int N, int K,
-          long long x_stride, int blocks, int ranks, int w_stages, int x_stages, int dependent, void* stream) {
+          long long x_stride, int blocks, int w_stages, int x_stages, int dependent, void* stream) {
   const int shared = x_stages * NB * 128 + w_stages * WGS * 4 * unit_bytes(F) + 1024, row_tiles = (M + NB - 1) / NB;
   const int tiles = ((N + 15) / 16 + WGS * 4 - 1) / (WGS * 4) * row_tiles, box = M < NB ? M : NB;
-  if (shared > kMostShared - 1024 || blocks > (long long)tiles * ((K + unit_k(F) - 1) / unit_k(F))) return -1;
-  if (ranks && (blocks != tiles * ranks || ranks > (K + unit_k(F) - 1) / unit_k(F))) return -1;
+  if (shared > kMostShared - 1024 || blocks > (long long)tiles * ((K + kUnitK - 1) / kUnitK)) return -1;
   CUtensorMap x_map;
   if (describe(&x_map, x, M, K, x_stride, box)) return -2;
   return (int)launch(gguf_tiles<F, NB, WGS, BLOCKS>, blocks, WGS * 128 + 64, shared, 1, dependent > 0, stream, x_map,
                      (const unsigned char*)weight, (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts,
-                     (int*)flags, M, N, K, row_tiles, box, ranks, w_stages, x_stages, (int)(dependent > 1));
+                     (int*)flags, M, N, K, row_tiles, box, w_stages, x_stages, (int)(dependent > 1));
 }
 
 }  // namespace
@@ -351,21 +285,19 @@ int start(const void* x, const void* weight, const void* bias, void* out, void* 
 #define TRANSECT_CUT(F, NB, WGS, BLOCKS)                                                                             \
   if (type == F && rows == NB && groups == WGS && resident == BLOCKS)                                                \
     return TRANSECT_HERE(start<F, NB, WGS, BLOCKS>(x, weight, bias, out, parts, flags, M, N, K, x_stride, blocks,    \
-                                                   ranks, w_stages, x_stages, dependent, stream));
+                                                   w_stages, x_stages, dependent, stream));
 
 // x [M, K] bfloat16 with x_stride elements between rows, on 16 bytes, K and x_stride multiples of 8. weight: the units of
-// a type (its number in ``FORMATS``), N / 16 down by K / 256 across, both rounded up; of number 12, int4, K / 128 down by
-// N / 16 across. bias [N] or null, out [M, N], N a
+// a type (its number in ``FORMATS``), N / 16 down by K / 256 across, both rounded up. bias [N] or null, out [M, N], N a
 // multiple of 8. parts: rows * groups * 64 float32 for every block; flags: int32 zeros for every block, zeros again
-// afterwards. rows, groups, resident: one of the cuts listed below; blocks: of the launch, all of which must run at once,
-// ``ranks`` for every tile, or any number with ranks = 0; stages of the rings 2 to 16. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for the weight
+// afterwards. rows, groups, resident: one of the cuts listed below; blocks: of the launch, all of which must run at once;
+// stages of the rings 2 to 16. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that asks for the weight
 // before the kernel before has ended. Returns a cudaError_t, or -1 for what it does not take, -2 where X cannot be
 // described to the copy engine.
 extern "C" int transect_gguf_tiles(const void* x, const void* weight, const void* bias, void* out, void* parts,
                                    void* flags, int M, int N, int K, long long x_stride, int type, int rows, int groups,
-                                   int resident, int blocks, int ranks, int w_stages, int x_stages, int dependent,
-                                   void* stream) {
-  if (M < 1 || N < 8 || N % 8 || K < 8 || K % 8 || x_stride % 8 || blocks < 1 || ranks < 0 || w_stages < 2 || x_stages < 2 ||
+                                   int resident, int blocks, int w_stages, int x_stages, int dependent, void* stream) {
+  if (M < 1 || N < 8 || N % 8 || K < 8 || K % 8 || x_stride % 8 || blocks < 1 || w_stages < 2 || x_stages < 2 ||
       w_stages > kMostStages || x_stages > kMostStages)
     return -1;
   TRANSECT_CUT(kQ4_0, 16, 2, 2)
@@ -408,11 +340,6 @@ extern "C" int transect_gguf_tiles(const void* x, const void* weight, const void
   TRANSECT_CUT(kQ4_K, 64, 2, 2)
   TRANSECT_CUT(kQ4_K, 128, 2, 1)
   TRANSECT_CUT(kQ4_K, 128, 3, 1)
-  TRANSECT_CUT(kQ4_K, 8, 2, 2)
-  TRANSECT_CUT(kQ4_K, 16, 4, 1)
-  TRANSECT_CUT(kQ4_K, 32, 4, 1)
-  TRANSECT_CUT(kQ4_K, 64, 4, 1)
-  TRANSECT_CUT(kQ4_K, 256, 2, 1)
   TRANSECT_CUT(kQ5_K, 16, 2, 2)
   TRANSECT_CUT(kQ5_K, 32, 2, 2)
   TRANSECT_CUT(kQ5_K, 64, 2, 2)
@@ -423,11 +350,6 @@ extern "C" int transect_gguf_tiles(const void* x, const void* weight, const void
   TRANSECT_CUT(kQ6_K, 64, 2, 2)
   TRANSECT_CUT(kQ6_K, 128, 2, 1)
   TRANSECT_CUT(kQ6_K, 128, 3, 1)
-  TRANSECT_CUT(kQ6_K, 8, 2, 2)
-  TRANSECT_CUT(kQ6_K, 16, 4, 1)
-  TRANSECT_CUT(kQ6_K, 32, 4, 1)
-  TRANSECT_CUT(kQ6_K, 64, 4, 1)
-  TRANSECT_CUT(kQ6_K, 256, 2, 1)
   TRANSECT_CUT(kIQ4_NL, 16, 2, 2)
   TRANSECT_CUT(kIQ4_NL, 32, 2, 2)
   TRANSECT_CUT(kIQ4_NL, 64, 2, 2)
@@ -438,10 +360,5 @@ extern "C" int transect_gguf_tiles(const void* x, const void* weight, const void
   TRANSECT_CUT(kMXFP4, 64, 2, 2)
   TRANSECT_CUT(kMXFP4, 128, 2, 1)
   TRANSECT_CUT(kMXFP4, 128, 3, 1)
-  TRANSECT_CUT(kInt4, 16, 2, 2)
-  TRANSECT_CUT(kInt4, 32, 2, 2)
-  TRANSECT_CUT(kInt4, 64, 2, 2)
-  TRANSECT_CUT(kInt4, 128, 2, 1)
-  TRANSECT_CUT(kInt4, 128, 3, 1)
   return -1;
 }

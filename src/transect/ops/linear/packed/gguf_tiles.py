@@ -1,5 +1,5 @@
-"""``gguf_tiles.cu``: the product of many rows with a weight in a block type of GGUF files, or in 4 bits in groups of
-128, on Hopper: tiles of the weight are decoded in registers, which Hopper's own tensor-core products (wgmma) read.
+"""``gguf_tiles.cu``: the product of many rows with a weight in a block type of GGUF files, on Hopper: tiles of the
+weight are decoded in registers, which Hopper's own tensor-core products (wgmma) read.
 
 Shapes as in ``gguf_matmul.py``; x bfloat16. A weight is rounded to bfloat16, and so are its group's scale and minimum
 before. Sums in float32. Bound by the bytes of the weight for the fewest rows, by the tensor cores from about 200 on.
@@ -17,24 +17,14 @@ from ...lang import cuda
 from ...lang.jit import multiprocessors
 from . import gguf_rows
 from .gguf_layout import FORMATS, units_of
-from .int4_packing import CHUNK, group_of
-from .int4_rows import cuda_refusal
 
 MOST_ROWS = 512
 """More rows are quicker with a weight that is rebuilt."""
 CUTS = ((16, 2, 2), (32, 2, 2), (64, 2, 2), (128, 2, 1), (128, 3, 1))
 """(rows, groups, resident) that are compiled for every type; see ``Tiling``."""
-TRIED = ((8, 2, 2), (16, 4, 1), (32, 4, 1), (64, 4, 1), (256, 2, 1))
-"""More, of ``TRIED_TYPES``, for measurements."""
-TRIED_TYPES = ("Q4_K", "Q6_K")
-MOST_RANKS = 8
-TOGETHER, ALONE = 3, 1
-"""What adding up the parts of a tile takes, in units of a tile: together, or for each part where one block does it."""
 SHARED = 225 * 1024
 """Bytes of shared memory for the rings of all blocks of a multiprocessor."""
 MOST_STAGES = 16
-INT4 = "int4"
-"""The name of weights that ``int4_packing.arrange`` made, in groups of 128."""
 FLAGS = 4096
 """Counters of a launcher: one for each block of a launch."""
 
@@ -50,9 +40,7 @@ class Tiling:
     resident: int
     """Blocks that fit on a multiprocessor."""
     blocks: int
-    """Blocks of the launch."""
-    ranks: int
-    """Blocks that share the k of a tile; 0: all share the units of all tiles evenly, whatever tiles they are of."""
+    """Blocks of the launch, which share the units of all tiles evenly."""
     w_stages: int
     """Units of each row of the weight that a ring holds."""
     x_stages: int
@@ -63,44 +51,19 @@ class Tiling:
         return self.x_stages * self.rows * 128 + self.w_stages * self.groups * 4 * unit + 1024
 
 
-def cuts(name: str) -> tuple[tuple[int, int, int], ...]:
-    """All that are compiled for a type."""
-    return CUTS + TRIED if name in TRIED_TYPES else CUTS
-
-
-def sizes(name: str, n: int, k: int) -> tuple[int, int, int]:
-    """Units down and across of a matrix ``[n, k]``, and bytes of one."""
-    if name == INT4:
-        return -(-n // 16), k // CHUNK, 1088
-    return *units_of(n, k), FORMATS[name].unit
-
-
-def ranks_of(tiles: int, across: int, units: int, resident: int) -> int:
-    """Blocks to share the k of a tile, by what the busiest multiprocessor has to do in units of a tile; 0 where an even
-    share of everything is quicker, though blocks then wait for each other."""
-    even = -(-tiles * across // (units * resident)) * resident
-    cost = {0: even + ALONE * min(across, -(-units * resident // tiles))}
-    for ranks in range(1, min(MOST_RANKS, across, units * resident // tiles) + 1):
-        cost[ranks] = -(-across // ranks) * -(-tiles * ranks // units) + (TOGETHER if ranks > 1 else 0)
-    return min(cost, key=lambda ranks: cost[ranks])
-
-
-def tiling_of(
-    cut: tuple[int, int, int], name: str, m: int, n: int, k: int, units: int, ranks: int | None = None
-) -> Tiling | None:
+def tiling_of(cut: tuple[int, int, int], name: str, m: int, n: int, k: int, units: int) -> Tiling | None:
     """The tiling of one of the compiled cuts, with as deep rings as fit; None: they do not fit.
-    ``units``: multiprocessors; ``ranks``: instead of the rule's."""
+    ``units``: multiprocessors."""
     rows, groups, resident = cut
-    down, across, unit = sizes(name, n, k)
+    down, across = units_of(n, k)
     tiles = -(-down // (4 * groups)) * -(-m // rows)
-    if ranks is None:
-        ranks = ranks_of(tiles, across, units, resident)
-    blocks = tiles * ranks or min(units * resident, tiles * across)
+    blocks = min(units * resident, tiles * across)
+    unit = FORMATS[name].unit
     left = SHARED // resident - 2048
     for w_stages in (4, 3, 2):
         x_stages = min(MOST_STAGES, 4 * w_stages, (left - w_stages * groups * 4 * unit) // (rows * 128))
         if x_stages >= (4 if w_stages > 2 else 2):
-            return Tiling(rows, groups, resident, blocks, ranks, w_stages, x_stages)
+            return Tiling(rows, groups, resident, blocks, w_stages, x_stages)
     return None
 
 
@@ -118,8 +81,6 @@ def refusal(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor |
     """Why the kernels do not take these arguments, or None."""
     if outputs % 8:
         return "N must be a multiple of 8"
-    if name == INT4:
-        return "groups must be of 128" if group_of(arranged) != 128 else cuda_refusal(x, arranged, outputs, bias)
     return gguf_rows.refusal(x, arranged, name, outputs, bias)
 
 
@@ -134,9 +95,7 @@ class GGUFTiles:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._launch = cuda.bind_on_hopper(
-            "gguf_tiles", "transect_gguf_tiles", "ppppppiiil" + "iiiiiiiii" + "p", device
-        )
+        self._launch = cuda.bind_on_hopper("gguf_tiles", "transect_gguf_tiles", "ppppppiiil" + "iiiiiiii" + "p", device)
         self._flags = torch.zeros(FLAGS, dtype=torch.int32, device=device or "cuda")
 
     def __call__(
@@ -167,9 +126,8 @@ class GGUFTiles:
         parts = x.new_empty(tiling.blocks * tiling.rows * tiling.groups * 64, dtype=torch.float32)
         code = self._launch(
             x.data_ptr(), arranged.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr(),
-            parts.data_ptr(), self._flags.data_ptr(), m, outputs, k, x.stride(0),
-            len(FORMATS) if name == INT4 else FORMATS[name].index, tiling.rows,
-            tiling.groups, tiling.resident, tiling.blocks, tiling.ranks, tiling.w_stages, tiling.x_stages,
+            parts.data_ptr(), self._flags.data_ptr(), m, outputs, k, x.stride(0), FORMATS[name].index, tiling.rows,
+            tiling.groups, tiling.resident, tiling.blocks, tiling.w_stages, tiling.x_stages,
             2 if dependent_launch else 1, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:

@@ -56,15 +56,13 @@ from ...lang.jit import (
 )
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Knobs, Op, Unavailable, register
-from . import gguf_tiles, int4_hopper, int4_rows
+from . import int4_hopper, int4_rows
 from .int4_packing import CHUNK, arrange, group_of, pack, taken_apart
 from .triton import TRITON_CHOICES, by_triton, kernels, launcher, rebuilt, triton_rule
 
 log = logging.getLogger(__name__)
 DENSE_ROWS = 65
-"""From this number of rows on it is quicker to rebuild W and multiply by it, where no tiles of it are decoded."""
-TILED_ROWS = 32
-"""For more rows tiles decoded in registers are quicker."""
+"""From this number of rows on it is quicker to rebuild W and multiply by it."""
 
 
 def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
@@ -83,11 +81,9 @@ def dense(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 def way(m: int, n: int) -> str:
     """The quickest way on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows`` (``int4_matmul.cu``),
-    ``hopper`` (``int4_matmul_hopper.cu``), ``tiles`` (``gguf_tiles.cu``) or ``rebuilt``."""
-    if m > gguf_tiles.MOST_ROWS:
+    ``hopper`` (``int4_matmul_hopper.cu``) or ``rebuilt``."""
+    if m >= DENSE_ROWS:
         return "rebuilt"
-    if m > TILED_ROWS:
-        return "tiles"
     return "hopper" if n >= 65536 or (m > 16 and n >= 16384) else "rows"
 
 
@@ -96,22 +92,10 @@ def _cuda_kernels(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return {}
     try:
-        return {"rows": int4_rows.CudaCodes(), "hopper": int4_hopper.HopperCodes(), "tiles": _in_tiles(device)}
+        return {"rows": int4_rows.CudaCodes(), "hopper": int4_hopper.HopperCodes()}
     except Unavailable as error:
         log.warning("int4_matmul runs its Triton kernel, which is slower: %s", error)
         return {}
-
-
-def _in_tiles(device: torch.device | None = None) -> Callable[..., Tensor]:
-    """``reference`` by ``gguf_tiles.cu``; raises the errors of ``GGUFTiles``."""
-    tiles = gguf_tiles.GGUFTiles(device)
-
-    def call(
-        x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
-    ) -> Tensor:
-        return tiles(x, weight, gguf_tiles.INT4, n, bias, dependent_launch=dependent_launch)
-
-    return call
 
 
 def rows_kernel(device: torch.device) -> int4_rows.CudaCodes | None:
@@ -150,16 +134,11 @@ def best_launcher() -> Callable[..., Tensor]:
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
     ) -> Tensor:
         """``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
-        m = x.shape[0]
-        if x.device not in built:
-            built[x.device] = _cuda_kernels(x.device)
-        chosen = way(m, n)
-        if chosen == "tiles" and (
-            chosen not in built[x.device] or gguf_tiles.refusal(x, weight, gguf_tiles.INT4, n, bias)
-        ):
-            chosen = "rebuilt" if m >= DENSE_ROWS else "hopper" if n >= 16384 else "rows"
+        chosen = way(x.shape[0], n)
         if chosen == "rebuilt" and x.element_size() == 2:
             return rebuilt(x, weight, n, bias)
+        if x.device not in built:
+            built[x.device] = _cuda_kernels(x.device)
         kernel = built[x.device].get(chosen)
         if kernel is not None and not int4_rows.cuda_refusal(x, weight, n, bias):
             return kernel(x, weight, n, bias, dependent_launch=dependent_launch)
@@ -294,14 +273,6 @@ register(
             "cuda": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=False),
             "cuda_dependent": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=True),
             "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=False),
-            "tiles": Implementation(
-                "cuda",
-                _in_tiles,
-                ("sm_90",),
-                dtypes=("bfloat16",),
-                source="gguf_tiles.cu",
-                refusal=lambda x, weight, n, bias=None: gguf_tiles.refusal(x, weight, gguf_tiles.INT4, n, bias),
-            ),
             "hopper_dependent": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=True),
         },
         examples=_examples,
