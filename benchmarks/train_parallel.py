@@ -346,8 +346,11 @@ def some_ways(out: Path, ways: list[dict[str, Any]]) -> None:
             together = ranks is not None and given["ranks"] > 1  # else the others wait, without anything to do
             if together:
                 ranks.call("train_parallel:job", given)
-            rows.append(tried(given, ranks.world if together else None))
+            row = tried(given, ranks.world if together else None)
+            rows.append(row)
             out.write_text(json.dumps(rows))
+            shown = ("work", "way", "tokens_per_second", "peak_bytes", "predicted_bytes", "build_seconds", "error")
+            print("done:", json.dumps({key: row[key] for key in shown if key in row} if row else None), flush=True)
     except Exception as error:
         raise (error if ranks is None else ranks.explain(error)) from error
     finally:

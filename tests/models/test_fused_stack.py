@@ -14,6 +14,7 @@ from transect.models.fused_stack import FusedStack, Fusions, refusal
 from transect.models.load import allocated
 from transect.models.presets import PRESETS
 from transect.models.weights.adapted import Adapted
+from transect.models.weights.dense import DenseStream
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear.stream_products import Stream
 from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
@@ -129,6 +130,30 @@ def test_norms_in_the_products_change_nothing(name):
     both(model)
     both(model, Fusions(add_norm=False))
     assert streams.products == 0
+
+
+def test_products_between_two_attentions_go_together_for_one_row(monkeypatch):
+    """Where a weight has such a launch: the layers' results are the same, and the last layer ends as ever."""
+    calls = []
+
+    def chain(self, after):
+        gate_up, down, qkv = after
+
+        def run(x, residual, norms, eps):
+            calls.append(len(x))
+            first = self.add(x, residual, norms[0], eps[0])
+            second = down.add(gate_up.gated(first), first.total, norms[1], eps[1])
+            return qkv.linear(second), second.total
+
+        return run
+
+    monkeypatch.setattr(DenseStream, "chain", chain)
+    model = build(CONFIGS["qwen2"], dataclasses.replace(resolve_ops("cpu"), stream_products=TorchStreams(12)))
+    plain, fused = both(model, lengths=(9,), new=(1,))
+    assert calls == [1]
+    torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-4)
+    both(model, lengths=(9, 4), new=(1, 1))
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("product", ["o", "down"])
