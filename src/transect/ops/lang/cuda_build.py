@@ -130,8 +130,8 @@ def _code(target: str) -> str:
 
 
 def compile_source(source: Path, target: str, output: Path) -> str:
-    """Compile for ``target`` (``sm_80``, ``sm_90``) to a cubin, or where ``output`` ends in ``.o`` to an object with the
-    host's half; returns ptxas's report of registers, spills and shared memory.
+    """Compile for ``target`` (``sm_80``, ``sm_90``) to a cubin, or where ``output`` ends in ``.o`` to an object with
+    the host's half; returns ptxas's report of registers, spills and shared memory.
 
     Raises:
         Unavailable: there is no nvcc.
