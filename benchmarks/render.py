@@ -10,6 +10,7 @@ A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``; what stands b
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -223,7 +224,7 @@ def _kills(found: dict[str, Any]) -> str:
     return (
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
-        f"got one error within {found['slowest_told_s']:.1f} s{others}, `/health` was red, the "
+        f"got one error within {math.ceil(10 * found['slowest_told_s']) / 10} s{others}, `/health` was red, the "
         f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
         f"{where}, {record.made_at([environment])}.\n"
     )

@@ -7,7 +7,9 @@ from tiny_llm import save_tiny_llm
 from transect import LLM, SamplingParams
 from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
+from transect.engine.gpu.setup import check_cache
 from transect.engine.vllm_arguments import engine_settings
+from transect.models.config import ModelConfig
 from transect.models.load import cache_dtype
 from transect.ops.attention.paged import kv_cache_write, paged_attention, paged_attention_torch, rotary_kv_write
 from transect.ops.attention.paged.cache_codes import encode, values_of
@@ -103,6 +105,15 @@ def test_kernels_write_and_read_int8_as_the_references():
         expected = paged_attention.reference(q, *want, batch, 0.3, window)
         read = paged_attention.PagedTriton()(q, *want, batch, 0.3, window)
         torch.testing.assert_close(read, expected, rtol=2e-3 if device == "cuda" else 1e-5, atol=2e-3)
+
+
+def test_a_gpu_refuses_int8_where_scales_would_not_be_aligned():
+    sizes = [ModelConfig("llama", 61, 60, 2, 6, 2, head_dim, 128, 64) for head_dim in (10, 20)]
+    config = EngineConfig(model="m", kv_cache_dtype="int8")
+    with pytest.raises(ValueError, match=r"multiple of 4, not of 10: leave kv_cache_dtype out, or take fp8"):
+        check_cache(config, sizes[0])
+    check_cache(config, sizes[1])
+    check_cache(EngineConfig(model="m", kv_cache_dtype="fp8"), sizes[0])
 
 
 def test_what_is_too_large_becomes_the_largest_number():

@@ -91,6 +91,13 @@ def test_steps_are_of_whole_tiles_where_that_leaves_room():
         1792,
     ]
     assert even(300, 200) == 300, "256 would leave 56 of 100 tokens for prompts"
+    assert even(250, 8) == 250, "a step of 192 would be filled up to 256"
+
+
+def test_prompts_do_not_wait_for_streams_that_alone_take_longer_than_the_target():
+    core = taught(itl_target=1e-3)
+    core.add(request("short", prompt=5, first=7, max_tokens=2))
+    assert sum(sum(step[2:]) for step in sizes(core, 8)) == 6, "all of it, and its first token beside theirs"
 
 
 @pytest.mark.parametrize("lag", [0, 1])

@@ -36,7 +36,8 @@ Quantization = Annotated[
     str | None, typer.Option(help="int4, fp8 or int8: the layers' matrices are rounded when they are loaded.")
 ]
 KVCacheDtype = Annotated[
-    str, typer.Option(help="auto; fp8: keys and values at half the bytes of bfloat16; int8 (CPU).")
+    str,
+    typer.Option(help="auto; fp8: keys and values at half the bytes of bfloat16; int8: with a scale a head, too."),
 ]
 LoadFormat = Annotated[
     str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")

@@ -130,6 +130,8 @@ class StepBudget:
         steps = waits / max(tokens - rows, 1)
         if steps > PATIENCE:
             tokens = even(self.times.most_tokens(seconds * steps / PATIENCE, beside, context, most), rows)
+        if tokens <= rows:  # the decodes alone take longer than the target: prompts must not wait until they end
+            tokens = max(rows, min(rows + -(-waits // PATIENCE), most))
         room = tokens - rows
         shared = len(prompts) + len(waiting) > 1 and any(count > LONG * room for count, _ in prompts)
         return Budget(tokens, min(self._chunk, max(1, (room + 1) // 2)) if shared else self._chunk)
@@ -156,7 +158,7 @@ class StepBudget:
 
 def even(tokens: int, rows: int) -> int:
     """``tokens`` rounded down to a size that products cut into whole tiles, and that graphs are for, where that leaves
-    nearly as many for prompts beside ``rows`` that decode."""
-    unit = 64 if tokens < 384 else 128 if tokens < 1280 else 256
+    nearly as many for prompts beside ``rows`` that decode. No graph is for 192: such steps are filled up to 256."""
+    unit = 64 if tokens < 192 or 256 <= tokens < 384 else 128 if tokens < 1280 else 256
     rounded = tokens // unit * unit
     return rounded if rounded - rows >= KEPT * (tokens - rows) else tokens

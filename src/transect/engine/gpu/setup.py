@@ -19,7 +19,7 @@ from ...models.load import cache_dtype, kv_dtype
 from ...models.memory.serving import ServingPlan
 from ...models.storage import Storage, storage_for
 from ...models.streaming.plan import StreamPlan
-from ...ops.attention.paged.cache_codes import stored_bits
+from ...ops.attention.paged.cache_codes import SCALE_BYTES, stored_bits
 from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -110,6 +110,7 @@ def set_up(
         ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
             change.
     """
+    check_cache(config, model)
     torch.cuda.init()
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
@@ -159,6 +160,19 @@ def set_up(
         others=total - free,
         total=total,
     )
+
+
+def check_cache(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse a cache that kernels cannot read: scales behind heads (``cache_codes.py``) are float32, and aligned so.
+
+    Raises:
+        ValueError: heads whose size is no multiple of 4, cached in int8.
+    """
+    if config.kv_cache_dtype == "int8" and model.head_dim % SCALE_BYTES:
+        raise ValueError(
+            f"a KV cache in int8 on a GPU takes heads whose size is a multiple of {SCALE_BYTES}, not of "
+            f"{model.head_dim}: leave kv_cache_dtype out, or take fp8"
+        )
 
 
 def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:

@@ -130,14 +130,15 @@ def _code(target: str) -> str:
 
 
 def compile_source(source: Path, target: str, output: Path) -> str:
-    """Compile to a cubin for ``target`` (``sm_80``, ``sm_90``); returns ptxas's report of registers, spills and shared
-    memory.
+    """Compile for ``target`` (``sm_80``, ``sm_90``) to a cubin, or where ``output`` ends in ``.o`` to an object with
+    the host's half; returns ptxas's report of registers, spills and shared memory.
 
     Raises:
         Unavailable: there is no nvcc.
         RuntimeError: the source does not compile; the message is the compiler's.
     """
-    return _nvcc([_code(target), "-Xptxas", "-v", "-cubin", "-o", str(output), str(source)], source, target)
+    kind = ["-c", "-Xcompiler", "-fPIC"] if output.suffix == ".o" else ["-cubin"]
+    return _nvcc([_code(target), "-Xptxas", "-v", *kind, "-o", str(output), str(source)], source, target)
 
 
 def compile_library(source: Path, target: str, output: Path) -> None:
