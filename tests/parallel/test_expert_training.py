@@ -67,6 +67,7 @@ def test_a_run_goes_on_with_and_without(pair, tmp_path):
     ("changes", "message"),
     [
         ({"parallel": {"data": 4, "expert": 2}}, "set both to 4, or parallel.expert to 1"),
+        ({"parallel": {"data": 2, "expert_way": "all_to_all"}}, "set both parallel.data and parallel.expert to 2"),
         ({"parallel": SHARED, "optimizer": {"name": "muon"}}, "or parallel.expert to 1"),
         ({"parallel": SHARED, "task": "lora"}, "set parallel.expert to 1"),
     ],

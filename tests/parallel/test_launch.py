@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,8 @@ from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm, save_tiny_llm_text
 
 from transect.bench.collectives import COLLECTIVES
+from transect.parallel import launch
+from transect.parallel.children import BEGIN_S
 from transect.parallel.launch import Ranks
 from transect.parallel.layout import Layout, Place, share
 from transect.parallel.mesh import Mesh
@@ -75,6 +78,20 @@ def test_messages_and_collectives(pair):
 def test_only_one_set_of_ranks_in_a_process(pair):
     with pytest.raises(ValueError, match="one of several ranks already"):
         Ranks.start(2)
+
+
+def test_ranks_of_torchrun_wait_no_longer_for_a_rank_that_does_not_come(monkeypatch):
+    waits = []
+
+    def rendezvous(url, timeout=None):
+        waits.append(timeout)
+        raise TimeoutError
+
+    monkeypatch.setattr(launch.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(launch.dist, "rendezvous", rendezvous)
+    with pytest.raises(TimeoutError):
+        Ranks.join()
+    assert waits == [timedelta(seconds=BEGIN_S)]
 
 
 PROGRAM = """

@@ -94,7 +94,7 @@ class Ranks:
         check_devices(on_host, device)
         if not dist.is_initialized():
             place = _device(device, local)
-            store, rank, size = next(dist.rendezvous("env://"))
+            store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=BEGIN_S)))
             # Ranks that torchrun starts again meet in the same store, where the addresses of those before still are.
             store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
             dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, **_options(place))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +19,11 @@ if TYPE_CHECKING:
 
 
 def write_with_tokens(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:
-    """Write the tokenizer of a model with further tokens into ``folder``, which is made anew. Those that it has already
-    are left as they are. What is written ``<|like this|>`` becomes special: the text of a chat cannot spell it.
+    """Write the tokenizer of a model with further tokens into ``folder``, which has nothing else then. Those that it
+    has already are left as they are. What is written ``<|like this|>`` becomes special: the text of a chat
+    cannot spell it.
+
+    Several processes may write the same into one folder: each file is always a whole one.
 
     Returns:
         The highest token id plus one.
@@ -28,8 +33,19 @@ def write_with_tokens(source: ModelSource, tokens: Sequence[str], folder: Path) 
     """
     if not all(tokens):
         raise ValueError("new_tokens holds an empty one: leave it out")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.", dir=folder.parent) as part:
+        size = _write(source, tokens, Path(part))
+        names = os.listdir(part)
+        for name in names:
+            (Path(part) / name).replace(folder / name)
+    for path in folder.iterdir():  # of a run before
+        if path.name not in names:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    return size
+
+
+def _write(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:
     export_tokenizer(source, folder)
     path = folder / "tokenizer.json"
     if not path.is_file():

@@ -84,6 +84,11 @@ class ParallelConfig:
                 f"parallel.expert = {self.expert} shares experts between the {self.data} ranks of parallel.data: set "
                 f"both to {max(self.expert, self.data)}, or parallel.expert to 1"
             )
+        if self.expert_way != "auto" and self.expert == 1:
+            raise ValueError(
+                "parallel.expert_way is for ranks that share experts: set both parallel.data and parallel.expert to 2 "
+                "or more"
+            )
         if not (math.isfinite(self.timeout) and self.timeout >= 0):
             raise ValueError(f"parallel.timeout must be 0 or a number of seconds, not {self.timeout}")
         if self.zero and self.data == 1 and not (self.zero == 3 and self.offload == "all"):
