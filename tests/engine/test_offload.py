@@ -10,10 +10,13 @@ from transect import LLM, SamplingParams
 from transect.engine import offload
 from transect.engine.config import EngineConfig
 from transect.engine.decisions import read_records
-from transect.engine.gpu.setup import _check_weights, without_graphs
+from transect.engine.gpu.setup import _check_weights, plan_of, without_graphs
 from transect.engine.vllm_arguments import engine_settings
+from transect.models.config import ModelConfig
+from transect.models.storage import storage_for
 from transect.models.streaming.plan import plan_stream
 from transect.parallel.layout import Layout
+from transect.parallel.memory import smallest_layout
 
 torch.set_num_threads(1)
 SETTINGS = {
@@ -170,3 +173,16 @@ def test_a_gpu_streams_without_graphs_and_says_what_to_stream_if_weights_do_not_
         _check_weights(config, 40 * gib, 0, 20 * gib, 20 * gib)
     with pytest.raises(ValueError, match=r"over 6 GPUs \(tensor_parallel_size=2, pipeline_parallel_size=3\), or let"):
         _check_weights(config, 40 * gib, 0, 20 * gib, 20 * gib, lambda budget: Layout(2, 3 * (budget == 20 * gib)))
+
+
+def test_a_long_context_that_nobody_asked_for_takes_no_further_gpus():
+    """Sixteen GiB of weights; a sequence of all ten million positions would take 1.3 TB more."""
+    model, storage = ModelConfig("llama", 128256, 4096, 32, 32, 8, 128, 14336, 10**7), storage_for(2, None)
+
+    def least(**settings):
+        plan = plan_of(EngineConfig(model="x", **settings), model, storage, torch.bfloat16)
+        return smallest_layout(model, plan, storage, 12 * 2**30)
+
+    assert least() == Layout(2)
+    asked = least(max_model_len=10**6)
+    assert asked is None or asked.size > 8

@@ -127,17 +127,7 @@ def set_up(
     stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
     needed = weight_bytes(model, storage, shapes)
     whole = model if shard is None else shard.model
-    plan = ServingPlan(
-        weights=int(weight_bytes(whole, storage)),
-        element=dtype.itemsize,
-        kv_element=storage.kv / 8,
-        max_num_seqs=max_seqs,
-        max_num_batched_tokens=max_tokens,
-        context=config.max_model_len or model.max_position,
-        block_size=config.block_size,
-        share=1.0,
-    )
-    least = partial(smallest_layout, whole, plan, storage)
+    least = partial(smallest_layout, whole, plan_of(config, whole, storage, dtype), storage)
     _check_weights(config, needed, 0 if stream is None else stream.saved, free, total, least)
     if stream is not None:
         storage = replace(storage, streamed=stream.bytes)
@@ -159,6 +149,22 @@ def set_up(
         stream=stream,
         others=total - free,
         total=total,
+    )
+
+
+def plan_of(config: EngineConfig, model: ModelConfig, storage: Storage, dtype: torch.dtype) -> ServingPlan:
+    """What a GPU is to hold of a whole model. Where nobody asks for a context it is one step's tokens: an engine takes
+    what its cache holds."""
+    max_seqs, max_tokens = config.limits("cuda")
+    return ServingPlan(
+        weights=int(weight_bytes(model, storage)),
+        element=dtype.itemsize,
+        kv_element=storage.kv / 8,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=max_tokens,
+        context=config.max_model_len or min(model.max_position, max_tokens),
+        block_size=config.block_size,
+        share=1.0,
     )
 
 
