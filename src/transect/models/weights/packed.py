@@ -1,4 +1,4 @@
-"""``Packed``: a matrix in the layout of the C++ CPU kernels, as a file packs it (``ops/cpu/linear.h``).
+"""``Packed``: a matrix in the layout of the C++ CPU kernels, as a file packs it (``ops/cpu/kinds.h``).
 
 Numbers stay in the file's format: a Q4_1 matrix stays in 4 bits. The product is computed in float32 from exactly the
 values that dequantizing would give.

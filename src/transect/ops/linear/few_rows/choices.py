@@ -1,6 +1,6 @@
 """Which kernel runs a product of up to 256 rows: measured for a device, or else by its shape.
 
-Files of choices are measured: those of this folder's ``tuned/small_matmul`` are shipped, and ``transect tune MODEL``
+Files of choices are measured: those in ``ops/tuned/small_matmul`` are shipped, and ``transect tune MODEL``
 writes the user's own, which win. ``benchmarks/products_in_layers.py`` measured the shipped ones in chains of whole
 layers, ``benchmarks/ops_many_rows.py`` those of the heads and of other sizes, ``benchmarks/products_by_shape.py`` those
 of ten models at 48 rows, where the rule is furthest from the quickest. Without ``dependent_launch`` a launch may

@@ -99,7 +99,9 @@ def refusal(weights: ChainWeights) -> str | None:
 class CudaChain:
     """``(attended, residual, weights) -> (y, u)`` by ``scaled8_chain.cu``.
 
-    Launches share counters, so those of one instance must be on one stream.
+    Launches share counters, so those of one instance must be on one stream. All blocks of a launch must run at once. So
+    two launches must never run beside each other on a GPU, from two streams or by MPS: each may have half of the
+    multiprocessors and wait for the rest, until the kernel stops with an error after some seconds.
 
     Raises:
         Unavailable: not a Hopper GPU, or no nvcc to build the kernel with.
