@@ -2,8 +2,8 @@
 
 A board keeps within a limit of power, and lowers its clock for work that would draw more. That takes it some hundredths
 of a second, so for a few milliseconds every kernel runs at the full clock, where the one that takes less time wins. At
-the limit the one that takes less energy wins: n calls of E joules take n E / P seconds on a board of P watts. On an H200
-decode steps of 48 rows and more are there.
+the limit the one that takes less energy wins: n calls of E joules take n E / P seconds on a board of P watts. Decode
+steps of 48 rows and more are there on an H200.
 
 So here contenders run for tenths of a second at a time, with no pause. A time counts when two slices in succession
 agree. Contenders take turns, every second round in the opposite order, so that slow changes (heat, another program)
