@@ -44,9 +44,9 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
     if m == 1 and "chain" in kernels:
         alone = gguf_chain.GGUFChain(device)
         for warps, stages in ((16, 8), (16, 3), (12, 8), (8, 8), (8, 4)):
-            cut = gguf_chain.Tiling(warps, stages)
+            at_once = gguf_chain.Tiling(warps, stages)
 
-            def one_row(x: torch.Tensor, w: torch.Tensor, cut: gguf_chain.Tiling = cut) -> torch.Tensor:
+            def one_row(x: torch.Tensor, w: torch.Tensor, cut: gguf_chain.Tiling = at_once) -> torch.Tensor:
                 matrix = (BlockPart(w, name, n),)
                 return alone(x, matrix, gated=gated, dependent_launch=True, tiling=cut)[0]
 
