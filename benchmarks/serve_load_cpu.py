@@ -122,10 +122,11 @@ def page(result: dict[str, Any]) -> str:
             runs = [each["result"] for each in result["levels"] if (each["rate"], each["server"]) == (rate, name)]
             if runs:
                 lines.append(row(rate, name, runs))
-    machine = result["environment"]
+    machine, seeds = result["environment"], len(result["seeds"])
+    runs = f"median of {seeds} seeds" if seeds > 1 else "one seed"
     lines.append(
         f"\n`{result['command']}`: {result['model']}, {machine['processor']}, {result['threads']} threads, "
-        f"{result['requests']} requests, median of {len(result['seeds'])} seed(s), llama-cpp-python {result['peer']}, "
+        f"{result['requests']} requests at each rate, {runs}, llama-cpp-python {result['peer']}, "
         f"{record.made_at([machine])}.\n"
     )
     return "\n".join(lines)
