@@ -1,14 +1,14 @@
 """A server with its default settings under requests that come one by one: what their senders feel, and why.
 
     python benchmarks/serve_load.py [--rates 8,24,40,inf] [--seeds 0,1,2] [--requests 400]
-        [--shape FOLDER_OR_PRESET] [--generator transect|sglang] [--work random|prefixes|chats|prefixes,chats]
+        [--shape FOLDER_OR_PRESET] [--generator transect|sglang] [--work random|prefixes,chats,short]
     python benchmarks/serve_load.py --merge FILE FILE ... --out FILE
 
 Random weights of a model's shape, a vocabulary of made-up words (each is one token, so text of any length can be made
 and every token has text), no prefix cache. Requests of 600 tokens in and 150 out, each of them 60% more or less, arrive
 at random (Poisson), from this project's generator or from one of others (``load_generators.py``). Beside the table
-stand vLLM's figures for the same work, measured apart. Other work, with the prefix cache: prompts that begin alike, and
-chats of several turns (``load_chats.py``).
+stand vLLM's figures for the same work, measured apart. Other work, with the prefix cache: prompts that begin alike,
+chats of several turns (``load_chats.py``), and prompts of one token, whose TTFT is what a request takes on its way.
 
 The engine's decision log tells why tokens came late: for every gap between two steps how long was planned, launched,
 waited for the device, and what had been predicted (``step_timeline.py``); and where the time to each request's first
@@ -80,6 +80,7 @@ WORKS = {
     "random": "",
     "prefixes": f", {GROUPS} prefixes of {PREFIX:,} tokens before {QUESTION} of their own",
     "chats": f", chats of {TURNS} turns",
+    "short": ", prompts of one token",
 }
 """Kinds of work, and what a page says of them."""
 FOUND, ASKED = "prefix_cache_hit_tokens", "prefix_cache_query_tokens"
@@ -163,7 +164,8 @@ def run(
         summary = summarize(found)
         result = Result(Level("requests/s", rate, []), summary, found.records, found.began)
     else:
-        result = asyncio.run(own(url, own_level(rate, requests, seed, vocab - 1)))
+        lengths = (1, 1) if work == "short" else PROMPT
+        result = asyncio.run(own(url, own_level(rate, requests, seed, vocab - 1, lengths)))
         summary = result.summary
     after = counters(url)
     changed = {name: after[name] - before[name] for name in after}
@@ -309,7 +311,7 @@ def main() -> None:
     parser.add_argument(
         "--work",
         default="random",
-        help="random, prefixes or chats; prefixes,chats: from one server, to two files",
+        help="random, prefixes, chats or short; several, but for random: from one server, each to a file of its own",
     )
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--shape", default="llama-3.1-8b", help="a preset, or a folder with a config.json")
@@ -325,14 +327,14 @@ def main() -> None:
         return
     works = options.work.split(",")
     if set(works) - WORKS.keys() or ("random" in works and len(works) > 1):
-        parser.error("--work is random, or one or both of prefixes and chats, which share a server with a prefix cache")
+        parser.error("--work is random, or some of prefixes, chats and short, which share a server with a prefix cache")
     outs = [options.out.with_stem(f"{options.out.stem}_{work}") for work in works] if works[1:] else [options.out]
     measure(options, {work: (empty(options, work), out) for work, out in zip(works, outs, strict=True)})
 
 
 def empty(options: argparse.Namespace, work: str) -> dict[str, Any]:
-    """A result without levels. Prefixes come from SGLang's generator and chats from this project's."""
-    sglang = {"prefixes": True, "chats": False}.get(work, options.generator == "sglang")
+    """A result without levels. Prefixes come from SGLang's generator, chats and short prompts from this project's."""
+    sglang = {"prefixes": True, "chats": False, "short": False}.get(work, options.generator == "sglang")
     return {
         "command": "python benchmarks/serve_load.py"
         + (f" --work {work}" if work != "random" else " --generator sglang" if sglang else ""),

@@ -243,6 +243,8 @@ def test_other_work_has_its_own_generator_and_one_server(modules, monkeypatch, c
         with pytest.raises(SystemExit):
             modules.serve_load.main()
         assert "share a server with a prefix cache" in capsys.readouterr().err
+    short = modules.load_generators.own_level(8.0, 5, 0, 299, (1, 1))
+    assert [each.prompt.count(" ") for each in short.work] == [1] * 5
 
 
 def test_a_vocabulary_is_asked_for_once(modules):
