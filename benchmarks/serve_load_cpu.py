@@ -109,7 +109,8 @@ def row(rate: str, name: str, runs: Sequence[dict[str, Any]]) -> str:
     """A line of the table: medians over the seeds, milliseconds."""
     cells = [f"{statistics.median(run['output_tokens_per_second'] for run in runs):.1f}"]
     for what, share in (each.split() for each in FIGURES):
-        cells.append(f"{statistics.median(run[what][share] for run in runs) * 1e3:,.0f}")
+        found = statistics.median(run[what][share] for run in runs) * 1e3
+        cells.append(f"{found:.1f}" if what == "tpot" else f"{found:,.0f}")
     return f"| {rate} | {name} | " + " | ".join(cells) + " |"
 
 
