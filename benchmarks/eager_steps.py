@@ -1,9 +1,9 @@
-"""Steps without a CUDA graph: what launching their kernels takes the host, beside what they take in all and their floor.
+"""Steps without a CUDA graph: what launching takes the host, beside the whole step and its floor.
 
-    python benchmarks/eager_steps.py [--models llama-3.2-1b llama-3.1-8b] [--out benchmarks/results/h200/eager_steps.json]
+    python benchmarks/eager_steps.py [--models llama-3.1-8b] [--out benchmarks/results/h200/eager_steps.json]
 
-Prompts of more tokens than graphs are for are launched kernel by kernel. The GPU begins with the first kernel, so such a
-step takes what the host needs or what the GPU needs, whichever is more. Each step runs with Triton's own way of
+Prompts of more tokens than graphs are for are launched kernel by kernel. The GPU begins with the first kernel, so such
+a step takes what the host needs or what the GPU needs, whichever is more. Each step runs with Triton's own way of
 launching, and with launches that are remembered (``ops/lang/launches.py``), in turns. Both must draw the same tokens.
 ``--profile`` also prints where the host's time goes.
 """
@@ -34,9 +34,9 @@ from transect.models.storage import Storage
 from transect.ops.lang.collecting import _functions
 from transect.ops.lang.launches import Launches, remember
 
-MODELS = ("llama-3.2-1b", "llama-3.1-8b")
-TOKENS = (1040, 2048, 4096)
-CONTEXT, ROUNDS = 8192, 5
+MODELS = ("llama-3.1-8b",)
+TOKENS = (1040, 2048)
+CONTEXT, ROUNDS = 4096, 3
 
 
 def switch(on: bool) -> None:
@@ -119,12 +119,10 @@ def tried(name: str, options: argparse.Namespace) -> dict[str, Any]:
         least = step_floor(runner._model.config, [Row(tokens, tokens)], rates, Storage()).seconds
         rows.append({"tokens": tokens, "floor_s": least, **measured(runner, tokens)})
         plain, quick = rows[-1]["plain"], rows[-1]["remembered"]
-        print(
-            f"{name}, {tokens} tokens: floor {1e3 * least:.2f} ms; launched in {1e3 * plain['host_s']['median']:.2f} ms, "
-            f"done in {1e3 * plain['step_s']['median']:.2f}; remembered {1e3 * quick['host_s']['median']:.2f}, "
-            f"{1e3 * quick['step_s']['median']:.2f}",
-            flush=True,
-        )
+        host, whole = (f"{1e3 * plain[what]['median']:.2f} ms" for what in ("host_s", "step_s"))
+        ours, done = (f"{1e3 * quick[what]['median']:.2f} ms" for what in ("host_s", "step_s"))
+        print(f"{name}, {tokens} tokens: floor {1e3 * least:.2f} ms", flush=True)
+        print(f"  launched in {host}, done in {whole}; remembered: {ours}, {done}", flush=True)
     if options.profile:
         for on in (False, True):
             switch(on)

@@ -9,7 +9,7 @@ from transect.ops.lang.launches import Launches, remember
 
 
 class Function:
-    """Stands for a ``triton.JITFunction``: each kind of arguments gets a kernel of its own, and each launch is noted."""
+    """Stands for a ``triton.JITFunction``: each look-up gives a kernel of its own, and each launch is noted."""
 
     def __init__(self):
         self.pre_run_hooks = []
@@ -123,7 +123,7 @@ def test_whatever_watches_or_is_unknown_goes_tritons_way(both):
 
 
 def test_kinds_are_bounded(both, monkeypatch):
-    function, launches, _ = both
+    _, launches, _ = both
     monkeypatch.setattr("transect.ops.lang.launches.MOST_KINDS", 3)
     for number in range(10):
         launches(torch.zeros(8), number, grid=(1,), warmup=False)

@@ -1,15 +1,14 @@
 """Launches a Triton kernel without looking up again what it needs.
 
-For each launch Triton asks of every argument what the compiled code may rely on (a type, a multiple of 16), makes a key
-of that and of the options' text, reads settings, and calls two chains of hooks, empty or not. A step of a model launches
-the same few kernels layer by layer with other pointers, so most of that is asked again and again: it takes longer than
-the launch itself, and a step that is no CUDA graph waits for it.
+For each launch Triton asks of every argument what the compiled code may rely on (a type, a multiple of 16), makes a
+key of that and of the options' text, reads settings, and calls two chains of hooks, empty or not. A step of a model
+launches the same few kernels layer by layer with other pointers, so most of that is asked again and again.
 
-``Launches`` stands before a kernel and remembers, for each kind of arguments, the kernel that Triton chose. What Triton
-asks of an argument is part of the kind: of a tensor its dtype and whether it begins at a multiple of 16 bytes, of a bulk
-copy's description its tile, of anything else its type and value. So a launch that is remembered is the one that Triton
-would have made. Whatever is not known here goes Triton's own way: other kinds of arguments, a grid that is a function,
-warm-ups, hooks, AMD GPUs, and versions of Triton whose launcher was not looked at.
+``Launches`` stands before a kernel and remembers, for each kind of arguments, the kernel that Triton chose. What
+Triton asks of an argument is part of the kind: of a tensor its dtype and whether it begins at a multiple of 16 bytes,
+of a bulk copy's description its tile, of anything else its type and value. So a launch that is remembered is the one
+that Triton would have made. Whatever is not known here goes Triton's own way: other kinds of arguments, a grid that is
+a function, warm-ups, hooks, AMD GPUs, and versions of Triton whose launcher was not looked at.
 """
 
 from __future__ import annotations
