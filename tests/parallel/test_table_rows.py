@@ -56,7 +56,9 @@ def test_two_parts_are_the_gradient_of_all_tokens(counts, dtype):
     one, two = on_threads(2, work)
     assert torch.equal(one, two)
     rough = dtype == torch.bfloat16
-    torch.testing.assert_close(one.float(), embed.weight.grad, rtol=5e-2 if rough else 1e-4, atol=1.0 if rough else 1e-4)
+    torch.testing.assert_close(
+        one.float(), embed.weight.grad, rtol=5e-2 if rough else 1e-4, atol=1.0 if rough else 1e-4
+    )
 
 
 def test_otherwise_the_gradient_is_the_weights():

@@ -1,13 +1,13 @@
 """``TableRows``: the gradient of a table that embedding and head share, whose two parts travel apart.
 
-The head's part is dense, and the first gradient of a backward pass. The embedding's part has one row for each token, and
-is the last. Added up before they travel, the largest gradient of a small model would have nothing beside it on its way.
-So the head's part travels as soon as it is there, and at the end the ranks exchange rows:
+The head's part is dense, and the first gradient of a backward pass. The embedding's part has one row for each token,
+and is the last. Added up before they travel, the largest gradient of a small model would have nothing beside it on its
+way. So the head's part travels as soon as it is there, and at the end the ranks exchange rows:
 
     dW = sum over ranks of the head's part + sum over the tokens t of all ranks of g_t, in row id_t
 
-Every rank adds the same rows in the same order, so all get the same bits. Where the ranks have more tokens than the table
-has rows, a dense sum of the embedding's parts sends less, and takes their place.
+Every rank adds the same rows in the same order, so all get the same bits. Where the ranks have more tokens than the
+table has rows, a dense sum of the embedding's parts sends less, and takes their place.
 
 Shapes: ids ``[T]`` int64 and gradients ``[T, D]``, in the model's dtype, of one rank; a table ``[V, D]``.
 """

@@ -79,7 +79,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     same of ``x2`` and ``weight2`` is added. With ZEROS the rows that belong to no expert, up to R, are 0; there must be
     enough programs for the tiles of these too."""
     expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
-    if ZEROS:
+    if ZEROS:  # noqa: SIM102  (a constant, without which nothing of this is compiled)
         if expert >= E:
             r = _row_of_nobody(starts, tl.program_id(1), E, BM, WIDTH) + tl.arange(0, BM)
             n = tl.program_id(0) * BN + tl.arange(0, BN)

@@ -40,7 +40,7 @@ from .base import Optimizer
 
 WEIGHT, FIRST, SECOND = 0, 1, 2
 DRAINS = 6
-"""With ``delay`` one core of so many takes gradients in, 4 bytes a number; the others make the step, 28 bytes a number."""
+"""With ``delay`` one core of so many takes gradients in (4 bytes a number); the others make the step (28 bytes)."""
 KINDS = {"m": FIRST, "v": SECOND, "master": WEIGHT}
 
 
