@@ -68,8 +68,13 @@ class Products8:
     """A layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
-    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Products8:
-        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
+    def on(cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True) -> Products8:
+        """The fastest that run on ``device``.
+
+        Args:
+            dependent: with dependent launch where the device has it.
+            fp8: there are weights in fp8: the kernel of the chain, which takes no others, is compiled too.
+        """
         device = torch.device(device)
         if device.type != "cuda" or not has_dependent_launch(device) or torch.cuda.get_device_capability(device)[0] > 9:
             return cls()
@@ -78,7 +83,7 @@ class Products8:
             few = scaled8_rows.CudaRows8(device)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        chain = scaled8_chain.CudaChain(device) if few is not None and dependent else None
+        chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 else None
         return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent, chain)
 
 
