@@ -2,7 +2,8 @@
 
 Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
-fill a stage of their ring again. ``scaled8_chain.cu``, which is no operator, is run too.
+fill a stage of their ring again. ``scaled8_chain.cu`` and ``gguf_chain.cu``, which
+are no operators, are run too.
 
 In ``int4_matmul.cu`` one lane of a warp arrives at a barrier for all, which racecheck does not follow, so it reports
 races. So it also gets a build in which every lane arrives, and which is the same otherwise (TRANSECT_EVERY_LANE).
@@ -14,7 +15,7 @@ race.
 python benchmarks/sanitize_cuda.py [OUT.json]      memcheck and racecheck; exit 1 where one finds something
 python benchmarks/sanitize_cuda.py --inside        the program that is watched
 python benchmarks/sanitize_cuda.py --every-lane    the 4-bit kernel for few rows, every lane arriving
-python benchmarks/sanitize_cuda.py --chains        the four products in one launch alone
+python benchmarks/sanitize_cuda.py --chains        four products in one launch alone
 python benchmarks/sanitize_cuda.py --control KIND  one of the small kernels
 """
 
@@ -38,9 +39,9 @@ import record
 from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import cuda as small_matmul_cuda
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
-from transect.ops.linear.packed import int4_hopper, int4_rows, scaled8_chain, scaled8_tiles
+from transect.ops.linear.packed import gguf_chain, int4_hopper, int4_rows, scaled8_chain, scaled8_tiles
+from transect.ops.linear.packed.gguf_matmul import drawn
 from transect.ops.linear.packed.int4_packing import arrange, pack
-from transect.ops.linear.packed.scaled8_chain import ChainWeights, Matrix8
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 
@@ -179,29 +180,42 @@ def int4_plans(*, rows_only: bool = False) -> None:
 
 
 def chains() -> None:
-    """Run ``scaled8_chain.cu`` with each number of stages, some filled again, twice in a row as dependent launches."""
+    """Run ``scaled8_chain.cu`` and ``gguf_chain.cu`` with few and many stages, some filled again, twice in a row as
+    dependent launches."""
     try:
-        kernel = scaled8_chain.CudaChain()
+        eight, blocks = scaled8_chain.CudaChain(), gguf_chain.GGUFChain()
     except Unavailable as reason:
-        print(f"scaled8_chain: {reason}")
+        print(f"chains: {reason}")
         return
     taken = 0
-    for d, q, f, n, biased in ((128, 256, 384, 128, True), (256, 128, 2048, 384, False)):
-        o, gate_up, down, qkv = (
-            Matrix8(*scaled8_tiles.rounded(torch.randn(shape, device="cuda") / shape[1] ** 0.5, True))
-            for shape in ((d, q), (2 * f, d), (d, f), (n, d))
-        )
+    for d, q, f, n, biased in ((256, 512, 256, 128, True), (256, 256, 2048, 384, False)):
+        shapes = ((d, q), (2 * f, d), (d, f), (n, d))
         attended, residual, first, second, bias = (
             torch.randn(1, size, device="cuda", dtype=torch.bfloat16) for size in (q, d, d, d, n)
         )
-        norms = (first[0], second[0])
-        weights = ChainWeights(o, gate_up, down, qkv, norms, (1e-5, 1e-6), bias[0] if biased else None)
+        beside = (first[0], second[0]), (1e-5, 1e-6), bias[0] if biased else None
+        codes = (
+            scaled8_chain.Matrix8(*scaled8_tiles.rounded(torch.randn(shape, device="cuda") / shape[1] ** 0.5, True))
+            for shape in shapes
+        )
+        weights = scaled8_chain.ChainWeights(*codes, *beside)
         for stages in (2, 3, 4, 5):
             for _ in range(2):
-                kernel(attended, residual, weights, dependent_launch=True, stages=stages)
+                eight(attended, residual, weights, dependent_launch=True, stages=stages)
             torch.cuda.synchronize()
             taken += 1
-    print(f"scaled8_chain stages: {taken} runs", flush=True)
+        for names in (("Q4_K", "Q4_K", "Q6_K", "Q4_K"), ("Q8_0", "Q5_K", "Q4_0", "Q3_K")):
+            units = (
+                (gguf_chain.BlockPart(drawn(name, *shape, "cuda"), name, shape[0]),)
+                for name, shape in zip(names, shapes, strict=True)
+            )
+            stored = gguf_chain.ChainWeights(*units, *beside)
+            for tiling in (gguf_chain.Tiling(16, 8), gguf_chain.Tiling(8, 2)):
+                for _ in range(2):
+                    blocks.chain(attended, residual, stored, dependent_launch=True, tiling=tiling)
+                torch.cuda.synchronize()
+                taken += 1
+    print(f"chains: {taken} runs", flush=True)
 
 
 def every_lane() -> None:

@@ -15,7 +15,9 @@ OLDEST = "3.11.0"
 def test_each_takes_the_oldest_python_that_this_package_takes():
     """A pin for 3.11.5 or newer cannot be installed with the Python of Debian 12, which is 3.11.2."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert OLDEST in SpecifierSet(project["requires-python"]) and "3.10.99" not in SpecifierSet(project["requires-python"])
+    assert OLDEST in SpecifierSet(project["requires-python"]) and "3.10.99" not in SpecifierSet(
+        project["requires-python"]
+    )
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
     here = {canonicalize_name(found.name): found for found in importlib.metadata.distributions()}
     asked, seen = {}, 0

@@ -4,7 +4,7 @@ Ranks, for serving and training alike:
 
 * ``layout.py``: ``Layout``, how many ranks along each axis, and which place a rank has (no torch)
 * ``launch.py``: ``Ranks``: start them as children of this process (``children.py``, no torch), or take those of
-  ``torchrun``; ``rank.py`` is what a child runs
+  ``torchrun`` (``gathering.py``: a name for each of its starts, no torch); ``rank.py`` is what a child runs
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
 * ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
   collectives
@@ -31,7 +31,8 @@ Training on them:
 * ``compressed.py``: sums of one bit a number, whose errors are made good
 * ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass; ``copy_memory.py``: in how much
   memory (no torch); ``peer_pieces.py``: sharded weights that other ranks read by them
-* ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
+* ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2; ``table_rows.py``: the
+  gradient of a table that embedding and head share
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time;
   ``tiled.py``: matrices that come in parts
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)
