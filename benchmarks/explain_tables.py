@@ -48,6 +48,16 @@ def product(result: dict[str, Any]) -> str:
     return "\n".join(lines) + f"\n\n{_made(result)}\n"
 
 
+def gelu(result: dict[str, Any]) -> str:
+    """A step of each version: its time, the GPU's part of it, and the floor of its operators."""
+    lines = ["| a step of | ms | of which the GPU computes | floor | kernels |", "|---|---:|---:|---:|---:|"]
+    for row in result["rows"]:
+        times = (1e3 * row[key] / result["steps"] for key in ("seconds", "computing_s", "floor_s"))
+        shown = " | ".join(f"{each:.3f}" for each in times)
+        lines.append(f"| {row['name']} | {shown} | {row['operators'] / result['steps']:g} |")
+    return "\n".join(lines) + f"\n\n{_made(result)}\n"
+
+
 def recommender(result: dict[str, Any]) -> str:
     """Before and after, promised and obtained."""
     return (

@@ -8,7 +8,7 @@ from typing import Any
 
 import record
 
-PARTS = ("memory", "accumulate", "delayed", "all", "disk", "disk_all")
+PARTS = ("memory", "accumulate", "delayed", "all", "layers", "tiles", "disk", "disk_all")
 
 
 def results() -> list[dict[str, Any]]:
@@ -24,7 +24,8 @@ def way(result: dict[str, Any]) -> str:
     limit = f" ({result['limit']} of the GPU)"
     times = result.get("accumulate", 1)
     batch = f"{times} x {result['steps'][0]['tokens'] // times:,} tokens"
-    return f"{result['model']}{limit}, {what} {where}, {batch}{', delayed' if result.get('delayed') else ''}"
+    tiles = f", matrices in {result['tiles']} tiles" if result.get("tiles", 1) > 1 else ""
+    return f"{result['model']}{limit}, {what} {where}{tiles}, {batch}{', delayed' if result.get('delayed') else ''}"
 
 
 def table() -> str:

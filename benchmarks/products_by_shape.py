@@ -1,15 +1,16 @@
 """Products of popular models' weights on one Hopper GPU: every way that ``linear`` could run them, beside cuBLAS.
 
     python benchmarks/products_by_shape.py OUT.json [NAME ...] [--few 48,128,200] [--many 320,512] [--train 8192]
-        [--groups 8,16,32] [--seconds S] [--short FILE]
+        [--groups 8,16,32] [--load] [--seconds S] [--short FILE]
 
 ``--few`` (up to 256 rows): all tilings of ``few_rows/hopper.py`` as ``ops_many_rows.py`` races them, each launch
 beginning while the one before ends. ``--many``: tilings of ``many_rows/triton.py``. With a gate, cuBLAS's product is
 followed by our kernel for the gate. ``--train``: the product, the gradient of its input and that of its weight, by our
 kernel and by cuBLAS. ``--groups``: of ``--many`` and ``--train`` the largest tiles alone, in bands of so many.
-Every time is kept, because the rule by shape is fitted to them. What is wrong, or
-not the same twice, is kept as a failure. ``--short``: write of OUT.json, which is there, what cuBLAS took, the quickest
-and what the rule takes into FILE.
+``--load``: of ``--many`` and ``--train`` times under sustained load, at the clock that the board's limit of power
+leaves (``ops/tools/under_load.py``), in place of medians of a few replays. Every time is kept, because the rule by
+shape is fitted to them. What is wrong, or not the same twice, is kept as a failure. ``--short``: write of OUT.json,
+which is there, what cuBLAS took, the quickest and what the rule takes into FILE.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from transect.ops.linear.few_rows import rule
 from transect.ops.linear.few_rows.hopper import MOST_ROWS
 from transect.ops.linear.many_rows.matmul import matmul
 from transect.ops.linear.many_rows.tiling import Tiling
+from transect.ops.tools import under_load
 
 FEW, MANY, REPLAYS = (48, 128, 200), (272, 320, 384, 512, 640, 1024), 7
 TILINGS = {
@@ -84,9 +86,22 @@ def tilings(kind: str, groups: list[int]) -> list[Tiling]:
     return [dataclasses.replace(known[0], group=group) for group in groups] or list(known)
 
 
-def many(race: Race, m: int, groups: list[int]) -> dict[str, Any]:
+def microseconds(contenders: Mapping[str, Sequence[Callable[[], Any]]], load: bool) -> dict[str, Any]:
+    """Those of one call, by contender: under load, or at the clock of a few replays; or why it failed."""
+    if load:
+        return dict(zip(contenders, (each * 1e6 for each in under_load.race(list(contenders.values()))), strict=True))
+    found: dict[str, Any] = {}
+    for name, calls in contenders.items():
+        try:
+            found[name] = statistics.median(graph_times(calls, REPLAYS)) * 1e6
+        except (RuntimeError, ValueError) as failure:
+            found[name] = str(failure)[:200]
+    return found
+
+
+def many(race: Race, m: int, groups: list[int], load: bool) -> dict[str, Any]:
     """Microseconds by contender for one size of more than 256 rows."""
-    x, found = normal(m, race.k), {}
+    x, failed, right = normal(m, race.k), dict[str, Any](), dict[str, Any]()
     want = exact(x, race.weights[0], race.gated)
     calls: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "cublas": lambda x, w: gate_up.gate_halves(F.linear(x, w)) if race.gated else F.linear(x, w)
@@ -98,14 +113,13 @@ def many(race: Race, m: int, groups: list[int]) -> dict[str, Any]:
             error = relative(call(x, race.weights[0]), want)
             if error > 0.02:
                 raise ValueError(f"wrong by {error}")
-            times = graph_times([partial(call, x, w) for w in race.weights], REPLAYS)
-            found[name] = statistics.median(times) * 1e6
+            right[name] = [partial(call, x, w) for w in race.weights]
         except (RuntimeError, ValueError) as failure:
-            found[name] = str(failure)[:200]
-    return found
+            failed[name] = str(failure)[:200]
+    return microseconds(right, load) | failed
 
 
-def train(race: Race, m: int, groups: list[int]) -> dict[str, Any]:
+def train(race: Race, m: int, groups: list[int], load: bool) -> dict[str, Any]:
     """Microseconds of the three products of a training step, ours by the rule or in such bands, and cuBLAS's."""
     x, g = normal(m, race.k), normal(m, race.n)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
@@ -119,10 +133,7 @@ def train(race: Race, m: int, groups: list[int]) -> dict[str, Any]:
         calls[f"forward{name}"] = lambda w, how=how: matmul(x, w, **how)  # type: ignore[misc]
         calls[f"input{name}"] = lambda w, how=how: matmul(g, w.T, **how)  # type: ignore[misc]
         calls[f"weight{name}"] = lambda w, how=how: matmul(g.T, x.T, **how)  # type: ignore[misc]
-    return {
-        name: statistics.median(graph_times([partial(call, w) for w in race.weights], REPLAYS)) * 1e6
-        for name, call in calls.items()
-    }
+    return microseconds({name: [partial(call, w) for w in race.weights] for name, call in calls.items()}, load)
 
 
 def short(result: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +224,7 @@ def main() -> None:
     parser.add_argument("--many", default="")
     parser.add_argument("--train", default="")
     parser.add_argument("--groups", default="")
+    parser.add_argument("--load", action="store_true", help="times under sustained load")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--short", type=Path)
     parser.add_argument("--compile", nargs=2, metavar=("KIND", "INDEX"), help=argparse.SUPPRESS)
@@ -242,6 +254,7 @@ def main() -> None:
         "environment": record.environment(("torch", "triton")),
         "commit": record.commit(),
         "gpu": torch.cuda.get_device_name(),
+        "under_load": asked.load,
         "rows": [],
     }
     for (n, k, gated), kind in itertools.product(sizes(asked.names or list(SHAPES)), rows):
@@ -249,7 +262,8 @@ def main() -> None:
             continue
         race = Race(n, k, gated, dependent_launch=True)
         for m in rows[kind]:
-            found = few(race, m) if kind == "few" else (many if kind == "many" else train)(race, m, groups)
+            wide = many if kind == "many" else train
+            found = few(race, m) if kind == "few" else wide(race, m, groups, asked.load)
             columns = n // 2 if gated else n
             floor = max(2 * (n * k + m * k + m * columns) / READ, 2 * m * n * k / RATE) * 1e6
             result["rows"].append({"m": m, "n": n, "k": k, "gated": gated, "floor_us": floor, "us": found})

@@ -348,7 +348,9 @@ def some_ways(out: Path, ways: list[dict[str, Any]]) -> None:
                 ranks.call("train_parallel:job", given)
             row = tried(given, ranks.world if together else None)
             rows.append(row)
-            out.write_text(json.dumps(rows))
+            whole = out.with_suffix(".new")
+            whole.write_text(json.dumps(rows))
+            whole.rename(out)  # whoever looks finds a whole file
             shown = ("work", "way", "tokens_per_second", "peak_bytes", "predicted_bytes", "build_seconds", "error")
             print("done:", json.dumps({key: row[key] for key in shown if key in row} if row else None), flush=True)
     except Exception as error:
@@ -397,12 +399,9 @@ def race(arguments: argparse.Namespace) -> None:
                 print(f"no prediction for {work} {way}: {type(error).__name__}: {error}", flush=True)
         print("predicted:", json.dumps(before), flush=True)
         arguments.out.write_text(json.dumps({"predictions": before}, indent=1) + "\n")
-    while todo:
-        if time.perf_counter() - began > arguments.until:
-            print("no time left for", ", ".join(" ".join(each) for each in todo), flush=True)
-            break
-        made = in_processes(todo, arguments, arguments.until - (time.perf_counter() - began))
-        todo = todo[len(made) :]
+
+    def known(made: list[dict[str, Any]]) -> None:
+        """Enter rows that are new, and write the file."""
         for row in made:
             compare(row, rows, before.get(f"{row['work']} {row['way']}"))
             rows.append(row)
@@ -415,9 +414,17 @@ def race(arguments: argparse.Namespace) -> None:
             "predictions": before,
             "rows": rows,
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-            "environment": environment(("torch", "triton", "transformers", "liger-kernel")),
+            "environment": about,
         }
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    about = environment(("torch", "triton", "transformers", "liger-kernel"))
+    while todo:
+        if time.perf_counter() - began > arguments.until:
+            print("no time left for", ", ".join(" ".join(each) for each in todo), flush=True)
+            break
+        made = in_processes(todo, arguments, arguments.until - (time.perf_counter() - began), known)
+        todo = todo[made:]
 
 
 def compare(row: dict[str, Any], rows: list[dict[str, Any]], expected: dict[str, float] | None) -> None:
@@ -434,8 +441,14 @@ def compare(row: dict[str, Any], rows: list[dict[str, Any]], expected: dict[str,
         row["memory_off"] = expected["peak_bytes"] / max(row["peak_bytes"]) - 1 if max(row["peak_bytes"]) else None
 
 
-def in_processes(ways: list[tuple[str, str]], arguments: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
-    """Rows of the first of some ways, made in the same processes; the last of them says why there are no more."""
+def in_processes(
+    ways: list[tuple[str, str]],
+    arguments: argparse.Namespace,
+    seconds: float,
+    known: Callable[[list[dict[str, Any]]], None],
+) -> int:
+    """Run the first of some ways in the same processes, and say how many; of the last it may be known why it did not
+    run. ``known`` is told rows as soon as they are there, so that an end from outside loses one way alone."""
     todo = []
     for work, way in ways:
         ranks = 1 if way.startswith("one") else arguments.ranks
@@ -443,26 +456,33 @@ def in_processes(ways: list[tuple[str, str]], arguments: argparse.Namespace, sec
         if not way.startswith("fsdp2"):
             given["config"] = configuration(work, way, ranks, tempfile.mkdtemp(), arguments.smallest)
         todo.append(given)
-    part = Path(tempfile.mkdtemp()) / "rows.json"
+    folder = Path(tempfile.mkdtemp())
+    part, words = folder / "rows.json", folder / "words.txt"
     command = [sys.executable, __file__, str(part), "--these", json.dumps(todo)]
     search = os.pathsep.join([str(HERE), str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     limit = min(arguments.limit * len(ways), seconds + arguments.limit)
-    words, why = "", ""
-    try:
-        words = subprocess.run(
-            command, stderr=subprocess.PIPE, text=True, timeout=limit, env={**os.environ, "PYTHONPATH": search},
-            check=False,
-        ).stderr  # fmt: skip
-        why = (words.strip().splitlines() or ["nothing said"])[-1]
-    except subprocess.TimeoutExpired as error:
-        words = error.stderr.decode() if isinstance(error.stderr, bytes) else str(error.stderr or "")
-        why = f"not done within {limit:.0f} s"
-    rows: list[dict[str, Any]] = json.loads(part.read_text()) if part.exists() else []
-    if len(rows) < len(ways):
-        print(words[-3000:], file=sys.stderr, flush=True)
-        work, way = ways[len(rows)]
-        rows.append({"work": work, "way": way, "error": why})
-    return rows
+    count, end = 0, time.perf_counter() + limit
+    with words.open("w") as said:
+        process = subprocess.Popen(command, stderr=said, env={**os.environ, "PYTHONPATH": search})
+    over = False
+    while not over:
+        over = process.poll() is not None or time.perf_counter() > end
+        rows = json.loads(part.read_text()) if part.exists() else []
+        if rows[count:]:
+            known(rows[count:])
+            count = len(rows)
+        time.sleep(0 if over else 0.3)
+    late = process.poll() is None
+    process.kill()
+    process.wait()
+    if count < len(ways):
+        lines = words.read_text().strip()[-3000:]
+        print(lines, file=sys.stderr, flush=True)
+        work, way = ways[count]
+        why = f"not done within {limit:.0f} s" if late else (lines.splitlines() or ["nothing said"])[-1]
+        known([{"work": work, "way": way, "error": why}])
+        count += 1
+    return count
 
 
 if __name__ == "__main__":

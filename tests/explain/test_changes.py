@@ -36,7 +36,8 @@ def test_a_loop_is_batched(tmp_path, shape):
     with change() as running, calls_by(lambda module, args, kwargs: calls.append(1) or module(*args)):
         assert running.setup_s == 0
     (done,) = apply(script, [], Explained("batching"))
-    assert not done.failed and done.before > 0 and done.after > 0 and "predicted 10.0 ms" in str(done)
+    assert not done.failed and done.before > 0 and done.after > 0 and "predicted" in str(done)
+    assert done.predicted == min(0.01, done.before)  # no more than there is
 
 
 def test_one_module_behind_another_is_batched(tmp_path):

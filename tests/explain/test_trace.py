@@ -68,6 +68,29 @@ def launched(name, shapes, types, begin, length, number, kernel="kernel"):
     ]
 
 
+def test_what_the_profiler_does_before_it_begins_is_not_the_programs(tmp_path):
+    """It launches a first kernel and waits for it; the program waits 20 times, the last time for all to end."""
+    steps = [each for number in range(30, 50) for each in gpu_step(100.0 * number, number)]
+    before = [event("cuda_runtime", "cudaDeviceSynchronize", 100, 2000), event("kernel", "neg", 1900, 10, tid=7)]
+    window = event("user_annotation", "transect.explain", 3000, 2000)
+    found = explain_trace(read_trace(write(tmp_path / "w.json", [*before, window, *steps])), preset("h200").ceilings())
+    assert found.split.wall == pytest.approx(2e-3) and found.split.parts["sync"] == pytest.approx(1e-3, rel=0.1)
+    (sync,) = (each for each in found.findings if each.kind == "sync")
+    assert sync.evidence.startswith("19 times") and sync.gain < 1.2e-3
+
+
+def test_compiling_is_no_operator_on_the_host(tmp_path):
+    """torch.compile works for milliseconds without a call of the driver, and operators that it runs are its own."""
+    events = []
+    for number in range(4):
+        begin = 5000.0 * number
+        events += [event("cpu_op", "dynamo", begin, 4000), event("cpu_op", "aten::ones", begin + 500, 2000)]
+        events += launched("aten::mul", [[64, 64], [64, 64]], ["float", "float"], begin + 4100, 50, number)
+    found = explain_trace(read_trace(write(tmp_path / "c.json", events)), preset("h200").ceilings())
+    assert [each.kind for each in found.findings] == ["recompilation"], str(found)
+    assert found.findings[0].gain == pytest.approx(0.75 * found.split.parts["recompilation"])
+
+
 def test_python_between_kernels_is_named_by_samples(tmp_path):
     """Each step waits for a value, and then text is cut into words for 2 ms: that holds the GPU up, not the wait."""
     events, samples = [], Samples()

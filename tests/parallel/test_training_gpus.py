@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny_llm import save_tiny_llm
+from tiny_checkpoints import make_model
+from tiny_llm import VOCAB, save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
 
 from transect.train.follow import JOB, Run
@@ -70,8 +71,34 @@ def test_layers_that_ranks_share_are_the_same_merged_or_not(gpus, alone, layout)
     agree(*(steps(folder, gpus, merged=merged, **LAYOUTS[layout]) for merged in (False, True)))
 
 
-def agree(found, expected):
+@pytest.mark.parametrize("zero", [0, 2])
+def test_a_table_that_the_head_shares_travels_in_two_parts(gpus, tmp_path, zero):
+    (tmp_path / "model").mkdir()
+    save_tiny_llm(
+        tmp_path / "model", hidden_size=256, intermediate_size=512, max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    agree(steps(tmp_path, gpus, data=2, zero=zero), steps(tmp_path), falls=False)
+
+
+@pytest.mark.parametrize("way", ["gather", "all_to_all"])
+def test_experts_that_ranks_share(gpus, tmp_path, way):
+    """With memory between steps that holds no numbers, where the kernels must write before they read."""
+    make_model(
+        "qwen3-moe", vocab_size=VOCAB, hidden_size=256, num_experts=16, num_experts_per_tok=4,
+        moe_intermediate_size=128, max_position_embeddings=1024,
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    save_tiny_llm_text(tmp_path / "model")
+    whole = steps(tmp_path)
+    free = [torch.full((2**26,), float("nan"), device="cuda") for _ in range(4)]
+    del free
+    found = steps(tmp_path, gpus, data=2, expert=2, expert_way=way)
+    agree(found[:1], whole[:1], falls=False)
+    torch.testing.assert_close(found, whole, atol=0.1, rtol=0.2)  # rounding sends some tokens to other experts
+
+
+def agree(found, expected, falls=True):
     """Losses fall from 10.7 by more than 0.3; norms are about 11."""
-    assert expected[0, 0] - expected[-1, 0] > 0.3
+    assert not falls or expected[0, 0] - expected[-1, 0] > 0.3
     torch.testing.assert_close(found[:, 0], expected[:, 0], atol=3e-2, rtol=0)
     torch.testing.assert_close(found[:, 1], expected[:, 1], atol=0, rtol=5e-2)

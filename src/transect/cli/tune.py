@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,8 +21,11 @@ def command(
     shapes: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     launcher: Annotated[str, typer.Option(help="Only launchers whose name contains this.")] = "",
     seconds: Annotated[
-        float, typer.Option(min=1, help="At most this long at each shape; of a model, begin no product after it.")
-    ] = 60.0,
+        float | None,
+        typer.Option(
+            min=1, help="At most this long at each shape (60); of a model, begin nothing after it (no limit)."
+        ),
+    ] = None,
     rows: Annotated[str, typer.Option(help="Of a model: numbers of rows, 1 to 256, with commas between them.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile configurations first.")] = 0,
     keep: Annotated[bool, typer.Option(help="Keep the best in the user's tuning file.")] = True,
@@ -49,7 +53,7 @@ def command(
             wanted = [int(each) for each in rows.split(",") if each] or list(tune_model.ROWS)
         except ValueError:
             raise ValueError(f"--rows takes whole numbers with commas between them, not {rows!r}") from None
-        return tune_model.tune(source.config, wanted, seconds, keep, ship, json)
+        return tune_model.tune(source.config, wanted, inf if seconds is None else seconds, keep, ship, json)
     if rows:
         raise ValueError("--rows is for a model; an operator has its shapes: --shapes")
     chosen = []
@@ -84,7 +88,7 @@ def command(
 
     found = []
     for _, knobs, case in units:
-        found.append(search.search(knobs, case, seconds=seconds, in_use=in_use))
+        found.append(search.search(knobs, case, seconds=seconds or 60.0, in_use=in_use))
         _show(found[-1])
         if keep:
             finding = {knobs.name: {found[-1].bucket: found[-1].choice}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def products(config: ModelConfig) -> list[Product]:
 
 
 def tune(config: ModelConfig, rows: list[int], seconds: float, keep: bool, ship: bool, out: Path | None) -> None:
-    """Measure, show and keep.
+    """Measure, show and keep; begin nothing after so many seconds.
 
     Raises:
         ValueError: no Hopper GPU, or rows out of range.
@@ -43,6 +44,7 @@ def tune(config: ModelConfig, rows: list[int], seconds: float, keep: bool, ship:
     from ..ops.linear.few_rows import search
     from ..ops.linear.few_rows.choices import FOLDER, MOST_ROWS
     from ..ops.tools.timing import time_graph
+    from ..ops.tools.under_load import race
 
     if not rows or not all(1 <= each <= MOST_ROWS for each in rows):
         raise ValueError(
@@ -55,36 +57,41 @@ def tune(config: ModelConfig, rows: list[int], seconds: float, keep: bool, ship:
     multiply, found = search.multiplier(), list[search.Measured]()
     end, path = time.monotonic() + seconds, None
     for product in products(config):
-        if time.monotonic() > end:
-            print(f"no time was left for {product.name}: --seconds")
-            continue
-        mine = list(search.search(product, rows, multiply, time_graph, device, units))
-        found += mine
-        _show(product, mine)
-        if keep:
-            path = search.save(name, search.entries(mine), FOLDER if ship else None)
-        if out is not None:
-            _write(out, name, found)
+        waiting = list(rows)
+        while waiting and time.monotonic() < end:
+            for each in search.search(product, [waiting.pop(0)], multiply, time_graph, race, device, units):
+                found.append(each)
+                _show(each)
+                if keep:
+                    path = search.save(name, search.entries([each]), FOLDER if ship else None)
+                if out is not None:
+                    _write(out, name, found)
+        if waiting:
+            missing = ", ".join(map(str, waiting))
+            print(f"no time was left for {product.name} with {missing} rows: --seconds")
         torch.cuda.empty_cache()
     _sum(config, found)
     if path is not None:
         print(f"kept in {path}")
 
 
-def _show(product: Product, found: list[Measured]) -> None:
+def _show(each: Measured) -> None:
+    product = each.product
     kind = ", with the gate" if product.gated else ""
-    print(f"{product.name}: {product.k} by {product.n}{kind}")
-    for each in found:
-        gained = each.before_seconds / each.seconds
-        change = "" if each.choice == each.before else f", by {each.choice.by}: {gained:.2f} times as fast"
-        times = f"{each.before_seconds * 1e6:7.1f} us ({each.before.by}) -> {each.seconds * 1e6:7.1f} us"
-        print(f"  {each.rows:4} rows: {times}{change}; {each.tried} tried", flush=True)
+    gained = each.before_seconds / each.seconds
+    change = "" if each.choice == each.before else f", by {each.choice.by}: {gained:.2f} times as fast"
+    times = f"{each.before_seconds * 1e6:7.1f} us ({each.before.by}) -> {each.seconds * 1e6:7.1f} us"
+    tried = f"{each.tried} tried, {len(each.finals)} under load"
+    print(f"{product.name}, {product.k} by {product.n}{kind}, {each.rows:3} rows: {times}{change}; {tried}", flush=True)
 
 
 def _sum(config: ModelConfig, found: list[Measured]) -> None:
-    """What a decode step's products take in all, before and now."""
+    """What a decode step's products take in all, before and now, where all of them were measured."""
     times: dict[int, list[float]] = {}
+    counted = Counter(each.rows for each in found)
     for each in found:
+        if counted[each.rows] < len(products(config)):
+            continue
         count = 1 if each.product.name == "head" else config.n_layers
         both = times.setdefault(each.rows, [0.0, 0.0])
         both[0] += count * each.before_seconds

@@ -437,9 +437,11 @@ def allocation(material: Material) -> Iterator[Finding]:
 
 
 def _runtime(split: Split, pattern: str) -> list[int]:
-    """Calls of the driver's interface whose name has the pattern."""
-    trace = split.trace
-    return [int(i) for i in trace.where(RUNTIME) if re.search(pattern, trace.key_of(int(i)).name)]
+    """Calls of the driver's interface, in the time that is explained, whose name has the pattern."""
+    trace, end = split.trace, split.begin + split.wall
+    calls = trace.where(RUNTIME)
+    inside = calls[(trace.ts[calls] >= split.begin) & (trace.ts[calls] < end)]
+    return [int(i) for i in inside if re.search(pattern, trace.key_of(int(i)).name)]
 
 
 def fallback(material: Material) -> Iterator[Finding]:

@@ -37,6 +37,8 @@ PROBES = 2000
 """Operators by which the profiler's own cost is measured."""
 LOOKS = 200
 """Calls of embeddings whose ids are looked at."""
+SEEN_ROWS = 64
+"""Rows of each that are kept for that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class Explain:
         self._sampler = Sampler() if self._stacks else None
         self._profiler = torch.profiler.profile(activities=_activities(), record_shapes=True)
         self._profiler.__enter__()
+        if torch.cuda.is_available():
+            _first_launches()
         if self._sampler is not None:
             self._sampler.__enter__()
         self._range = torch.profiler.record_function(WINDOW)
@@ -263,35 +267,48 @@ def _activities() -> list[torch.profiler.ProfilerActivity]:
     return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
 
 
+def _first_launches() -> None:
+    """Lets the profiler set itself up on the GPU: the first kernels that it watches begin up to 20 ms late, and would
+    be the program's otherwise."""
+    for kind in (torch.float32, torch.int64):
+        x = torch.ones(2 * SEEN_ROWS, 8, device="cuda", dtype=kind)
+        x[::2].clone().neg_()
+    torch.cuda.synchronize()
+
+
 class _Padding:
     """The share of padding among the ids that embeddings get: ``padding_idx``, or the id that ends most rows."""
 
     def __init__(self) -> None:
-        self.tokens = self.padding = self.looks = 0
+        self._seen: list[tuple[Tensor, int | None, int]] = []
+        """Some rows of the ids, the module's ``padding_idx``, and how many ids there were."""
 
     def look(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A forward pre-hook of all modules."""
-        if not isinstance(module, nn.Embedding) or self.looks >= LOOKS or not inputs:
+        """A forward pre-hook of all modules. It waits for nothing: ids are looked at in the end."""
+        if not isinstance(module, nn.Embedding) or len(self._seen) >= LOOKS or not inputs:
             return
         ids = inputs[0]
         if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 4 or ids.device.type == "meta":
             return
-        self.looks += 1
-        last = ids[:, -1:]
-        pad = module.padding_idx
-        if pad is None:
-            value = last.mode(0).values
-            if int((last == value).sum()) * 2 < len(ids) or len(ids) < 2:
-                self.tokens += ids.numel()
-                return
-            pad = int(value)
-        # Only the run of padding at the end of a row counts: the id may also be a token.
-        same = (ids == pad).flip(1).cumprod(1)
-        self.padding += int(same.sum())
-        self.tokens += ids.numel()
+        if len(ids) and not torch.compiler.is_compiling():
+            rows = ids.detach()[:: -(-len(ids) // SEEN_ROWS)].clone()
+            self._seen.append((rows, module.padding_idx, ids.numel()))
 
     @property
     def share(self) -> float:
         """0 where nothing was seen, or where it is too little to be padding."""
-        share = self.padding / self.tokens if self.tokens else 0.0
+        tokens = sum(count for _, _, count in self._seen)
+        share = sum(_padded(rows.cpu(), pad) * count for rows, pad, count in self._seen) / tokens if tokens else 0.0
         return share if share > 0.05 else 0.0
+
+
+def _padded(ids: Tensor, pad: int | None) -> float:
+    """The share of padding at the ends of rows; ``pad`` None: the id that ends at least half of them."""
+    last = ids[:, -1:]
+    if pad is None:
+        value = last.mode(0).values
+        if int((last == value).sum()) * 2 < len(ids) or len(ids) < 2:
+            return 0.0
+        pad = int(value)
+    # Only the run of padding at the end of a row counts: the id may also be a token.
+    return float((ids == pad).flip(1).cumprod(1).double().mean())

@@ -362,7 +362,8 @@ def _device(
 
 
 def on_the_host(trace: Trace) -> list[int]:
-    """Operators that take long and have nothing to do with the GPU, those inside of them left out."""
+    """Operators that take long and have nothing to do with the GPU, those inside of them left out. What compiles or
+    loads data is none: it has a part of its own."""
     calls = np.sort([float(trace.ts[i]) for i in trace.where(RUNTIME) if re.search(ISSUES, trace.key_of(int(i)).name)])
     found: list[int] = []
     ends: dict[int, float] = {}
@@ -370,7 +371,10 @@ def on_the_host(trace: Trace) -> list[int]:
         begin, end, lane = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index]), int(trace.lane[index])
         if end - begin < HOST_OP_S or begin < ends.get(lane, 0.0):
             continue
-        if np.searchsorted(calls, begin) == np.searchsorted(calls, end):
+        name = trace.key_of(int(index)).name
+        if COMPILING.search(name) or LOADING.search(name):
+            ends[lane] = end
+        elif np.searchsorted(calls, begin) == np.searchsorted(calls, end):
             found.append(int(index))
             ends[lane] = end
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,6 +15,9 @@ from .staging import Staging, dense_values
 class Embedding(nn.Module):
     """``index [T] int64 -> rows [T, D]`` of ``weight [rows, D]``, which is allocated and not initialised."""
 
+    lookup: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Gathers the rows, where their gradient goes another way than to the weight; None: torch does."""
+
     def __init__(
         self, rows: int, dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
@@ -20,6 +25,8 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, dim, device=device, dtype=dtype))
 
     def forward(self, index_T: Tensor) -> Tensor:
+        if self.lookup is not None:
+            return self.lookup(index_T, self.weight)
         return F.embedding(index_T, self.weight)
 
     @property

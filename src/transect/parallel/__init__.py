@@ -31,7 +31,8 @@ Training on them:
 * ``compressed.py``: sums of one bit a number, whose errors are made good
 * ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass; ``copy_memory.py``: in how much
   memory (no torch); ``peer_pieces.py``: sharded weights that other ranks read by them
-* ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2
+* ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2; ``table_rows.py``: the
+  gradient of a table that embedding and head share
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time;
   ``tiled.py``: matrices that come in parts
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)

@@ -48,6 +48,7 @@ from .sharded import Sharded
 from .shards import Shard, vocabulary_share
 from .split_loss import split_cross_entropy
 from .spread import Spread
+from .table_rows import shared_table
 from .tensor import GatheredShard, ShardedEmbedding, sharded_kinds
 
 log = logging.getLogger(__name__)
@@ -243,6 +244,11 @@ class Parallel:
         part = self._part_of(name, self.shards)
         return part is not None and all(cut == slice(None) for cut in part)
 
+    @property
+    def alike(self) -> bool:
+        """Whether every rank has the whole sum of every gradient, as one rank would."""
+        return self.mesh.parts.size == 1 and not self.plan.zero and not self.shares_experts
+
     def counts(self, name: str) -> bool:
         """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
@@ -351,7 +357,8 @@ class Parallel:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
             alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone)
+            table = None if self.pipeline is not None else shared_table(self.model, trained)
+            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
         return self.spread.owned
 
     @property

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.comm.add_twice import add_twice
 from ..ops.comm.copy_engine import Copies, EngineCopies
 from .copy_memory import ALIGN, CHUNK_BYTES, MOST_RANKS, SIGNALS, SLOTS, memory_bytes, part_bytes
 from .group import Group
@@ -145,12 +146,15 @@ class PeerCopies:
             begin = self._inbox(self.rank, slot, source)
             boxes.append(self._own[begin : begin + mine.nbytes].view(mine.dtype))
         if self.ranks == 2:
-            torch.add(boxes[1 - self.rank] if self.rank else mine, mine if self.rank else boxes[1], out=out)
-        else:
-            total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
-            for source, box in enumerate(boxes):
-                total += mine if source == self.rank else box
-            out.copy_(total)
+            if outbox:
+                add_twice(mine, boxes[1 - self.rank], out, boxes[self.rank])
+            else:
+                torch.add(mine, boxes[1 - self.rank], out=out)
+            return
+        total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
+        for source, box in enumerate(boxes):
+            total += mine if source == self.rank else box
+        out.copy_(total)
         if outbox:
             boxes[self.rank].copy_(out)
 

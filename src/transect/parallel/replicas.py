@@ -9,14 +9,15 @@
 * 2: as 1, and a gradient is kept only where its parameter is updated.
 
 Gradients travel in buckets. During the last micro-batch of a rank a bucket is on its way as soon as its gradients are
-there, while the backward pass goes on. ``sharded.py`` has ``zero`` 3.
+there, while the backward pass goes on; a table that embedding and head share goes in two parts (``table_rows.py``).
+``sharded.py`` has ``zero`` 3.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from .group import Group
 from .layout import owners
 from .peer_copies import PeerCopies
+from .table_rows import TableRows
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together: large enough for the links, small enough to start early."""
@@ -46,6 +48,7 @@ class Replicas:
             parameters and must hand them out alike; None: their own.
         copies: what sums, with ``zero`` 0 and 1; None: torch's collectives.
         alone: parameters that no other rank has: their gradients are added up over micro-batches alone.
+        table: of the parameters, that which embedding and head share; None: there is none.
     """
 
     def __init__(
@@ -57,8 +60,9 @@ class Replicas:
         sizes: Mapping[str, int] | None = None,
         copies: PeerCopies | None = None,
         alone: Collection[str] = (),
+        table: TableRows | None = None,
     ) -> None:
-        self.copies, self.alone = copies, frozenset(alone)
+        self.copies, self.alone, self.table = copies, frozenset(alone), table
         self.group, self.zero, self.reduce_dtype = group, zero, reduce_dtype
         self.parameters = dict(parameters)
         own = {name: parameter.numel() for name, parameter in self.parameters.items()}
@@ -68,6 +72,8 @@ class Replicas:
         size = BUCKET_BYTES if copies is None else COPIED_BUCKET_BYTES
         shared = {name: parameter for name, parameter in self.parameters.items() if name not in self.alone}
         self._buckets = _buckets(shared, self.owner, zero == 2, size)
+        if table is not None:  # the head's part of it is the first gradient to be there
+            self._buckets.sort(key=lambda bucket: bucket != [table.name])
         self._summed = len(self._buckets)
         """Buckets that ranks sum; the others, which come last, are of parameters that no other rank has."""
         self._buckets += [[name] for name in self.parameters if name in self.alone]
@@ -93,10 +99,11 @@ class Replicas:
 
     @contextmanager
     def last(self) -> Iterator[None]:
-        """Around the backward pass of the rank's last micro-batch: what is ready is sent at once."""
+        """Around the passes of the rank's last micro-batch, forward and backward: what is ready is sent at once."""
         self._missing = [len(bucket) for bucket in self._buckets]
         try:
-            yield
+            with nullcontext() if self.table is None else self.table.apart():
+                yield
         finally:
             self._missing = None
 
@@ -125,9 +132,12 @@ class Replicas:
         """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
         self._send(len(self._buckets))
         # Not on the GPU: the host would wait there for all that it has launched.
-        seen = torch.tensor([float(name in self._given) for name in self.parameters])
+        counts = [0] * self.group.size
+        counts[self.group.rank] = 0 if self.table is None else self.table.count
+        seen = torch.tensor([*(name in self._given for name in self.parameters), *counts], dtype=torch.int64)
         anywhere = self.group.all_reduce(seen).tolist()
-        given = {name for name, ranks in zip(self.parameters, anywhere, strict=True) if ranks}
+        given = {name for name, ranks in zip(self.parameters, anywhere, strict=False) if ranks}
+        rows = self._rows(anywhere[len(self.parameters) :])
         found: dict[str, Tensor] = {}
         for sent in self._sent:
             flat = self._received(sent)
@@ -140,13 +150,23 @@ class Replicas:
                 at += parameter.numel()
                 if name in given and self.owner[name] == self.group.rank:
                     found[name] = values
+                    if self.table is not None and name == self.table.name:
+                        self.table.add(values, rows)
         self.clear()
         return {name: found[name] for name in self.parameters if name in found}
+
+    def _rows(self, counts: Sequence[int]) -> Any:
+        """What the embedding adds to a table that the head shares, of all ranks; all call it."""
+        if self.table is None:
+            return None
+        return self.table.exchange(self.group, counts, self.parameters[self.table.name].detach(), self.reduce_dtype)
 
     def clear(self) -> None:
         """Forget all gradients."""
         self._sums, self._sent = {}, []
         self._given.clear()
+        if self.table is not None:
+            self.table.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 

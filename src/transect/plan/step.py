@@ -5,7 +5,8 @@ products (two where the weight is frozen), of attention 3.5 times the forward pa
 three times. Each is divided by the rate of the machine and the share of it that training reaches. What a rank
 does besides is the same for every layout: it steps the optimizer over what it owns, and exchanges what its axes ask.
 
-Data ranks sum gradients while the backward pass runs; what comes last, the embedding's bucket, has nothing beside it.
+Data ranks sum gradients while the backward pass runs; what comes last, the embedding's bucket, has nothing beside it;
+where the head shares its table only rows of the tokens come last (``parallel/table_rows.py``).
 ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each layer beside the one before, twice in a micro-batch.
 Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention, and wait for their
 gradients; their attention is counted like that of one rank. The slowest stage of a pipeline waits for one micro-batch
@@ -241,13 +242,16 @@ def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one:
             found += each * (layers - 1) + Traffic(first)
         return found * micro
     numbers = _trained(part, plan)
-    last = min(numbers, max(25 * 2**20 // 4, math.prod(part.shapes.get("embed.weight", (0,)))))
-    if plan.adapted:
-        last = min(last, 25 * 2**20 // 4)
+    table = math.prod(part.shapes.get("embed.weight", (0,)))
+    apart = part.config.tied_embeddings and spread.tensor == spread.pipeline == 1
+    last = min(numbers, 25 * 2**20 // 4 if plan.adapted or apart else max(25 * 2**20 // 4, table))
     buckets = max(1.0, 4 * numbers / (25 * 2**20))
     summed = axis.all_reduce if spread.zero < 2 else axis.send
     found = beside(summed(r * (numbers - last), buckets), one.backward, machine)
     found += Traffic(summed(r * last))
+    if apart and not plan.adapted:
+        rows = plan.micro_batch // spread.context * axis.ranks * part.config.dim
+        found += Traffic(axis.gather(e * rows) if rows < table else axis.all_reduce(r * table))
     if spread.zero:
         found += Traffic(axis.send(e * numbers, buckets))
     return found

@@ -235,7 +235,7 @@ class Crew:
             return optimizer.norm_of(gradients)
         self.parallel.complete(gradients)
         optimizer.give(gradients)
-        return self.parallel.norm(gradients)
+        return optimizer.gradient_norm() if self.parallel.alike else self.parallel.norm(gradients)
 
     def _piped(
         self,

@@ -4,7 +4,7 @@ r"""Grouped linear: a matrix product in which each row is multiplied by the matr
 
 Rows are sorted by expert (``ordering.py``). With ``order``, x holds the tokens and row r reads token ``order[r] // k``,
 so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other. Rows
-from starts[E] on belong to no expert, and what comes out for them means nothing.
+from starts[E] on belong to no expert, and what comes out for them means nothing; their dL/dx is 0.
 
 Backward, with g = dL/dy:
 
@@ -109,7 +109,7 @@ def _backward_by_expert(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     experts = len(starts) - 1
     source = x if order is None else x[order.long() // max(1, len(order) // max(1, len(x)))]
-    rows, dw = grad.new_empty(len(grad), weight.shape[1]), torch.empty_like(weight)
+    rows, dw = grad.new_zeros(len(grad), weight.shape[1]), torch.empty_like(weight)
     each = weight.shape[0] // experts
     db = weight.new_empty(len(weight)) if biased else None
     for e, (first, end) in enumerate(pairwise(starts.tolist())):
@@ -214,10 +214,10 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     product = dict.fromkeys(("x", "weight", "bias"), "*bf16") | {"starts": "*i32", "order": "*i32", "out": "*bf16"}
-    product |= dict.fromkeys(("x2", "weight2"), "*bf16") | dict.fromkeys(("N", "K", "E", "k_choices"), "i32")
-    few = {"TRANSPOSED": False, "ORDERED": True, "BIAS": False, "TWO": False, "WIDTH": 128}
+    product |= dict.fromkeys(("x2", "weight2"), "*bf16") | dict.fromkeys(("N", "K", "E", "k_choices", "R"), "i32")
+    few = {"TRANSPOSED": False, "ORDERED": True, "BIAS": False, "TWO": False, "ZEROS": False, "WIDTH": 128}
     few |= {"BM": 16, "BN": 64, "BK": 128}
-    many = {"TRANSPOSED": True, "ORDERED": False, "BIAS": True, "TWO": True, "WIDTH": 128}
+    many = {"TRANSPOSED": True, "ORDERED": False, "BIAS": True, "TWO": True, "ZEROS": True, "WIDTH": 128}
     many |= {"BM": 128, "BN": 128, "BK": 64}
     back = dict.fromkeys(("g", "x"), "*bf16") | dict.fromkeys(("starts", "order"), "*i32")
     back |= dict.fromkeys(("dw", "db"), "*bf16") | dict.fromkeys(("O", "I", "k_choices"), "i32")

@@ -61,14 +61,30 @@ def _expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # 
 
 
 @kernel
+def _row_of_nobody(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The first row of a tile behind those of all experts: of rows that belong to none."""
+    e = tl.arange(0, WIDTH)
+    first = tl.load(starts + e, e < E, 0)
+    last = tl.load(starts + e + 1, e < E, 0)
+    return tl.load(starts + E) + (tile - tl.sum((last - first + BM - 1) // BM, 0)) * BM
+
+
+@kernel
 def _grouped_product(  # type: ignore[no-untyped-def]
-    x, weight, bias, x2, weight2, starts, order, out, N, K, E, k_choices,
-    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, bias, x2, weight2, starts, order, out, N, K, E, k_choices, R,
+    TRANSPOSED: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, TWO: tl.constexpr, ZEROS: tl.constexpr,
+    WIDTH: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED. With TWO the
-    same of ``x2`` and ``weight2`` is added."""
+    same of ``x2`` and ``weight2`` is added. With ZEROS the rows that belong to no expert, up to R, are 0; there must be
+    enough programs for the tiles of these too."""
     expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
+    if ZEROS:  # noqa: SIM102  (a constant, without which nothing of this is compiled)
+        if expert >= E:
+            r = _row_of_nobody(starts, tl.program_id(1), E, BM, WIDTH) + tl.arange(0, BM)
+            n = tl.program_id(0) * BN + tl.arange(0, BN)
+            place = out + r.to(tl.int64)[:, None] * N + n[None, :]
+            tl.store(place, tl.zeros([BM, BN], out.dtype.element_ty), (r < R)[:, None] & (n < N)[None, :])
     if expert < E:
         r = row + tl.arange(0, BM)
         inside = r < end
@@ -217,10 +233,11 @@ def gate_up_and_sums(
 def triton_input_gradient(
     grad: Tensor, weight: Tensor, starts: Tensor, grad2: Tensor | None = None, weight2: Tensor | None = None
 ) -> Tensor:
-    """dL/dx of the sorted rows, ``[R, I]``; of two products of the same rows where there are two gradients."""
+    """dL/dx of the sorted rows, ``[R, I]``; of two products of the same rows where there are two gradients. Rows that
+    belong to no expert have a gradient of zeros: a token's rows are added up, whoever has their experts."""
     experts = len(starts) - 1
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
-    return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, True, grad2, weight2)
+    return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, True, grad2, weight2, zeros=True)
 
 
 def _run(
@@ -235,6 +252,7 @@ def _run(
     x2: Tensor | None = None,
     weight2: Tensor | None = None,
     fixed: bool = False,
+    zeros: bool = False,
 ) -> Tensor:
     require("grouped_linear", x, weight)
     x = x.contiguous()
@@ -245,12 +263,12 @@ def _run(
     out = x.new_empty(rows, n)
     if rows and n:
         bm, bn, bk, warps = tiling(rows, experts, fixed=x.dtype if fixed else None)
-        tiles = rows // bm + min(experts, rows)
+        tiles = rows // bm + min(experts, rows) + zeros  # rows of no expert are like those of one more
         _grouped_product[(-(-n // bn), tiles)](
             x, weight, weight if bias is None else bias.contiguous(), *second,
             starts, starts if order is None else order, out,
-            n, k, experts, 1 if order is None else rows // len(x),
-            TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, TWO=two,
+            n, k, experts, 1 if order is None else rows // len(x), rows if zeros else 0,
+            TRANSPOSED=transposed, ORDERED=order is not None, BIAS=bias is not None, TWO=two, ZEROS=zeros,
             WIDTH=next_power_of_2(experts), BM=bm, BN=bn, BK=bk, num_warps=warps,
         )  # fmt: skip
     return out

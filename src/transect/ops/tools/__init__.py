@@ -2,8 +2,8 @@
 
 * ``accuracy.py``  every implementation against float64, beside the error of torch's own operator
 * ``bench.py``     measured time beside its floor and its peers; ``bench_run.py``, ``bench_worker.py``: in a process
-  that may fail; ``timing.py``: how one call is timed; ``results.py``: the file of rows;
-  ``plots.py``
+  that may fail; ``timing.py``: how one call is timed; ``under_load.py``: races at the clock that work leaves the GPU;
+  ``results.py``: the file of rows; ``plots.py``
 * ``compile.py``   compiles kernels ahead of time for a GPU that need not be there, and reads the result
   (``machine_code.py``); ``inspection.py``: the table of ``transect inspect``
 * ``search.py``    tries a launcher's knobs on the device; ``search_worker.py`` compiles for it

@@ -2,9 +2,9 @@
 
 It tries the heuristic's configuration first, which every other is compared with, then the one in use. So the result is
 never slower than either. A candidate is rejected when it does not compile or run, when its result is not the
-heuristic's up to rounding, or when its result differs between runs (a race). A GPU may be at its power limit for a part
-of the search, and the fastest of many is the luckiest. So the fastest few are timed again, in turns with those two,
-each after a pause, and those times count.
+heuristic's up to rounding, or when its result differs between runs (a race). A trial of milliseconds is too short for
+the clock to follow the power, and the fastest of many is the luckiest. So the fastest few are timed again under load,
+in turns with those two (``under_load.py``), and those times count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import torch
 
 from ..registry import Case, Knobs
 from ..tuning import bucket_name
-from .bench import EXPECTED, MOST_COPIES, REST_SECONDS, ROTATE_BYTES, sentence
+from . import under_load
+from .bench import EXPECTED, MOST_COPIES, ROTATE_BYTES, sentence
 from .timing import Calls, time_graph
 
 REPEATS = 5
@@ -31,8 +32,9 @@ REPLAYS = 9
 WORTH = 1.01
 """What a configuration must gain to be kept. Less is within the spread, and each one kept is one more to compile."""
 FINALISTS = 3
-ROUNDS = 3
-"""How often the fastest are timed again beside the heuristic's and the one in use, in turns."""
+"""So many of the fastest are timed again beside the heuristic's and the one in use."""
+NEAR = 1.25
+"""What takes longer than this many times the heuristic's seconds in a trial is not timed again."""
 ROUNDING = 16
 """Largest difference from the heuristic's result, in units of the result's precision, in the 2-norm."""
 
@@ -59,8 +61,8 @@ class Found:
     left: int
     """Configurations that the time limit left untried."""
     finals: Sequence[Trial] = ()
-    """The heuristic's, the one in use and the fastest, timed again in turns; empty where the heuristic's was as fast as
-    any."""
+    """The heuristic's, the one in use and the fastest, timed again under load; empty where nothing was
+    near the heuristic's."""
 
     @property
     def best(self) -> Trial:
@@ -114,11 +116,14 @@ def search(
     seconds: float = 60.0,
     in_use: Callable[[str, Any], Mapping[str, Any] | None] = lambda launcher, size: None,
     timer: Callable[[Calls, int], list[float]] = time_graph,
+    race: Callable[[Sequence[Calls]], list[float]] = under_load.race,
 ) -> Found:
     """Try configurations at ``case`` until all are tried or ``seconds`` are over.
 
     Args:
         in_use: what a launcher is tuned to at a size so far; tried right after the heuristic's, whatever the limit.
+        timer: seconds of a call in each of so many replays, of a trial.
+        race: seconds of a call of each of the finalists.
 
     Raises:
         ValueError: nothing ran, not even the heuristic's configuration.
@@ -154,30 +159,29 @@ def search(
             if place.type == "cuda":
                 torch.cuda.synchronize()  # raises when the device is unusable from here on
 
-    def again(config: Mapping[str, Any]) -> float:
-        if place.type == "cuda":
-            time.sleep(REST_SECONDS)
-        return statistics.median(timer([partial(knobs.launch, **p, config=config) for p in prepared], REPLAYS))
+    def again(configs: Sequence[Mapping[str, Any]]) -> list[float]:
+        return race([[partial(knobs.launch, **p, config=config) for p in prepared] for config in configs])
 
     if all(trial.seconds is None for trial in trials):
         raise ValueError(f"{knobs.name}, {case.name}: no configuration ran; the heuristic's: {trials[0].reason}")
     return Found(knobs.name, case.name, bucket_name(size), default, trials, len(queue), _finals(trials, needed, again))
 
 
-def _finals(trials: Sequence[Trial], given: int, again: Callable[[Mapping[str, Any]], float]) -> list[Trial]:
-    """The first ``given`` (the heuristic's and the one in use) and the fastest with the median of their times in
-    ``ROUNDS`` rounds; none where the heuristic's is as fast as any, or did not run."""
+def _finals(
+    trials: Sequence[Trial], given: int, again: Callable[[Sequence[Mapping[str, Any]]], list[float]]
+) -> list[Trial]:
+    """The first ``given`` (the heuristic's and the one in use) and the fastest with their times under load; none where
+    nothing is near the heuristic's, or that did not run."""
     first = trials[0].seconds
+    if first is None:
+        return []
     ran = [trial for trial in trials if trial.seconds is not None]
     fastest = sorted(ran, key=lambda trial: trial.seconds or 0.0)[:FINALISTS]
-    if first is None or first < WORTH * (fastest[0].seconds or 0.0):
+    near = [trial for trial in fastest if (trial.seconds or 0.0) <= NEAR * first]
+    configs = [trial.config for trial in ran if trial in trials[:given] or trial in near]
+    if len(configs) < 2:
         return []
-    configs = [trial.config for trial in ran if trial in trials[:given] or trial in fastest]
-    rounds = [[again(config) for config in configs] for _ in range(ROUNDS)]
-    return [
-        Trial(config, statistics.median(times))
-        for config, times in zip(configs, zip(*rounds, strict=True), strict=True)
-    ]
+    return [Trial(config, seconds) for config, seconds in zip(configs, again(configs), strict=True)]
 
 
 def results(knobs: Knobs, arguments: Mapping[str, Any], config: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -36,20 +36,30 @@ def own_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+class Replay:
+    """A CUDA graph that holds calls one after another; to call it is to replay it. Make it, and call it, within
+    ``own_stream``."""
+
+    def __init__(self, calls: Calls) -> None:
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        self._kept: list[Any] = []  # every call's result, so that no two of them share memory
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
+            self._kept.extend(call() for call in calls)
+
+    def __call__(self) -> None:
+        self._graph.replay()
+
+
 def time_graph(calls: Calls, replays: int = REPLAYS) -> list[float]:
     """Seconds of one call, for each replay of a CUDA graph that holds ``calls`` one after another.
 
     Each call runs once before. So work at the first call on an input (such as repacking a weight) is not timed.
     """
-    kept: list[Any] = []  # every call's result is kept, so that no two of them share memory
     with own_stream():
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="relaxed"):
-            kept.extend(call() for call in calls)
-        return [seconds / len(calls) for seconds in _events(graph.replay, replays)]
+        return [seconds / len(calls) for seconds in _events(Replay(calls), replays)]
 
 
 def time_eager(calls: Calls, replays: int = REPLAYS) -> list[float]:

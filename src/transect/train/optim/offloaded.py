@@ -39,6 +39,8 @@ from ..config import OptimizerConfig
 from .base import Optimizer
 
 WEIGHT, FIRST, SECOND = 0, 1, 2
+DRAINS = 6
+"""With ``delay`` one core of so many takes gradients in (4 bytes a number); the others make the step (28 bytes)."""
 KINDS = {"m": FIRST, "v": SECOND, "master": WEIGHT}
 
 
@@ -97,7 +99,10 @@ class OffloadedAdamW(Optimizer):
         sizes = {name: parameter.numel() for name, parameter in parameters.items()}
         device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         threads = offload.threads or len(os.sched_getaffinity(0))
-        self.kernels = host_kernels(threads)
+        # Steps beside the next pass share the cores with what takes its gradients in: two teams that have all of them
+        # would wait at every barrier for whoever has no core.
+        drains = max(1, threads // DRAINS) if offload.delay else threads
+        self.kernels = host_kernels(max(1, threads - drains) if offload.delay else threads)
         self.states: States
         if offload.folder:
             self.states = DiskStates(offload.folder, sizes, len(KINDS), offload.most)
@@ -106,8 +111,8 @@ class OffloadedAdamW(Optimizer):
         self._upload = offload.upload or Upload(parameters, device, offload.most)
         for name in parameters:
             self.states.write(WEIGHT, name, self._upload.read(name))
-        self._drain = self._new_drain(threads)
-        self._other = self._new_drain(threads) if offload.delay else None
+        self._drain = self._new_drain(drains)
+        self._other = self._new_drain(drains) if offload.delay else None
         self._made: dict[str, Tensor] = {}
         """With ``delay``: weights that a step has made, on their way to the parameters."""
         if offload.delay:

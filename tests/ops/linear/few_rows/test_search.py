@@ -23,14 +23,16 @@ def multiply(choice: Choice, x: Tensor, weight: Tensor, gated: bool) -> Tensor:
     return F.silu(gate) * up
 
 
-def by_choice(quick: dict[Choice, float], otherwise: float) -> Any:
-    def timer(calls: list[Any], replays: int) -> list[float]:
-        call = calls[0]
-        while hasattr(call.func, "func"):
-            call = call.func
-        return [quick.get(call.args[1], otherwise)]
+def by_choice(quick: dict[Choice, float], otherwise: float, under_load: dict[Choice, float] | None = None) -> Any:
+    """A timer, and a race of contenders: times in a trial, and under load where they differ."""
 
-    return timer
+    def timer(calls: list[Any], replays: int) -> list[float]:
+        return [quick.get(calls[0].args[0], otherwise)]
+
+    def race(contenders: list[list[Any]]) -> list[float]:
+        return [(under_load or quick).get(calls[0].args[0], otherwise) for calls in contenders]
+
+    return timer, race
 
 
 @pytest.fixture
@@ -47,11 +49,37 @@ def h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_the_quickest_is_taken_where_it_gains() -> None:
     product = Product("o", 256, 128)
     quick = search.hopper_tilings(48, 256, 128, False)[3]
-    (found,) = search.search(product, [48], multiply, by_choice({quick: 1.0, Choice("cublas"): 2.0}, 3.0), CPU)
+    (found,) = search.search(product, [48], multiply, *by_choice({quick: 1.0, Choice("cublas"): 2.0}, 3.0), CPU)
     assert (found.before, found.choice) == (Choice("cublas"), quick)
     assert (found.before_seconds, found.seconds) == (2.0, 1.0)
-    (found,) = search.search(product, [48], multiply, by_choice({quick: 1.99, Choice("cublas"): 2.0}, 3.0), CPU)
+    (found,) = search.search(product, [48], multiply, *by_choice({quick: 1.99, Choice("cublas"): 2.0}, 3.0), CPU)
     assert found.choice == found.before == Choice("cublas") and found.tried > 5
+
+
+def test_times_under_load_decide() -> None:
+    """Two tilings win at the full clock; under load one of them does, and the other is slower than what runs."""
+    product, cublas = Product("o", 256, 128), Choice("cublas")
+    hungry, frugal, far = search.hopper_tilings(48, 256, 128, False)[2:5]
+    trials = {hungry: 0.97, frugal: 0.99, cublas: 1.0, far: 1.2}
+    timer, race = by_choice(trials, 1.5, {hungry: 1.4, frugal: 1.1, cublas: 1.3, far: 0.1})
+    (found,) = search.search(product, [48], multiply, timer, race, CPU)
+    assert (found.before_seconds, found.choice, found.seconds) == (1.3, frugal, 1.1)
+    assert [(each.choice, each.trial_seconds) for each in found.finals] == [
+        (cublas, 1.0),
+        (hungry, 0.97),
+        (frugal, 0.99),
+    ]
+    timer, race = by_choice(trials, 1.5, {hungry: 1.4, frugal: 1.29, cublas: 1.3})
+    (found,) = search.search(product, [48], multiply, timer, race, CPU)
+    assert found.choice == cublas and found.seconds == 1.3  # 1% is not worth it
+
+
+def test_finalists() -> None:
+    slow, quick, *others = search.hopper_tilings(48, 4096, 4096, False)
+    cuda = search.cuda_tilings(16, 4096, 4096, False)[0]
+    times = {slow: 2.0, quick: 1.0, others[0]: 1.01, others[1]: 1.02, cuda: 1.1, Choice("cublas"): 1.3}
+    assert search.finalists(slow, times) == [slow, quick, others[0], cuda]
+    assert search.finalists(quick, {quick: 1.0, slow: 2.0}) == [quick]
 
 
 def test_what_is_wrong_or_not_the_same_twice_is_left_out() -> None:
@@ -61,7 +89,7 @@ def test_what_is_wrong_or_not_the_same_twice_is_left_out() -> None:
         y = multiply(choice, x, weight, gated)
         return y if choice == good else y + torch.rand_like(y)
 
-    (found,) = search.search(product, [48], wrong, by_choice({good: 2.0}, 1.0), CPU)
+    (found,) = search.search(product, [48], wrong, *by_choice({good: 2.0}, 1.0), CPU)
     assert (found.choice, found.tried) == (good, 1)
 
 

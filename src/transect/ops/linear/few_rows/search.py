@@ -2,8 +2,10 @@
 
 Every launch follows another of its kind, on weights that the L2 cache no longer holds, and asks for its weights before
 that one has ended, as in a decode step. A contender is left out if it is further from float32 sums than rounding to
-bfloat16 goes, or if two runs differ. What runs today is among the contenders, and is kept unless another takes at least
-``WORTH`` less time: less is within the spread.
+bfloat16 goes, or if two runs differ. The first trial is one of milliseconds, at the full clock. Steps of many rows run
+at the board's limit of power, where another kernel may win. So what runs today, the quickest of each kind and the
+quickest of all are timed again under load (``ops/tools/under_load.py``), and those times count. What runs today is kept
+unless another takes at least ``WORTH`` less time: less is within the spread.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import itertools
 import json
 import os
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,10 @@ from .triton import TritonTiling
 
 WORTH = 1.02
 REPLAYS = 9
+FINALISTS = 2
+"""So many of the quickest are timed again, beside the quickest of each kind and what runs today."""
+NEAR = 1.15
+"""What takes longer than this many times the quickest's seconds in the first trial is not timed again."""
 SHARED = 220 * 1024
 """Bytes of shared memory that a ring may take."""
 TURN = 300_000_000
@@ -42,6 +48,7 @@ SMALL, MOST_COMPILED = 1 << 23, 12
 """Numbers of a weight up to which so many of Triton's tilings are tried."""
 Multiply = Callable[[Choice, Tensor, Tensor, bool], Tensor]
 """(choice, x, weight, whether it has a gate) -> the result."""
+Calls = Sequence[Callable[[], Any]]
 
 
 class Product(NamedTuple):
@@ -55,8 +62,19 @@ class Product(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Final:
+    """A contender that was timed under load."""
+
+    choice: Choice
+    trial_seconds: float
+    """In the first trial, at the full clock."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found for one product and number of rows."""
+    """What was found for one product and number of rows; seconds are those under load, where more than one contender
+    was timed so."""
 
     product: Product
     rows: int
@@ -66,6 +84,8 @@ class Measured:
     seconds: float
     tried: int
     """Contenders that ran."""
+    finals: Sequence[Final] = ()
+    """What runs today first; empty where nothing is near it."""
 
 
 def cuda_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
@@ -186,7 +206,8 @@ def search(
     product: Product,
     rows: Iterable[int],
     multiply: Multiply,
-    timer: Callable[[list[Callable[[], Any]], int], list[float]],
+    timer: Callable[[Calls, int], list[float]],
+    race: Callable[[Sequence[Calls]], list[float]],
     device: torch.device,
     units: int = 132,
 ) -> Iterator[Measured]:
@@ -195,6 +216,7 @@ def search(
     Args:
         timer: seconds of a call for each of so many replays of calls one after another, as
             ``ops.tools.timing.time_graph``.
+        race: seconds of a call of each of several contenders under load, as ``ops.tools.under_load.race``.
     """
     _, n, k, gated = product
     copies = max(2, min(16, -(-TURN // (2 * n * k)))) if device.type == "cuda" else 1
@@ -216,19 +238,31 @@ def search(
                 if not steady or (y.float() - wanted).norm() > FAR * wanted.norm():
                     continue
 
-                call = partial(_turned, multiply, choice, x, gated)
-                times[choice] = statistics.median(timer([partial(call, weight) for weight in weights], REPLAYS))
+                times[choice] = statistics.median(timer(_calls(multiply, choice, x, weights, gated), REPLAYS))
             except (RuntimeError, ValueError):
                 continue
         if before not in times:
             continue
-        best = min(times, key=lambda choice: times[choice])
-        best = best if times[before] >= WORTH * times[best] else before
-        yield Measured(product, m, before, times[before], best, times[best], len(times))
+        timed, finals = times, list[Final]()
+        if len(chosen := finalists(before, times)) > 1:
+            timed = dict(zip(chosen, race([_calls(multiply, each, x, weights, gated) for each in chosen]), strict=True))
+            finals = [Final(choice, times[choice], seconds) for choice, seconds in timed.items()]
+        best = min(timed, key=lambda choice: timed[choice])
+        best = best if timed[before] >= WORTH * timed[best] else before
+        yield Measured(product, m, before, timed[before], best, timed[best], len(times), finals)
 
 
-def _turned(multiply: Multiply, choice: Choice, x: Tensor, gated: bool, weight: Tensor) -> Tensor:
-    return multiply(choice, x, weight, gated)
+def finalists(before: Choice, times: Mapping[Choice, float]) -> list[Choice]:
+    """What is timed under load, by the seconds of a first trial: what runs today, the quickest of each kind and the
+    ``FINALISTS`` quickest of all, where they are ``NEAR`` the quickest."""
+    ordered = sorted(times, key=lambda choice: times[choice])
+    leaders = {choice.by: choice for choice in reversed(ordered)}  # the quickest of its kind is the last to be entered
+    quick = [choice for choice in ordered if choice in ordered[:FINALISTS] or leaders[choice.by] == choice]
+    return list(dict.fromkeys([before, *(choice for choice in quick if times[choice] <= NEAR * times[ordered[0]])]))
+
+
+def _calls(multiply: Multiply, choice: Choice, x: Tensor, weights: Iterable[Tensor], gated: bool) -> Calls:
+    return [partial(multiply, choice, x, weight, gated) for weight in weights]
 
 
 def entries(found: Iterable[Measured]) -> dict[str, dict[str, Any]]:
