@@ -47,6 +47,7 @@ import record
 import request_walk
 import scaling_tables
 import serve_load
+import serve_load_cpu
 import shapes_gpu
 import step_policy
 import step_prediction
@@ -289,6 +290,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
     "serve-load-sglang-40": lambda: serve_load.page(_load("h200/serve_load_sglang_40.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
+    "serve-load-cpu": lambda: serve_load_cpu.page(_load("cpu/serve_load.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
     "moe-products": lambda: moe_tables.products(_load("h200/moe_ops.json")),

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +85,15 @@ class StreamProduct(Protocol):
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         """This product on a stream and the three after it (gate with up, down, q with k and v of the next layer) in one
         launch for one row; None where they are launches of their own."""
+        ...
+
+
+@runtime_checkable
+class Stackable(StreamProduct, Protocol):
+    """Products on a stream by a matrix that may be made of parts of several kinds."""
+
+    def stack(self, below: Sequence[StreamProduct | None]) -> StreamProduct | None:
+        """Those by this matrix and others below it as if they were one; None where there is no such kernel."""
         ...
 
 

@@ -14,6 +14,7 @@
 * ``gguf_layout.py``     how such weights lie in memory
 * ``gguf_rows.py`` (``gguf_rows.cu``)             up to 8 rows on Hopper
 * ``gguf_tiles.py`` (``gguf_tiles.cu``)           up to 512 rows on Hopper
+* ``gguf_chain.py`` (``gguf_chain.cu``, ``gguf_bytes.cuh``)   one row: any product, or the four between two attentions
 * ``int4_codes.cuh``, ``int4_whole.cuh``, ``gguf_codes.cuh``: codes to numbers, and sums of whole numbers, for the
   CUDA C++ kernels
 """
