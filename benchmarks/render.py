@@ -224,15 +224,15 @@ def serving_kills() -> str:
 
 def _kills(found: dict[str, Any]) -> str:
     others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
-    environment, gpus = found["environment"], len(found["each"][0]["gpu_mib_more"])
+    gpus = len(found["each"][0]["gpu_mib_more"])
     held = " and no memory of a GPU was held" if gpus else ""
-    where = f"{gpus} NVIDIA H200" if gpus else environment["processor"]
+    where = f"{gpus} NVIDIA H200" if gpus else found["runs"][-1]["processor"]
     return (
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {math.ceil(10 * found['slowest_told_s']) / 10} s{others}, `/health` was red, the "
         f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
-        f"{where}, {record.made_at([environment])}.\n"
+        f"{where}, {record.made_at(found['runs'])}.\n"
     )
 
 
