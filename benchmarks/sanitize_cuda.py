@@ -2,8 +2,8 @@
 
 Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
-fill a stage of their ring again. ``scaled8_chain.cu`` and ``gguf_chain.cu``, which
-are no operators, are run too.
+fill a stage of their ring again. ``scaled8_chain.cu`` and ``gguf_chain.cu``
+are no operators and are run too.
 
 In ``int4_matmul.cu`` one lane of a warp arrives at a barrier for all, which racecheck does not follow, so it reports
 races. So it also gets a build in which every lane arrives, and which is the same otherwise (TRANSECT_EVERY_LANE).

@@ -34,7 +34,8 @@ def kinds_for(
         layouts: without ``quantization``: of a checkpoint that packs its matrices: those of the layers stay so.
     """
     if quantization in EIGHT_BITS:
-        return kinds_of_8_bits(quantization, Products8.on(device, dependent=dependent_launch, fp8=quantization == "fp8"))
+        eight = Products8.on(device, dependent=dependent_launch, fp8=quantization == "fp8")
+        return kinds_of_8_bits(quantization, eight)
     if quantization is not None:
         products = Int4Products.on(device, dependent=dependent_launch)
         int4: WeightKind = partial(ServingInt4, products=products)
