@@ -193,23 +193,23 @@ def chains() -> None:
         attended, residual, first, second, bias = (
             torch.randn(1, size, device="cuda", dtype=torch.bfloat16) for size in (q, d, d, d, n)
         )
-        beside = (first[0], second[0]), (1e-5, 1e-6), bias[0] if biased else None
-        codes = (
+        norms, eps, added = (first[0], second[0]), (1e-5, 1e-6), bias[0] if biased else None
+        o, gate_up, down, qkv = (
             scaled8_chain.Matrix8(*scaled8_tiles.rounded(torch.randn(shape, device="cuda") / shape[1] ** 0.5, True))
             for shape in shapes
         )
-        weights = scaled8_chain.ChainWeights(*codes, *beside)
+        weights = scaled8_chain.ChainWeights(o, gate_up, down, qkv, norms, eps, added)
         for stages in (2, 3, 4, 5):
             for _ in range(2):
                 eight(attended, residual, weights, dependent_launch=True, stages=stages)
             torch.cuda.synchronize()
             taken += 1
         for names in (("Q4_K", "Q4_K", "Q6_K", "Q4_K"), ("Q8_0", "Q5_K", "Q4_0", "Q3_K")):
-            units = (
+            out, gates, back, heads = (
                 (gguf_chain.BlockPart(drawn(name, *shape, "cuda"), name, shape[0]),)
                 for name, shape in zip(names, shapes, strict=True)
             )
-            stored = gguf_chain.ChainWeights(*units, *beside)
+            stored = gguf_chain.ChainWeights(out, gates, back, heads, norms, eps, added)
             for tiling in (gguf_chain.Tiling(16, 8), gguf_chain.Tiling(8, 2)):
                 for _ in range(2):
                     blocks.chain(attended, residual, stored, dependent_launch=True, tiling=tiling)
