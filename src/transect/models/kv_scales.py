@@ -128,7 +128,7 @@ class _Peaks(VarlenContext):
         self.found = torch.zeros(model.config.n_layers, 2, model.config.n_kv_heads)
 
     def attend(self, layer, q_THd, k_TKd, v_TKd, *how, **more):  # type: ignore[no-untyped-def]
-        """As ever; k and v are looked at."""
+        """Attention of one layer; the largest of k and v are kept."""
         self.found[layer] = torch.stack([x.abs().amax((0, 2)).float().cpu() for x in (k_TKd, v_TKd)])
         return super().attend(layer, q_THd, k_TKd, v_TKd, *how, **more)
 

@@ -35,7 +35,7 @@ TOGETHER = (
     "Q8_HALF, Q8_FLOAT, Q8_FLOAT_G16",
     "Q8_0, BF16, F32",
 )
-"""Kinds of ``kinds.h`` that one compiler makes the products of; what takes longest comes first."""
+"""Kinds of ``kinds.h`` that one compiler makes the products of."""
 COMPILERS = ("c++", "g++", "clang++")
 BUILD_TIMEOUT = 300
 
@@ -76,7 +76,7 @@ def _compile(compiler: str, march: str, target: Path) -> None:
                 flush=True,
             )
             jobs = [[str(SOURCES / "linear.cpp"), f"-DTRANSECT_KINDS={kinds}"] for kinds in TOGETHER]
-            jobs.insert(1, [str(SOURCES / "native.cpp")])
+            jobs.insert(0, [str(SOURCES / "native.cpp")])
             objects = [str(Path(scratch) / f"{number}.o") for number in range(len(jobs))]
             calls = [[*command, "-c", *job, "-o", made] for job, made in zip(jobs, objects, strict=True)]
             with ThreadPoolExecutor(usable_cores()) as pool:
