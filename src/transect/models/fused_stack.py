@@ -212,7 +212,7 @@ class FusedStack:
         sizes = (config.q_dim, config.kv_dim, config.kv_dim)
         parts = qkv.split(sizes, dim=-1) if isinstance(qkv, Tensor) else qkv
         q_THd, k_TKd, v_TKd = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
-        k_cache, v_cache = context.k_cache[layer.index], context.v_cache[layer.index]
+        k_cache, v_cache = context.caches(layer.index)
         q_norm, k_norm = layer.q_norm, layer.k_norm
         if self._fusions.rotary_write:
             head_norm = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
