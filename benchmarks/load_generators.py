@@ -50,13 +50,14 @@ def text(prompt: Sequence[int] | str) -> str:
     return prompt if isinstance(prompt, str) else "".join(f" {word(number)[1:]}" for number in prompt)
 
 
-def own_level(rate: float, requests: int, seed: int, highest: int) -> Level:
+def own_level(rate: float, requests: int, seed: int, highest: int, lengths: tuple[int, int] = PROMPT) -> Level:
     """The work of one rate and seed, as text.
 
     Args:
         highest: the largest token id.
+        lengths: the fewest and the most tokens of a prompt.
     """
-    prompt, output = (Lengths.parse(f"uniform:{low}-{high}") for low, high in (PROMPT, OUTPUT))
+    prompt, output = (Lengths.parse(f"uniform:{low}-{high}") for low, high in (lengths, OUTPUT))
     (found,) = rate_levels(WorkSource(prompt, output, highest_id=highest, seed=seed), requests, [rate])
     return replace(found, work=[replace(each, prompt=text(each.prompt)) for each in found.work])
 

@@ -47,6 +47,7 @@ import record
 import request_walk
 import scaling_tables
 import serve_load
+import serve_load_cpu
 import shapes_gpu
 import step_policy
 import step_prediction
@@ -79,6 +80,11 @@ def llamacpp() -> str:
     result = _load("cpu/llamacpp.json")
     runs = next(iter(result["work"].values()))["ratio"]["runs"]
     return cpu_vs_llamacpp.table(result) + "\n" + _origin(result, runs)
+
+
+def llamacpp_formats() -> str:
+    """The same race on files of several formats."""
+    return cpu_vs_llamacpp.format_table(_load("cpu/llamacpp_formats.json"))
 
 
 def issue_rates_table() -> str:
@@ -218,15 +224,15 @@ def serving_kills() -> str:
 
 def _kills(found: dict[str, Any]) -> str:
     others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
-    environment, gpus = found["environment"], len(found["each"][0]["gpu_mib_more"])
+    gpus = len(found["each"][0]["gpu_mib_more"])
     held = " and no memory of a GPU was held" if gpus else ""
-    where = f"{gpus} NVIDIA H200" if gpus else environment["processor"]
+    where = f"{gpus} NVIDIA H200" if gpus else found["runs"][-1]["processor"]
     return (
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {math.ceil(10 * found['slowest_told_s']) / 10} s{others}, `/health` was red, the "
         f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
-        f"{where}, {record.made_at([environment])}.\n"
+        f"{where}, {record.made_at(found['runs'])}.\n"
     )
 
 
@@ -248,6 +254,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tuning": tuning_table.table,
     "clients": clients_table,
     "llamacpp": llamacpp,
+    "llamacpp-formats": llamacpp_formats,
     "batching": batching_table,
     "precisions": precision_table,
     "formats-quality": formats_by_quality,
@@ -283,6 +290,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
     "serve-load-sglang-40": lambda: serve_load.page(_load("h200/serve_load_sglang_40.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
+    "serve-load-cpu": lambda: serve_load_cpu.page(_load("cpu/serve_load.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),
     "moe-decode": lambda: moe_tables.decode(_load("h200/moe_gpu.json")),
     "moe-products": lambda: moe_tables.products(_load("h200/moe_ops.json")),

@@ -1,23 +1,25 @@
 """A server with its default settings under requests that come one by one: what their senders feel, and why.
 
     python benchmarks/serve_load.py [--rates 8,24,40,inf] [--seeds 0,1,2] [--requests 400]
-        [--shape FOLDER_OR_PRESET] [--generator transect|sglang] [--work random|prefixes|chats]
+        [--shape FOLDER_OR_PRESET] [--generator transect|sglang] [--work random|prefixes,chats,short]
+    python benchmarks/serve_load.py --merge FILE FILE ... --out FILE
 
 Random weights of a model's shape, a vocabulary of made-up words (each is one token, so text of any length can be made
 and every token has text), no prefix cache. Requests of 600 tokens in and 150 out, each of them 60% more or less, arrive
 at random (Poisson), from this project's generator or from one of others (``load_generators.py``). Beside the table
-stand vLLM's figures for the same work, measured apart. Other work, with the prefix cache: prompts that begin alike, and
-chats of several turns (``load_chats.py``).
+stand vLLM's figures for the same work, measured apart. Other work, with the prefix cache: prompts that begin alike,
+chats of several turns (``load_chats.py``), and prompts of one token, whose TTFT is what a request takes on its way.
 
 The engine's decision log tells why tokens came late: for every gap between two steps how long was planned, launched,
 waited for the device, and what had been predicted (``step_timeline.py``); and where the time to each request's first
-token went (``request_stages.py``).
+token went (``request_stages.py``). ``--merge`` makes one table of several results: other rates, other seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import shutil
@@ -78,6 +80,7 @@ WORKS = {
     "random": "",
     "prefixes": f", {GROUPS} prefixes of {PREFIX:,} tokens before {QUESTION} of their own",
     "chats": f", chats of {TURNS} turns",
+    "short": ", prompts of one token",
 }
 """Kinds of work, and what a page says of them."""
 FOUND, ASKED = "prefix_cache_hit_tokens", "prefix_cache_query_tokens"
@@ -161,7 +164,8 @@ def run(
         summary = summarize(found)
         result = Result(Level("requests/s", rate, []), summary, found.records, found.began)
     else:
-        result = asyncio.run(own(url, own_level(rate, requests, seed, vocab - 1)))
+        lengths = (1, 1) if work == "short" else PROMPT
+        result = asyncio.run(own(url, own_level(rate, requests, seed, vocab - 1, lengths)))
         summary = result.summary
     after = counters(url)
     changed = {name: after[name] - before[name] for name in after}
@@ -271,21 +275,44 @@ def page(result: dict[str, Any]) -> str:
         )
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    made = record.made_at([machine | each for each in result["levels"]])
     kind = WORKS[result["work"].get("kind", "random")]
     lines.append(
         f"\n`{result['command']}` on one NVIDIA H200, {result['shape']}, {result['work']['requests']} requests from "
-        f"{result['generator']}{kind}, {versions}, {record.made_at([machine])}; "
+        f"{result['generator']}{kind}, {versions}, {made}; "
         f"ready after {result['ready_s']:.0f} s.\n"
     )
     return "\n".join(lines)
 
 
+def merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One result with the levels of all; each says of which commit it is. Of a rate and seed the last one counts.
+
+    Raises:
+        ValueError: they are not of the same work on the same shape.
+    """
+    same = ("command", "shape", "options", "generator", "work")
+    for name in same:
+        if any(each[name] != results[0][name] for each in results):
+            raise ValueError(f"these results differ in their {name}: merge those of the same work")
+    levels: dict[tuple[str, int], dict[str, Any]] = {}
+    for result in results:
+        made = {name: result["environment"][name] for name in ("commit", "version")}
+        levels |= {(level["rate"], level["seed"]): made | level for level in result["levels"]}
+    return results[0] | {"levels": [levels[key] for key in sorted(levels, key=lambda key: (float(key[0]), key[1]))]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--merge", type=Path, nargs="+", help="results that become one, at --out; nothing is measured")
     parser.add_argument("--rates", default="8,24,40,inf", help="requests per second; inf: all at once")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--generator", choices=GENERATORS, default="transect")
-    parser.add_argument("--work", choices=WORKS, default="random", help="all but random: with the prefix cache")
+    parser.add_argument(
+        "--work",
+        default="random",
+        help="random, prefixes, chats or short; several, but for random: from one server, each to a file of its own",
+    )
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--shape", default="llama-3.1-8b", help="a preset, or a folder with a config.json")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further level begins")
@@ -293,49 +320,66 @@ def main() -> None:
     parser.add_argument("--keep-log", type=Path, help="where the decision log is copied to")
     parser.add_argument("options", nargs="*", help="further options of transect serve, after --")
     options = parser.parse_args()
-    if (options.work == "chats") == (options.generator == "sglang") and options.work != "random":
-        parser.error("prefixes come from --generator sglang, and chats from this project's")
-    began = time.perf_counter()
-    rates = [float(each) for each in options.rates.split(",")]
-    result: dict[str, Any] = {
+    if options.merge:
+        whole = merged([json.loads(path.read_text()) for path in options.merge])
+        record.write(options.out, whole)
+        print(table(whole))
+        return
+    works = options.work.split(",")
+    if set(works) - WORKS.keys() or ("random" in works and len(works) > 1):
+        parser.error("--work is random, or some of prefixes, chats and short, which share a server with a prefix cache")
+    outs = [options.out.with_stem(f"{options.out.stem}_{work}") for work in works] if works[1:] else [options.out]
+    measure(options, {work: (empty(options, work), out) for work, out in zip(works, outs, strict=True)})
+
+
+def empty(options: argparse.Namespace, work: str) -> dict[str, Any]:
+    """A result without levels. Prefixes come from SGLang's generator, chats and short prompts from this project's."""
+    sglang = {"prefixes": True, "chats": False, "short": False}.get(work, options.generator == "sglang")
+    return {
         "command": "python benchmarks/serve_load.py"
-        + (" --generator sglang" if options.generator == "sglang" else "")
-        + ("" if options.work == "random" else f" --work {options.work}"),
+        + (f" --work {work}" if work != "random" else " --generator sglang" if sglang else ""),
         "environment": record.environment(("torch", "triton")),
         "shape": options.shape,
         "options": options.options,
-        "generator": "sglang.bench_serving" if options.generator == "sglang" else "transect bench serve",
-        "work": {"kind": options.work, "requests": options.requests, "prompt": PROMPT, "output": OUTPUT},
+        "generator": "sglang.bench_serving" if sglang else "transect bench serve",
+        "work": {"kind": work, "requests": options.requests, "prompt": PROMPT, "output": OUTPUT},
         "levels": [],
     }
-    runs: list[Result | None] = []
+
+
+def measure(options: argparse.Namespace, results: dict[str, tuple[dict[str, Any], Path]]) -> None:
+    """Start a server and run the levels of each kind of work; fill the results, and write each after every level."""
+    began = time.perf_counter()
+    pairs = [(float(rate), seed) for seed in map(int, options.seeds.split(",")) for rate in options.rates.split(",")]
+    runs: dict[str, list[Result | None]] = {work: [] for work in results}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        others = SglangGenerator() if options.generator == "sglang" else None
-        if others is not None:
+        others = None
+        if any(result["generator"].startswith("sglang") for result, _ in results.values()):
+            others = SglangGenerator()
             stack.callback(others.close)
         folder = model_folder(options.shape, Path(name) / "model")
         log = Path(name) / "decisions.log"
         try:
-            with server(folder, log, options.options, caching=options.work != "random") as (url, ready_s):
-                result["ready_s"] = ready_s
-                for seed in map(int, options.seeds.split(",")):
-                    for rate in rates:
-                        if time.perf_counter() - began > options.limit:
-                            continue
-                        level = options.work, folder, rate, options.requests, seed
-                        summary, requests = run(url, others, *level)
-                        runs.append(requests)
-                        result["levels"].append({"rate": f"{rate:g}", "seed": seed, "result": summary})
-                        print(row(f"{rate:g}", f"seed {seed}", figures(summary)), summary["counters"], flush=True)
-                        record.write(options.out, result)
+            with server(folder, log, options.options, caching="random" not in results) as (url, ready_s):
+                for (rate, seed), (work, (result, out)) in itertools.product(pairs, results.items()):
+                    if time.perf_counter() - began > options.limit:
+                        continue
+                    result["ready_s"] = ready_s
+                    sender = others if result["generator"].startswith("sglang") else None
+                    summary, requests = run(url, sender, work, folder, rate, options.requests, seed)
+                    runs[work].append(requests)
+                    result["levels"].append({"rate": f"{rate:g}", "seed": seed, "result": summary})
+                    print(row(f"{rate:g}", f"{work}, seed {seed}", figures(summary)), summary["counters"], flush=True)
+                    record.write(out, result)
         except Exception:
             traceback.print_exc()
-        if log.exists():
-            if options.keep_log is not None:
-                shutil.copy(log, options.keep_log)
-            explain(result, runs, log)
-        record.write(options.out, result)
-    print(table(result))
+        if log.exists() and options.keep_log is not None:
+            shutil.copy(log, options.keep_log)
+        for work, (result, out) in results.items():
+            if result["levels"]:
+                explain(result, runs[work], log)
+                record.write(out, result)
+                print(table(result), flush=True)
 
 
 def explain(result: dict[str, Any], runs: Sequence[Result | None], path: Path) -> None:

@@ -109,7 +109,8 @@ def row(rate: str, name: str, runs: Sequence[dict[str, Any]]) -> str:
     """A line of the table: medians over the seeds, milliseconds."""
     cells = [f"{statistics.median(run['output_tokens_per_second'] for run in runs):.1f}"]
     for what, share in (each.split() for each in FIGURES):
-        cells.append(f"{statistics.median(run[what][share] for run in runs) * 1e3:,.0f}")
+        found = statistics.median(run[what][share] for run in runs) * 1e3
+        cells.append(f"{found:.1f}" if what == "tpot" else f"{found:,.0f}")
     return f"| {rate} | {name} | " + " | ".join(cells) + " |"
 
 
@@ -122,10 +123,11 @@ def page(result: dict[str, Any]) -> str:
             runs = [each["result"] for each in result["levels"] if (each["rate"], each["server"]) == (rate, name)]
             if runs:
                 lines.append(row(rate, name, runs))
-    machine = result["environment"]
+    machine, seeds = result["environment"], len(result["seeds"])
+    runs = f"median of {seeds} seeds" if seeds > 1 else "one seed"
     lines.append(
         f"\n`{result['command']}`: {result['model']}, {machine['processor']}, {result['threads']} threads, "
-        f"{result['requests']} requests, median of {len(result['seeds'])} seed(s), llama-cpp-python {result['peer']}, "
+        f"{result['requests']} requests at each rate, {runs}, llama-cpp-python {result['peer']}, "
         f"{record.made_at([machine])}.\n"
     )
     return "\n".join(lines)

@@ -176,6 +176,37 @@ def test_seeds_of_a_rate_are_one_row_and_their_worst(modules):
     assert lines[3].startswith("| 24 | worst of these | 100 | 30.00 | 60.00 |")
 
 
+def test_results_of_several_runs_become_one_that_names_their_commits(modules, tmp_path, monkeypatch, capsys):
+    def result(commit, *levels):
+        machine = {"packages": {"torch": "9"}, "version": "99.0.0", "commit": commit}
+        times = {name: {"p50": 0.01, "p99": 0.02} for name in ("ttft", "tpot", "itl", "e2e")}
+        counts = {"step_seconds": 1.0, "predicted_step_seconds": 1.0}
+        timeline = {"p99": 0.01, "causes": {"shares": dict.fromkeys(modules.serve_load.CAUSES, 0.2)}}
+        each = {"result": times | {"output_tokens_per_second": 9.0, "counters": counts}, "timeline": timeline}
+        found = [{"rate": rate, "seed": seed} | each for rate, seed in levels]
+        work = {"kind": "random", "requests": 4}
+        known = {"command": "c", "shape": "s", "options": [], "generator": "g", "work": work, "ready_s": 1.0}
+        return known | {"environment": machine, "levels": found}
+
+    files = []
+    for name, found in (("a", result("aaaa", ("8", 0), ("inf", 0))), ("b", result("bbbb", ("8", 1), ("inf", 0)))):
+        files.append(tmp_path / name)
+        files[-1].write_text(json.dumps(found))
+    out = tmp_path / "whole.json"
+    monkeypatch.setattr(sys, "argv", ["serve_load.py", "--merge", *map(str, files), "--out", str(out)])
+    modules.serve_load.main()
+    whole = json.loads(out.read_text())
+    assert [(each["rate"], each["seed"], each["commit"]) for each in whole["levels"]] == [
+        ("8", 0, "aaaa"),
+        ("8", 1, "bbbb"),
+        ("inf", 0, "bbbb"),
+    ]
+    assert "commit aaaa, bbbb" in modules.serve_load.page(whole)
+    assert "| 8 | Transect, median of 2 |" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="differ in their shape"):
+        modules.serve_load.merged([whole, whole | {"shape": "t"}])
+
+
 async def test_a_chat_sends_back_what_it_was_answered(modules, server, monkeypatch):
     """Three turns; the answers to the other chat fail at once, and end it."""
     load_chats = modules.load_chats
@@ -194,9 +225,39 @@ async def test_a_chat_sends_back_what_it_was_answered(modules, server, monkeypat
     assert [len(each.turns) for each in held] == [5, 5, 5] and held == load_chats.chats(12, 4.0, 0, [" u", " v"])
 
 
-def test_other_work_has_its_own_generator(modules, monkeypatch, capsys):
-    for generator, work in (("sglang", "chats"), ("transect", "prefixes")):
-        monkeypatch.setattr(sys, "argv", ["serve_load.py", "--generator", generator, "--work", work])
+def test_other_work_has_its_own_generator_and_one_server(modules, monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr(modules.serve_load, "measure", lambda options, results: asked.append(results))
+    for work in ("prefixes,chats", "chats"):
+        monkeypatch.setattr(sys, "argv", ["serve_load.py", "--work", work, "--out", str(tmp_path / "a.json")])
+        modules.serve_load.main()
+    both, alone = asked
+    assert [(result["generator"], out.name) for result, out in both.values()] == [
+        ("sglang.bench_serving", "a_prefixes.json"),
+        ("transect bench serve", "a_chats.json"),
+    ]
+    assert alone["chats"][1].name == "a.json"
+    assert alone["chats"][0]["command"] == "python benchmarks/serve_load.py --work chats"
+    for work in ("random,chats", "poems"):
+        monkeypatch.setattr(sys, "argv", ["serve_load.py", "--work", work])
         with pytest.raises(SystemExit):
             modules.serve_load.main()
-        assert "prefixes come from --generator sglang" in capsys.readouterr().err
+        assert "share a server with a prefix cache" in capsys.readouterr().err
+    short = modules.load_generators.own_level(8.0, 5, 0, 299, (1, 1))
+    assert [each.prompt.count(" ") for each in short.work] == [1] * 5
+
+
+def test_a_vocabulary_is_asked_for_once(modules):
+    import sglang_driver
+
+    class Tokenizer:
+        asked = 0
+
+        def get_vocab(self):
+            self.asked += 1
+            return {"a": self.asked}
+
+    sglang_driver.keep_vocabulary(Tokenizer)
+    one, other = Tokenizer(), Tokenizer()
+    assert [one.get_vocab() for _ in range(3)] == [{"a": 1}] * 3 and other.get_vocab() == {"a": 1}
+    assert one.asked == 1

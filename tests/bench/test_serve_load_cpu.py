@@ -62,6 +62,6 @@ def test_the_page_has_both_servers_at_each_rate(module):
         | {"seeds": [0], "peer": "0.3.36"}
     )
     lines = page.splitlines()
-    assert lines[2].startswith("| 0.5 | Transect | 10.0 | 200 | 400 |")
+    assert lines[2].startswith("| 0.5 | Transect | 10.0 | 200 | 400 | 200.0 |")
     assert [line.split("|")[2].strip() for line in lines[3:5]] == ["Transect", "llama.cpp"]
-    assert "llama-cpp-python 0.3.36" in page
+    assert "one seed, llama-cpp-python 0.3.36" in page

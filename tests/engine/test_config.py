@@ -47,3 +47,15 @@ def test_flags_of_commands_reach_the_switches(monkeypatch):
     monkeypatch.setattr("transect.models.resolve.resolve", lambda model, **settings: None)
     made = engine_config("x", fused_operators=False, dependent_launch=True, threads=None, seed=3)
     assert made == EngineConfig(model="x", seed=3, gpu=GPUOptions(fused_operators=False))
+
+
+def test_the_target_of_steps_is_milliseconds_auto_or_off():
+    """As the command line gives it, and as a number; a server sizes steps by time unless something else does."""
+    found = [EngineConfig(model="x", itl_target=each).step_seconds for each in ("12.5", 12.5, "auto", "off", None)]
+    assert found == [0.0125, 0.0125, 0.0, None, None]
+    assert EngineConfig(model="x").for_server().itl_target == "auto"
+    for kept in ({"itl_target": "off"}, {"itl_target": 8.0}, {"max_mixed_tokens": 384}, {"fill_steps": True}):
+        assert EngineConfig(model="x", **kept).for_server() == EngineConfig(model="x", **kept)
+    for wrong in ("soon", "-1", 0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="itl_target must be a number of milliseconds, auto or off, got"):
+            EngineConfig(model="x", itl_target=wrong)

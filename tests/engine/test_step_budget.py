@@ -6,6 +6,7 @@ from small_engine import lengths, request
 from transect.engine.batch import ScheduledBatch, StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
+from transect.engine.gpu.step_sizes import token_bucket
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.engine.step_budget import AUTO_RATIO, LEARN_STEPS, even
@@ -81,17 +82,20 @@ def sizes(core: EngineCore, steps: int) -> list[list[int]]:
 
 
 def test_steps_are_of_whole_tiles_where_that_leaves_room():
-    assert [even(tokens, 8) for tokens in (100, 130, 300, 500, 700, 1100, 1900)] == [
+    assert [even(tokens, 8) for tokens in (100, 130, 300, 500, 700, 1100, 1200, 1900)] == [
         100,
         128,
         256,
         384,
         640,
         1024,
+        1024,
         1792,
     ]
     assert even(300, 200) == 300, "256 would leave 56 of 100 tokens for prompts"
     assert even(250, 8) == 250, "a step of 192 would be filled up to 256"
+    rounded = {even(tokens, 8) for tokens in range(64, 2048) if even(tokens, 8) != tokens}
+    assert rounded == {size for size in rounded if token_bucket(size) == size}, "a graph is for each"
 
 
 def test_prompts_do_not_wait_for_streams_that_alone_take_longer_than_the_target():

@@ -148,7 +148,7 @@ def command(
     itl_target: Annotated[
         str | None,
         typer.Option(
-            help="Milliseconds that a step may take while others stream; auto: 3 times what their tokens take; off. "
+            help="Milliseconds that a step may take while others stream; auto: 2.5 times what their tokens take; off. "
             "[default: auto, unless --max-mixed-tokens or --fill-steps is given]"
         ),
     ] = None,

@@ -34,13 +34,12 @@ async def start_engines(config: EngineConfig | None = None, **settings: Any) -> 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
     """The configuration of one replica: its own GPUs, its share of the cores and of a cache's default size, and a
     decision log of its own."""
-    count = config.data_parallel_size
-    threads = config.threads or max(1, config.cpu_threads() // (count * config.ranks))
+    threads = config.threads or max(1, config.cpu_threads() // config.ranks)
     file = config.decision_log
     return dataclasses.replace(
         config,
         data_parallel_size=1,
-        first_device=config.first_device + index * config.ranks,
+        first_device=config.first_device + index * (config.ranks // config.data_parallel_size),
         threads=threads,
         decision_log=None if file is None else f"{file}.{index}",
     )

@@ -158,7 +158,8 @@ class StepBudget:
 
 def even(tokens: int, rows: int) -> int:
     """``tokens`` rounded down to a size that products cut into whole tiles, and that graphs are for, where that leaves
-    nearly as many for prompts beside ``rows`` that decode. No graph is for 192: such steps are filled up to 256."""
-    unit = 64 if tokens < 192 or 256 <= tokens < 384 else 128 if tokens < 1280 else 256
+    nearly as many for prompts beside ``rows`` that decode. No graph is for 192 or 1,152 tokens: such steps are filled
+    up to 256 and 1,280."""
+    unit = 64 if tokens < 192 or 256 <= tokens < 384 else 128 if tokens < 1024 else 256
     rounded = tokens // unit * unit
     return rounded if rounded - rows >= KEPT * (tokens - rows) else tokens

@@ -215,12 +215,13 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """Further options of ``GPURunner`` on this device, by the names of its arguments."""
     switches = config.gpu
+    shares = config.shares_data and config.enable_expert_parallel
     hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
     hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     return {
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
-        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not config.shares_data,
+        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not shares,
         "gathered_keys": switches.gathered_keys and hopper,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.

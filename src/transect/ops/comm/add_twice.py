@@ -43,19 +43,27 @@ def _add_twice(a, b, first, second, n, BLOCK: tl.constexpr):  # type: ignore[no-
     tl.store(second + at, total.to(second.dtype.element_ty), inside)
 
 
+def refusal(a: Tensor, b: Tensor, first: Tensor, second: Tensor) -> str | None:
+    """Why the kernel does not take these vectors, as a sentence, or None."""
+    for x in (a, b, first, second):
+        if x.shape != a.shape or x.dtype != a.dtype or x.dim() != 1 or not x.is_contiguous():
+            return (
+                f"add_twice: contiguous vectors of one size and dtype are needed; got {x.dtype} {list(x.shape)} beside "
+                f"{a.dtype} {list(a.shape)}"
+            )
+    return None
+
+
 def triton_add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor) -> None:
     """``reference`` in one launch.
 
     Raises:
-        ValueError: not contiguous vectors of one size and dtype.
+        ValueError: ``refusal`` says why.
     """
     require("add_twice", a, b, first, second)
-    for x in (a, b, first, second):
-        if x.shape != a.shape or x.dtype != a.dtype or x.dim() != 1 or not x.is_contiguous():
-            raise ValueError(
-                f"add_twice: contiguous vectors of one size and dtype are needed; got {x.dtype} {list(x.shape)} beside "
-                f"{a.dtype} {list(a.shape)}"
-            )
+    reason = refusal(a, b, first, second)
+    if reason:
+        raise ValueError(reason)
     if len(a):
         _add_twice[(-(-len(a) // BLOCK),)](a, b, first, second, len(a), BLOCK=BLOCK, num_warps=8)
 
@@ -107,7 +115,9 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "triton": Implementation("triton", available(triton_add_twice), TRITON_TARGETS, batch_invariant=True),
+            "triton": Implementation(
+                "triton", available(triton_add_twice), TRITON_TARGETS, batch_invariant=True, refusal=refusal
+            ),
         },
         examples=_examples,
         peers={"torch, an add and a copy": _by_add_and_copy},

@@ -51,6 +51,8 @@ class Stream(NamedTuple):
     ``scaled`` is divided by its root mean square already."""
     eps: float
     """The eps of the next norm."""
+    row_scale: Tensor | None = None
+    """Where ``scaled`` holds codes of 8 bits of the norm: their scales (``packed/scaled8_rounding.py``)."""
 
 
 class StreamProducts:
