@@ -249,7 +249,7 @@ class FusedStack:
         """Rotation, the write to the cache, and attention; ``q_norm`` and ``k_norm``: what heads still need."""
         config = self._config
         q_THd, k_TKd, v_TKd = self._parts(qkv)
-        k_cache, v_cache = context.k_cache[layer.index], context.v_cache[layer.index]
+        k_cache, v_cache = context.caches(layer.index)
         if self._fusions.rotary_write:
             head_norm = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
             kept = {} if context.whole is None else {"k_out": k_TKd}
