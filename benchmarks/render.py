@@ -83,6 +83,11 @@ def llamacpp() -> str:
     return cpu_vs_llamacpp.table(result) + "\n" + _origin(result, runs)
 
 
+def llamacpp_formats() -> str:
+    """The same race on files of several formats."""
+    return cpu_vs_llamacpp.format_table(_load("cpu/llamacpp_formats.json"))
+
+
 def issue_rates_table() -> str:
     """What a product on the tensor cores takes of its scheduler."""
     return issue_rates.table(_load("h200/issue_rates.json"))
@@ -250,6 +255,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tuning": tuning_table.table,
     "clients": clients_table,
     "llamacpp": llamacpp,
+    "llamacpp-formats": llamacpp_formats,
     "batching": batching_table,
     "precisions": precision_table,
     "formats-quality": formats_by_quality,
