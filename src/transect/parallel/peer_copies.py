@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.comm.add_twice import add_twice
+from ..ops.comm.add_twice import BLOCK, add_twice
 from ..ops.comm.copy_engine import Copies, EngineCopies
 from .copy_memory import ALIGN, CHUNK_BYTES, MOST_RANKS, SIGNALS, SLOTS, memory_bytes, part_bytes
 from .group import Group
@@ -71,15 +71,25 @@ class PeerCopies:
         self._chunks = 0
         self._others = [(rank + step) % self.ranks for step in range(1, self.ranks)]
 
-    def start_all_reduce(self, x: Tensor) -> Copied:
-        """Begin to put the sum of all ranks' vectors ``x`` in its place; it must stay until the work is done."""
+    def start_all_reduce(self, x: Tensor, squares: Tensor | None = None) -> Copied:
+        """Begin to put the sum of all ranks' vectors ``x`` in its place; it must stay until the work is done.
+        ``squares``: from ``squares_of``; it then holds squares of this rank's share of the sum, to be added up."""
         self._begin()
+        at = 0
         for chunk in x.split(self.part_bytes // x.itemsize * self.ranks):
             step = ALIGN // x.itemsize
             each = -(-chunk.numel() // (self.ranks * step)) * step
             parts = [chunk[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
-            self._sum(parts, parts[self.rank], pull=True)
+            room = -(-parts[self.rank].numel() // BLOCK)
+            self._sum(parts, parts[self.rank], pull=True, squares=None if squares is None else squares[at : at + room])
+            at += room
         return self._end()
+
+    def squares_of(self, x: Tensor) -> Tensor:
+        """Zeros, float32: as many as ``start_all_reduce`` of ``x`` may write squares."""
+        chunks = -(-x.numel() // (self.part_bytes // x.itemsize * self.ranks))
+        most = -(-min(x.nbytes, self.part_bytes) // (x.itemsize * BLOCK))
+        return torch.zeros(chunks * most, device=x.device)
 
     def start_scatter(self, out: Tensor, x: Tensor) -> Copied:
         """Begin to put the own part of the sum of all ranks' vectors ``x`` ``[ranks * n]`` into ``out`` ``[n]``; both
@@ -109,7 +119,7 @@ class PeerCopies:
         outbox."""
         return SIGNALS + (slot * self.ranks + source) * self.part_bytes
 
-    def _sum(self, parts: Sequence[Tensor], out: Tensor, *, pull: bool) -> None:
+    def _sum(self, parts: Sequence[Tensor], out: Tensor, *, pull: bool, squares: Tensor | None = None) -> None:
         """The sum of a chunk: the own part into ``out``; with ``pull`` the others into their places."""
         copies, rank, pushing, pulling = self.copies, self.rank, self._push, self._pull
         turn, slot = divmod(self._chunks, SLOTS)
@@ -125,7 +135,7 @@ class PeerCopies:
             copies.wait(self._signal(rank, ARRIVED, slot, other), turn, pulling)
         if out.numel():
             with copies.on(pulling):
-                self._add(parts[rank], out, slot, pull)
+                self._add(parts[rank], out, slot, pull, squares)
         if not pull:
             for other in self._others:
                 copies.post(self._signal(other, FREE, slot, rank), turn, pulling)
@@ -139,7 +149,7 @@ class PeerCopies:
                 copies.copy(parts[other].data_ptr(), there, parts[other].nbytes, pulling)
             copies.post(self._signal(other, FREE, slot, rank), turn, pulling)
 
-    def _add(self, mine: Tensor, out: Tensor, slot: int, outbox: bool) -> None:
+    def _add(self, mine: Tensor, out: Tensor, slot: int, outbox: bool, squares: Tensor | None) -> None:
         """The own part and the inbox, into ``out`` and the outbox."""
         boxes = []
         for source in range(self.ranks):
@@ -147,7 +157,7 @@ class PeerCopies:
             boxes.append(self._own[begin : begin + mine.nbytes].view(mine.dtype))
         if self.ranks == 2:
             if outbox:
-                add_twice(mine, boxes[1 - self.rank], out, boxes[self.rank])
+                add_twice(mine, boxes[1 - self.rank], out, boxes[self.rank], squares)
             else:
                 torch.add(mine, boxes[1 - self.rank], out=out)
             return
@@ -157,6 +167,8 @@ class PeerCopies:
         out.copy_(total)
         if outbox:
             boxes[self.rank].copy_(out)
+        if squares is not None:
+            squares[:1] = out.float().square().sum()
 
 
 def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) -> PeerCopies | str:

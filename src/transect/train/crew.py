@@ -235,7 +235,10 @@ class Crew:
             return optimizer.norm_of(gradients)
         self.parallel.complete(gradients)
         optimizer.give(gradients)
-        return optimizer.gradient_norm() if self.parallel.alike else self.parallel.norm(gradients)
+        if not self.parallel.alike:
+            return self.parallel.norm(gradients)
+        square = getattr(self.parallel.spread, "square", None)
+        return optimizer.gradient_norm() if square is None else square.sqrt()
 
     def _piped(
         self,
