@@ -96,7 +96,7 @@ def add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tens
 
 
 def squares_of(x: Tensor) -> Tensor:
-    """Of a vector ``[n]``: float32 ``[n / BLOCK]``, rounded up."""
+    """The sums of squares of a vector ``[n]``, a block each: float32 ``[n / BLOCK]``, rounded up."""
     return torch.stack([part.float().square().sum() for part in x.split(BLOCK)]) if len(x) else x.new_empty(0).float()
 
 
