@@ -54,6 +54,7 @@ class PeerCopies:
         rank: the own place among them.
         copies: what is put on streams.
         streams: to push and to pull on; None on a host.
+        fused: a sum of two ranks, its copy for the other and its squares are one launch.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class PeerCopies:
         copies: Copies,
         streams: tuple[Any, Any] = (None, None),
         chunk_bytes: int = CHUNK_BYTES,
+        fused: bool = False,
     ) -> None:
+        self.fused = fused
         self.memory, self.rank, self.ranks = list(memory), rank, len(memory)
         self.copies, (self._push, self._pull) = copies, streams
         self.part_bytes, self.nbytes = part_bytes(self.ranks, chunk_bytes), memory_bytes(self.ranks, chunk_bytes)
@@ -155,23 +158,29 @@ class PeerCopies:
         for source in range(self.ranks):
             begin = self._inbox(self.rank, slot, source)
             boxes.append(self._own[begin : begin + mine.nbytes].view(mine.dtype))
-        if self.ranks == 2:
-            if outbox:
-                add_twice(mine, boxes[1 - self.rank], out, boxes[self.rank], squares)
-            else:
-                torch.add(mine, boxes[1 - self.rank], out=out)
+        if self.ranks == 2 and outbox and self.fused:
+            add_twice(mine, boxes[1 - self.rank], out, boxes[self.rank], squares)
             return
-        total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
-        for source, box in enumerate(boxes):
-            total += mine if source == self.rank else box
-        out.copy_(total)
+        if self.ranks == 2:
+            torch.add(boxes[1 - self.rank] if self.rank else mine, mine if self.rank else boxes[1], out=out)
+        else:
+            self._add_wide(mine, boxes, out)
         if outbox:
             boxes[self.rank].copy_(out)
         if squares is not None:
             squares[:1] = out.float().square().sum()
 
+    def _add_wide(self, mine: Tensor, boxes: Sequence[Tensor], out: Tensor) -> None:
+        """The own part and what others have put into their boxes, in the order of the ranks and in float32."""
+        total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
+        for source, box in enumerate(boxes):
+            total += mine if source == self.rank else box
+        out.copy_(total)
 
-def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) -> PeerCopies | str:
+
+def shared_copies(
+    world: World, group: Group, chunk_bytes: int = CHUNK_BYTES, *, fused: bool = False
+) -> PeerCopies | str:
     """Make the copies of a group, or say why there are none. Every rank of the world calls this, and all get copies or
     none does."""
     nbytes = memory_bytes(group.size, chunk_bytes)
@@ -183,7 +192,7 @@ def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) ->
     if isinstance(copies, str):
         return copies
     streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
-    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes)
+    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes, fused)
 
 
 def engine_copies(world: World, memory: SharedMemory, signals: int) -> EngineCopies | str:

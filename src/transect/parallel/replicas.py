@@ -241,7 +241,8 @@ class Replicas:
                     self._received(sent)
             elif self.copies is not None and len(self._sent) + 1 < self._summed:
                 # The last bucket has no work beside it that could want the multiprocessors, and NCCL is quicker alone.
-                if not self.zero and not self.alone and (self.table is None or bucket != [self.table.name]):
+                shared = self.table is not None and bucket == [self.table.name]
+                if self.copies.fused and not self.zero and not self.alone and not shared:
                     squares = self.copies.squares_of(flat)
                 work = self.copies.start_all_reduce(flat, squares)
             else:

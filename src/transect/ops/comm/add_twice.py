@@ -92,12 +92,8 @@ def add_twice(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tens
     torch.add(a, b, out=first)
     second.copy_(first)
     if squares is not None:
-        squares[: -(-len(a) // BLOCK)] = squares_of(first)
-
-
-def squares_of(x: Tensor) -> Tensor:
-    """Of a vector ``[n]``: float32 ``[n / BLOCK]``, rounded up."""
-    return torch.stack([part.float().square().sum() for part in x.split(BLOCK)]) if len(x) else x.new_empty(0).float()
+        for place, part in zip(squares[: -(-len(a) // BLOCK)], first.split(BLOCK), strict=False):
+            place.copy_(part.float().square().sum())
 
 
 def cost(a: Tensor, b: Tensor, first: Tensor, second: Tensor, squares: Tensor | None = None) -> Cost:
