@@ -53,6 +53,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "fp8-kv8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "fp8-kv8-rounding": {"quantization": "fp8", "kv_cache_dtype": "fp8", "gpu": GPUOptions(rounding_norms=True)},
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
     "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},

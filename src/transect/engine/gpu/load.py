@@ -12,10 +12,11 @@ import torch
 
 from ...models.decoder import Decoder
 from ...models.fused_stack import Fusions
+from ...models.kv_scales import take_scales
 from ...models.load import load_on_device
 from ...models.resolve import ModelSource
 from ...models.weights.kinds import kinds_for
-from ...parallel.load import GROUP, load_shard_on_device
+from ...parallel.load import GROUP, load_shard_on_device, shard_of
 from ...parallel.mesh import Mesh
 from . import warm_kernels
 from .compilers import Compilers
@@ -105,6 +106,8 @@ def load(
         ),
         stream=setup.stream,
     )
+    if config.kv_cache_dtype == "fp8":
+        take_scales(model, source, slice(None) if mesh is None else shard_of(source.config, mesh).layers)
     times.done("weights")
     allocated = torch.cuda.memory_allocated(setup.device)
     compiled = warming.wait()

@@ -24,6 +24,8 @@ class GPUOptions:
         chained_blocks: a step of one request on a model held in blocks of a GGUF file multiplies in whole numbers, the
             four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``; it has
             not run on a GPU yet, so only where it is asked for).
+        rounding_norms: with matrices in fp8 or int8 and more than 16 rows, one kernel adds the residual, normalises and
+            rounds, and another gates and rounds (Hopper; it has not run on a GPU yet, so only where it is asked for).
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
@@ -42,6 +44,7 @@ class GPUOptions:
     prune_last_layer: bool = True
     gathered_keys: bool = False
     chained_blocks: bool = False
+    rounding_norms: bool = False
     copy_kernels: bool = True
     peer_sums: bool = True
     pushed_products: bool = False

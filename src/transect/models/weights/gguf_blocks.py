@@ -188,9 +188,14 @@ class BlockStream:
         """Only ``linear`` adds a bias."""
         return self._bias is not None
 
-    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
-        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes."""
-        return gguf_chain.takes(x, sizes)
+    @property
+    def leaves(self) -> object:
+        """The norm's input and its sums of squares, in the dtype of the stream."""
+        return BlockStream
+
+    def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
+        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
+        return wanted is None and gguf_chain.takes(x, sizes)
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         beside = Beside(residual=residual, scale=scale)
