@@ -32,6 +32,7 @@ from transect.bench.floors import batch_floor, step_floor
 from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
 from transect.engine.gpu import build
+from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.models import load
 from transect.models.cost import Row
@@ -51,6 +52,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "fp8-kv8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+    "fp8-kv8-rounding": {"quantization": "fp8", "kv_cache_dtype": "fp8", "gpu": GPUOptions(rounding_norms=True)},
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
     "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},

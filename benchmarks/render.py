@@ -58,6 +58,7 @@ import train_tables
 import tuning_table
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
+TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -334,12 +335,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
-    "train-parallel": lambda: train_tables.spread(
-        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
-    ),
-    "train-predicted": lambda: train_tables.predicted(
-        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
-    ),
+    "train-parallel": lambda: train_tables.spread(*map(_load, TRAINED_ON_TWO)),
+    "train-predicted": lambda: train_tables.predicted(*map(_load, TRAINED_ON_TWO)),
     "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }
 

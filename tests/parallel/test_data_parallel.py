@@ -266,33 +266,6 @@ def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path):
     assert sorted({line["step"] for line in lines if line["kind"] == "step"}) == list(range(1, 61))
 
 
-@pytest.mark.prove
-def test_hosts_that_count_restarts_apart_go_on_together(tmp_path):
-    """Of two "hosts" the second one's rank is killed: there it is the first restart, and for the other host often
-    none."""
-    config = tiny_run(tmp_path, steps=60, accumulate=2, save_every=5, parallel={"data": 2, "zero": 3})
-    file = tmp_path / "run.toml"
-    file.write_text(toml_of(config))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
-    command += ["--rdzv-id", "restarts", "--max-restarts", "3", "-m", "transect", "train", str(file)]
-    hosts = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    try:
-        until = time.monotonic() + 120
-        while not checkpoint.list_steps(config.run_dir) and time.monotonic() < until:
-            time.sleep(0.05)
-        (rank,) = Path(f"/proc/{hosts[1].pid}/task/{hosts[1].pid}/children").read_text().split()
-        os.kill(int(rank), signal.SIGKILL)
-        errors = [host.communicate(timeout=120)[1] for host in hosts]
-        assert [host.returncode for host in hosts] == [0, 0], errors
-    finally:
-        for host in hosts:
-            host.kill()
-    assert any("goes on from step-" in each for each in errors), errors
-    lines = [json.loads(line) for line in (Path(config.run_dir) / "log.jsonl").read_text().splitlines()]
-    assert sorted({line["step"] for line in lines if line["kind"] == "step"}) == list(range(1, 61))
-
-
 def test_one_host_that_counts_a_restart_is_enough(monkeypatch, tmp_path):
     """Else the ranks of another host would find a run that is there already, and end."""
     world = SimpleNamespace(exchange=lambda mine: [mine, not mine])

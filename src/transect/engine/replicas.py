@@ -14,9 +14,11 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from ..text.outputs import RequestOutput
 from .async_engine import AsyncEngine, EngineDeadError, EngineHealth
 from .config import EngineConfig
 from .outputs import SchedulerStats
+from .pooling import EmbeddingOutput
 from .router import TYPICAL_OUTPUT, Router
 from .sampling_params import SamplingParams
 from .vllm_arguments import engine_settings
@@ -124,6 +126,17 @@ class Replicas:
         async with contextlib.aclosing(generate) as outputs:
             async for output in outputs:
                 yield output
+
+    def snapshot(self, request_id: str) -> RequestOutput | None:
+        """Does what ``AsyncEngine.snapshot`` does, on the replica that has the request."""
+        where = self._where.get(request_id)
+        return None if where is None else self.engines[where].snapshot(request_id)
+
+    async def embed(
+        self, prompt: str | Sequence[int] | Mapping[str, Any], *arguments: Any, **options: Any
+    ) -> EmbeddingOutput:
+        """Does what ``AsyncEngine.embed`` does, on one of the replicas."""
+        return await AsyncEngine.embed(self, prompt, *arguments, **options)  # type: ignore[arg-type]
 
     async def abort(self, request_id: str) -> None:
         """End a request, wherever it is."""

@@ -132,7 +132,12 @@ def set_up(
     if stream is not None:
         storage = replace(storage, streamed=stream.bytes)
     longest = config.max_model_len or model.max_position
-    ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
+    ops = gpu_ops(
+        device,
+        deterministic=config.deterministic,
+        dependent_launch=config.gpu.dependent_launch,
+        rounding_norms=config.gpu.rounding_norms,
+    )
     asked, config = repr(config), without_graphs(config, ops, stream)
     return Setup(
         config=config,
@@ -181,13 +186,19 @@ def check_cache(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
+def gpu_ops(
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    dependent_launch: bool = True,
+    rounding_norms: bool = False,
+) -> OpSet:
     """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
-    (Hopper)."""
+    (Hopper); ``rounding_norms``: as in ``GPUOptions``."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
     dependent_launch = dependent_launch and has_dependent_launch(device)
     if dependent_launch and not deterministic:
-        ops = replace(ops, stream_products=StreamProducts(device))
+        ops = replace(ops, stream_products=StreamProducts(device, rounding_norms=rounding_norms))
     return with_dependent_launch(ops, dependent_launch)
 
 

@@ -3,9 +3,8 @@ outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds 
 
 How a product is computed, on Hopper in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes and does
 not round the input; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor cores, where
-``rounds_inputs`` allows it; in decode steps the norm and the gate before a product round their result (``Stream8``).
-Elsewhere a Triton kernel decodes the codes (``scaled8.py``), and where there is none torch
-does, some outputs at a time.
+``rounds_inputs`` allows it. Where it is asked for, the norm and the gate before a product round for it (``Stream8``).
+Elsewhere a Triton kernel decodes the codes (``scaled8.py``); where there is none torch does, some outputs at a time.
 """
 
 from __future__ import annotations
@@ -184,7 +183,7 @@ class Scaled8(Weight):
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
-        few, many = self._products.few, self._products.many
+        few, many = self._products.few, self._products.many if products.rounding_norms else None
         return None if few is None or not self._products.dependent else Stream8(few, many, self)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
@@ -259,8 +258,8 @@ class Scaled8(Weight):
 class Stream8:
     """The products of a matrix in 8 bits on the residual stream (``ops/linear/stream_products.py``).
 
-    Up to 16 rows norms and gates are part of the products. With more, a product ends as ``[T, O]``, and one kernel
-    makes the next one's input of it: residual add, norm and rounding, or gate and rounding.
+    Up to 16 rows norms and gates are part of the products. With more, and with ``many``, a product ends as ``[T, O]``,
+    and one kernel makes the next one's input of it: residual add, norm and rounding, or gate and rounding.
     """
 
     def __init__(self, few: scaled8_rows.CudaRows8, many: scaled8_tiles.Products8 | None, weight: Scaled8) -> None:

@@ -179,7 +179,7 @@ class _Product(NamedTuple):
         return [*parts, *[0] * (2 * MOST_PARTS - len(parts)), size_of(self.matrix)[1], int(self.gated)]
 
     def most_sixteens(self, blocks: int) -> int:
-        """Of a block's share, or more."""
+        """Sixteens of rows in the largest share of a block, or more."""
         units = [FORMATS[part.name].unit for part in self.matrix]
         total = sum(unit * (part.outputs // ROWS) for unit, part in zip(units, self.matrix, strict=True))
         return -(-total // (blocks * min(units))) + 2 * len(units)

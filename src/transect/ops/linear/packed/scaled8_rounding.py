@@ -121,9 +121,9 @@ def _new(x: Tensor, width: int, fp8: bool, blocks: bool) -> Rounded:
     return Rounded(codes, x.new_empty((len(x), -(-width // BLOCK)) if blocks else (len(x),), dtype=torch.float32))
 
 
-def _cut(width: int, blocks: bool, dependent_launch: bool) -> dict[str, Any]:
+def _cut(width: int, blocks: bool, dependent_launch: bool, most_warps: int = 8) -> dict[str, Any]:
     """How a program holds a row."""
-    warps = 16 if width > 8192 else 8 if width > 4096 else 4
+    warps = min(most_warps, 16 if width > 8192 else 8 if width > 4096 else 4)
     groups = next_power_of_2(-(-width // BLOCK)) if blocks else 1
     held = {"GROUPS": groups, "SIZE": BLOCK if blocks else next_power_of_2(width), "num_warps": warps}
     return {**held, "DEPENDENT_LAUNCH": dependent_launch, **({"launch_pdl": True} if dependent_launch else {})}
@@ -177,7 +177,7 @@ def gate_rounded(both: Tensor, fp8: bool, blocks: bool = False, *, dependent_lau
     both, width = both.contiguous(), both.shape[1] // 2
     codes, scale = _new(both, width, fp8, blocks)
     if codes.numel():
-        _gate_round[(len(both),)](both, codes, scale, width, FP8=fp8, **_cut(width, blocks, dependent_launch))
+        _gate_round[(len(both),)](both, codes, scale, width, FP8=fp8, **_cut(width, blocks, dependent_launch, 16))
     return Rounded(codes.view(torch.int8), scale)
 
 
