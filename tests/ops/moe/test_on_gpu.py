@@ -11,6 +11,7 @@ from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
+from transect.ops.linear.packed.gguf_layout import FORMATS
 from transect.ops.moe import (
     combining,
     gating,
@@ -203,8 +204,8 @@ def test_a_whole_model_draws_the_tokens_of_the_cpu():
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
-@pytest.mark.parametrize("name", [*grouped_blocks.BLOCKS, "int4", "int432"])
-def test_experts_of_4_bits(name, tokens):
+@pytest.mark.parametrize("name", [*FORMATS, "int4", "int432"])
+def test_experts_in_blocks(name, tokens):
     """Tiles that end within an expert's outputs, inputs that end within a unit; the same in a graph."""
     inputs = 1408 if name.startswith("int4") else 1440
     shared = grouped_blocks._inputs(name, tokens, 16, 4, 144, inputs, "cuda")

@@ -1,17 +1,17 @@
-r"""Grouped linear with experts of 4 bits: in groups with a scale and a zero (``linear/packed/int4_packing.py``), or in
-a block type of GGUF files (``linear/packed/gguf_layout.py``), such as the MXFP4 of gpt-oss.
+r"""Grouped linear with experts of 4 bits in groups with a scale and a zero (``linear/packed/int4_packing.py``), or in a
+block type of GGUF files (``linear/packed/gguf_layout.py``), such as the MXFP4 of gpt-oss.
 
     y_r = W_e(r) x_s(r) + b_e(r)                  rows, experts and order as in ``grouped_linear.py``
 
-An expert's codes are decoded in registers, tile by tile: no expert is rebuilt in memory. The two orders of the codes
-differ in where a word's eight codes belong, and in their scales; the rest of the kernel is one.
+An expert's codes are decoded in registers, tile by tile: no expert is rebuilt in memory. The types differ in the planes
+of bits that their codes are made of, and in their scales; the rest of the kernel is one.
 
 Shapes: x ``[R, I]`` or ``[T, I]``, arranged as ``name`` lays a matrix ``[E O, I]`` out (``int4``, or one of
-``BLOCKS``), O a multiple of 16, starts ``[E + 1]`` int32, order ``[R]`` int32 or None, bias ``[E O]`` or None, result
+``FORMATS``), O a multiple of 16, starts ``[E + 1]`` int32, order ``[R]`` int32 or None, bias ``[E O]`` or None, result
 ``[R, O]``. A weight is rounded to x's dtype once, sums are in float32. Inference only: no gradient.
 Sources: Gale et al. 2022, arXiv:2211.15841; OCP Microscaling Formats 1.0.
 
-Bound by the bytes of the experts that are touched for few rows: a quarter of bfloat16's. By arithmetic at the
+Bound by the bytes of the experts that are touched for few rows: in 4 bits a quarter of bfloat16's. By arithmetic at the
 activations' rate from some hundred rows an expert on.
 """
 
@@ -35,9 +35,6 @@ from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
 from .triton import _expert_of_tile, tiling
-
-BLOCKS = ("Q4_0", "Q4_1", "Q4_K", "MXFP4")
-"""The block types that are taken."""
 
 
 def dense(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
@@ -64,15 +61,55 @@ def reference(
 
 
 @kernel
+def _codes(words, unit, half, there, WIDTH: tl.constexpr, R: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers of WIDTH bits of 16 R outputs by 128 inputs, ``[R 16, 128]``, from a plane of units (``gguf_layout.py``);
+    ``unit``: where a sixteen's plane begins, ``[R, 1]``."""
+    pair = tl.arange(0, 8)
+    if WIDTH == 4:  # words [j / 2][g][c][j % 2][h], pairs s
+        w = tl.load(words + unit + half * 256 + tl.arange(0, 256)[None, :], there, 0)
+        w = tl.reshape(w, (R, 2, 8, 4, 2, 2, 1, 1)) >> tl.reshape(
+            pair // 2 * 4 + pair % 2 * 16, (1, 1, 1, 1, 1, 1, 4, 2)
+        )
+        w = tl.permute(w, (0, 5, 2, 1, 4, 6, 3, 7))
+    elif WIDTH == 2:  # words [g][c][j], pairs (h, s)
+        w = tl.load(words + unit + half * 128 + tl.arange(0, 128)[None, :], there, 0)
+        both = tl.arange(0, 16)
+        shift = both // 2 * 2 + both % 2 * 16
+        w = tl.reshape(w, (R, 8, 4, 4, 1, 1, 1)) >> tl.reshape(shift, (1, 1, 1, 1, 2, 4, 2))
+        w = tl.permute(w, (0, 4, 1, 3, 5, 2, 6))
+    elif WIDTH == 1:  # words [g][c][j / 2], pairs (j % 2, h, s)
+        lin = tl.arange(0, 64)
+        w = tl.load(words + unit + (lin // 2 * 4 + half * 2 + lin % 2)[None, :], there, 0)
+        all_ = tl.arange(0, 32)
+        shift = all_ // 2 + all_ % 2 * 16
+        w = tl.reshape(w, (R, 8, 4, 2, 1, 1, 1, 1)) >> tl.reshape(shift, (1, 1, 1, 1, 2, 2, 4, 2))
+        w = tl.permute(w, (0, 5, 1, 3, 4, 6, 2, 7))
+    else:  # words [j][g][c][h][q] of (t, o), which are bytes t + 2 o
+        w = tl.load(words + unit + half * 512 + tl.arange(0, 512)[None, :], there, 0)
+        four = tl.arange(0, 4)
+        shift = four // 2 * 8 + four % 2 * 16
+        w = tl.reshape(w, (R, 4, 8, 4, 2, 2, 1, 1)) >> tl.reshape(shift, (1, 1, 1, 1, 1, 1, 2, 2))
+        w = tl.permute(w, (0, 4, 2, 1, 5, 6, 3, 7))
+    return tl.reshape(w & ((1 << WIDTH) - 1), (R * 16, 128))
+
+
+@kernel
+def _by_row(numbers, R: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``[R, 64 GROUPS]`` numbers of [j][g][group of 32 columns][h] -> ``[R 16, 4 GROUPS, 1]``."""
+    return tl.reshape(tl.permute(tl.reshape(numbers, (R, 4, 8, GROUPS, 2)), (0, 4, 2, 1, 3)), (R * 16, 4 * GROUPS, 1))
+
+
+@kernel
 def _product(  # type: ignore[no-untyped-def]
-    x, words, halves, bytes_, bias, starts, order, out, N, K, E, k_choices, down, across,
-    INT4: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, BYTES: tl.constexpr, MINIMUM: tl.constexpr,
-    OFFSET: tl.constexpr, MX: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr,
-    BM: tl.constexpr, R: tl.constexpr,
+    x, words, halves, bytes_, chosen, bias, starts, order, out, N, K, E, k_choices, down, across,
+    INT4: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    BYTES: tl.constexpr, LESS: tl.constexpr, MINIMUM: tl.constexpr, OFFSET: tl.constexpr, MX: tl.constexpr,
+    CHOSEN: tl.constexpr, ORDERED: tl.constexpr, BIAS: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr,
+    R: tl.constexpr,
 ):  # fmt: skip
     """See ``triton._grouped_product``. A program has R sixteens of outputs, and takes 128 inputs at a time: half a unit
     of 16 outputs by 256 inputs, UNIT words each, or with INT4 a whole one of 128; ``down`` and ``across``: units of all
-    experts."""
+    experts. LOW, HIGH: bits of the planes; GROUP: inputs that share a scale, which is a byte (BYTES) LESS an offset."""
     expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
         r = row + tl.arange(0, BM)
@@ -83,14 +120,14 @@ def _product(  # type: ignore[no-untyped-def]
         sixteen = tl.program_id(0) * R + tl.arange(0, R)
         there = (sixteen < N // 16)[:, None]
         unit = (expert.to(tl.int64) * (N // 16) + sixteen)[:, None]
-        pair = tl.arange(0, 8)
-        shift = pair // 2 * 4 + pair % 2 * 16
         acc = tl.zeros([BM, R * 16], tl.float32)
         for start in range(0, K, 128):
             k = start + tl.arange(0, 128)
             a = tl.load(x + source.to(tl.int64)[:, None] * K + k[None, :], inside[:, None] & (k < K)[None, :], 0.0)
             # Words of the sixteens by 128 inputs; then of each its codes; then outputs by inputs.
             if INT4:
+                pair = tl.arange(0, 8)
+                shift = pair // 2 * 4 + pair % 2 * 16
                 base = (unit + start // 128 * down) * UNIT
                 w = tl.load(words + base + tl.arange(0, 256)[None, :], there, 0)
                 w = tl.reshape(w, (R, 2, 8, 4, 4, 1, 1, 1)) >> tl.reshape(shift, (1, 1, 1, 1, 1, 2, 2, 2))
@@ -105,38 +142,42 @@ def _product(  # type: ignore[no-untyped-def]
             else:
                 base = (unit * across + start // 256) * UNIT
                 half = start // 128 % 2
-                w = tl.load(words + base + half * 256 + tl.arange(0, 256)[None, :], there, 0)
-                w = tl.reshape(w, (R, 2, 8, 4, 2, 2, 1, 1)) >> tl.reshape(shift, (1, 1, 1, 1, 1, 1, 4, 2))
-                code = tl.reshape(tl.permute(w & 15, (0, 5, 2, 1, 4, 6, 3, 7)), (R * 16, 4, 32))
+                code = _codes(words, base, half, there, LOW, R)
+                if HIGH:
+                    code = code | (_codes(words, base + 128 * LOW, half, there, HIGH, R) << LOW)
                 if MX:  # e2m1 is the upper end of a float16 whose exponent is 14 less, and here twice as much
                     number = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
                     value = number.to(tl.float32) * 32768.0
+                elif CHOSEN:
+                    value = tl.load(chosen + code)
                 else:
                     value = (code - OFFSET).to(tl.float32)
+                value = tl.reshape(value, (R * 16, 128 // GROUP, GROUP))
                 V: tl.constexpr = 2 if MINIMUM else 1
-                lin = tl.arange(0, 64)
-                at = (half * 32 + lin // 2) * (2 * V) + lin % 2
+                GROUPS: tl.constexpr = 32 // GROUP
+                CODES: tl.constexpr = 512 * (LOW + HIGH)  # bytes before the scales
+                lin = tl.arange(0, 64 * GROUPS)
+                at = (half * (32 * GROUPS) + lin // 2) * (2 * V) + lin % 2
                 if BYTES:
-                    scale = tl.load(bytes_ + base * 4 + 2048 + at[None, :], there, 0).to(tl.float32)
+                    scale = tl.load(bytes_ + base * 4 + CODES + at[None, :], there, 0).to(tl.float32) - LESS
                     own = tl.arange(0, 16)
-                    behind = 1024 + 64 * V + own // 2 * (2 * V) + own % 2
+                    behind = CODES // 2 + 64 * GROUPS * V + own // 2 * (2 * V) + own % 2
                     d = tl.load(halves + base * 2 + behind[None, :], there, 0.0).to(tl.float32)
                     d = tl.reshape(tl.permute(tl.reshape(d, (R, 8, 2)), (0, 2, 1)), (R * 16, 1, 1))
+                    scale = _by_row(scale, R, GROUPS) * d
                     if MINIMUM:
-                        least = tl.load(bytes_ + base * 4 + 2050 + at[None, :], there, 0).to(tl.float32)
+                        least = tl.load(bytes_ + base * 4 + CODES + 2 + at[None, :], there, 0).to(tl.float32)
                         less = tl.load(halves + base * 2 + 2 + behind[None, :], there, 0.0).to(tl.float32)
                         less = tl.reshape(tl.permute(tl.reshape(less, (R, 8, 2)), (0, 2, 1)), (R * 16, 1, 1))
+                        value = value * scale - _by_row(least, R, GROUPS) * less
+                    else:
+                        value = value * scale
                 else:
-                    scale = tl.load(halves + base * 2 + 1024 + at[None, :], there, 0.0).to(tl.float32)
+                    scale = tl.load(halves + base * 2 + CODES // 2 + at[None, :], there, 0.0).to(tl.float32)
+                    value = value * _by_row(scale, R, GROUPS)
                     if MINIMUM:
-                        least = tl.load(halves + base * 2 + 1026 + at[None, :], there, 0.0).to(tl.float32)
-                scale = tl.reshape(tl.permute(tl.reshape(scale, (R, 4, 8, 2)), (0, 3, 2, 1)), (R * 16, 4, 1))
-                if BYTES:
-                    scale = scale * d
-                value = value * scale
-                if MINIMUM:
-                    least = tl.reshape(tl.permute(tl.reshape(least, (R, 4, 8, 2)), (0, 3, 2, 1)), (R * 16, 4, 1))
-                    value = value - least * less if BYTES else value + least
+                        least = tl.load(halves + base * 2 + CODES // 2 + 2 + at[None, :], there, 0.0).to(tl.float32)
+                        value = value + _by_row(least, R, GROUPS)
             acc = dot(a, tl.trans(tl.reshape(value, (R * 16, 128)).to(a.dtype)), acc)
         n = tl.program_id(0) * (R * 16) + tl.arange(0, R * 16)
         if BIAS:
@@ -147,12 +188,14 @@ def _product(  # type: ignore[no-untyped-def]
 
 def _constants(name: str, arranged: Tensor) -> dict[str, Any]:
     if name == "int4":
-        none = {"BYTES": False, "MINIMUM": False, "OFFSET": 0, "MX": False}
-        return {"INT4": True, "GROUP": group_of(arranged), "UNIT": arranged.shape[2], **none}
+        none = {"LOW": 4, "HIGH": 0, "BYTES": False, "LESS": 0, "MINIMUM": False, "OFFSET": 0, "MX": False}
+        return {"INT4": True, "GROUP": group_of(arranged), "UNIT": arranged.shape[2], **none, "CHOSEN": False}
     kind = FORMATS[name]
     return {
-        "INT4": False, "GROUP": 32, "UNIT": kind.unit // 4, "BYTES": kind.byte_scales is not None,
-        "MINIMUM": kind.minimum, "OFFSET": kind.offset, "MX": kind.chosen is not None,
+        "INT4": False, "GROUP": kind.group, "UNIT": kind.unit // 4, "LOW": kind.planes[0],
+        "HIGH": sum(kind.planes[1:]), "BYTES": kind.byte_scales is not None, "LESS": kind.byte_scales or 0,
+        "MINIMUM": kind.minimum, "OFFSET": kind.offset, "MX": name == "MXFP4",
+        "CHOSEN": kind.chosen is not None and name != "MXFP4",
     }  # fmt: skip
 
 
@@ -173,9 +216,9 @@ def triton_grouped_blocks(
     require("grouped_blocks", x)
     experts = len(starts) - 1
     n, k = outputs // experts, x.shape[1]
-    if (name != "int4" and name not in BLOCKS) or n % ROWS:
+    if (name != "int4" and name not in FORMATS) or n % ROWS:
         raise ValueError(
-            f"grouped_blocks: experts of {n} outputs in {name}; it takes whole sixteens in int4, {', '.join(BLOCKS)}"
+            f"grouped_blocks: experts of {n} outputs in {name}; it takes whole sixteens in int4, {', '.join(FORMATS)}"
         )
     if name == "int4" and k % CHUNK:
         raise ValueError(f"grouped_blocks: with int4 the inputs are a multiple of {CHUNK}, not {k}")
@@ -189,10 +232,11 @@ def triton_grouped_blocks(
         down, across = (arranged.shape[1], arranged.shape[0]) if name == "int4" else arranged.shape[:2]
         scales = torch.bfloat16 if name == "int4" else FORMATS[name].scale_dtype
         _product[(-(-n // (ROWS * sixteens)), rows // bm + min(experts, rows))](
-            x, flat.view(torch.int32), flat.view(scales), flat, x if bias is None else bias.contiguous(), starts,
-            starts if order is None else order, out, n, k, experts, 1 if order is None else rows // len(x), down,
-            across, **_constants(name, arranged), ORDERED=order is not None, BIAS=bias is not None,
-            WIDTH=next_power_of_2(experts), BM=bm, R=sixteens, num_warps=warps,
+            x, flat.view(torch.int32), flat.view(scales), flat, gguf_matmul.table(name, x.device),
+            x if bias is None else bias.contiguous(), starts, starts if order is None else order, out, n, k, experts,
+            1 if order is None else rows // len(x), down, across, **_constants(name, arranged),
+            ORDERED=order is not None, BIAS=bias is not None, WIDTH=next_power_of_2(experts), BM=bm, R=sixteens,
+            num_warps=warps,
         )  # fmt: skip
     return out
 
@@ -235,6 +279,9 @@ def _examples() -> Sequence[dict[str, Any]]:
     for name, tokens, experts, k, outputs, inputs, biased in (
         ("MXFP4", 5, 4, 2, 32, 320, True), ("Q4_K", 3, 2, 1, 16, 256, False), ("Q4_1", 4, 2, 2, 16, 288, False),
         ("Q4_0", 3, 3, 1, 16, 160, True), ("int4", 5, 4, 2, 48, 128, True), ("int432", 3, 2, 2, 16, 256, False),
+        ("Q6_K", 3, 2, 2, 16, 512, False), ("Q2_K", 3, 2, 1, 16, 256, True), ("Q3_K", 3, 2, 1, 16, 256, False),
+        ("Q5_0", 3, 2, 1, 16, 160, False), ("Q5_1", 2, 2, 1, 16, 320, False), ("Q5_K", 3, 2, 2, 32, 256, True),
+        ("Q8_0", 3, 2, 2, 16, 416, False), ("IQ4_NL", 3, 2, 1, 16, 288, False),
     ):  # fmt: skip
         bias = sample(experts * outputs, seed=3) if biased else None
         made.append({"x": sample(tokens, inputs), **_inputs(name, tokens, experts, k, outputs, inputs, "cpu"),
@@ -255,7 +302,7 @@ def _cases() -> Sequence[Case]:
 
 
 def _kernels() -> Sequence[Kernel]:
-    pointers = {"x": "*bf16", "words": "*i32", "bytes_": "*u8", "bias": "*bf16", "out": "*bf16"}
+    pointers = {"x": "*bf16", "words": "*i32", "bytes_": "*u8", "chosen": "*fp32", "bias": "*bf16", "out": "*bf16"}
     indices = dict.fromkeys(("starts", "order"), "*i32")
     indices |= dict.fromkeys(("N", "K", "E", "k_choices", "down", "across"), "i32")
     common = {"ORDERED": True, "BIAS": True, "WIDTH": 32, "R": 4}
@@ -268,6 +315,10 @@ def _kernels() -> Sequence[Kernel]:
     return [
         of("MXFP4, few rows", "MXFP4", "*bf16", 16, 4, 0),
         of("Q4_K, many rows", "Q4_K", "*fp16", 128, 8, 0),
+        of("Q6_K, few rows", "Q6_K", "*fp16", 16, 4, 0),
+        of("Q5_K, many rows", "Q5_K", "*fp16", 128, 8, 0),
+        of("Q8_0, few rows", "Q8_0", "*fp16", 16, 4, 0),
+        of("IQ4_NL, few rows", "IQ4_NL", "*fp16", 16, 4, 0),
         of("int4, few rows", "int4", "*bf16", 16, 4, 272),
     ]
 

@@ -108,8 +108,10 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 
 @cache
-def _table(name: str, device: torch.device) -> Tensor:
-    return torch.tensor(FORMATS[name].chosen or (0,), dtype=torch.float32, device=device)
+def table(name: str, device: torch.device) -> Tensor:
+    """The numbers that codes of a type stand for, float32 ``[16]``; of other types a 0 that nobody reads."""
+    chosen = FORMATS[name].chosen if name in FORMATS else None
+    return torch.tensor(chosen or (0,), dtype=torch.float32, device=device)
 
 
 def _constants(kind: BlockFormat) -> dict[str, Any]:
@@ -129,7 +131,7 @@ def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: to
     if out.numel():
         flat = arranged.view(-1)
         _dequantize[(down * across,)](
-            flat.view(torch.int32), flat, flat.view(kind.scale_dtype), _table(name, arranged.device), out, outputs,
+            flat.view(torch.int32), flat, flat.view(kind.scale_dtype), table(name, arranged.device), out, outputs,
             inputs, across, **_constants(kind), num_warps=4,
         )  # fmt: skip
     return out
