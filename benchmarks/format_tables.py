@@ -12,6 +12,7 @@ NAMES = {
     "bf16-kv8": "bfloat16, KV cache in fp8",
     "fp8": "fp8",
     "fp8-kv8": "fp8, KV cache in fp8",
+    "fp8-kv8-rounding": "the same, norms and gates round",
     "int8": "int8",
     "int4": "int4",
     "q4_k_m": "GGUF Q4_K_M",

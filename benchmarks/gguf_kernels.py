@@ -2,6 +2,7 @@
 their bytes and bfloat16's product.
 
     python benchmarks/gguf_kernels.py [--rows 1,8,16,32,64,128] [--types Q4_K,Q6_K] [--shapes o,down] [--out FILE]
+    python benchmarks/gguf_kernels.py --chain             four products of one row in one launch, beside four launches
 
 Shapes are those of the matrices of Llama 3.1 8B. A time is the median of graphs of 20 launches over copies of the
 weight that do not fit into the L2 cache together. The first result of each way is compared with the product of the
@@ -25,7 +26,8 @@ import record
 from engine_gpu import RATES, Kept, release
 from formats_gpu import SHAPES, product_seconds
 from transect.ops.lang.jit import multiprocessors
-from transect.ops.linear.packed import gguf_rows, gguf_tiles
+from transect.ops.linear.packed import gguf_chain, gguf_rows, gguf_tiles
+from transect.ops.linear.packed.gguf_chain import BlockPart, ChainWeights
 from transect.ops.linear.packed.gguf_layout import FORMATS
 from transect.ops.linear.packed.gguf_matmul import dequantize, drawn, rebuilt
 from transect.ops.registry import get
@@ -39,6 +41,16 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
     device = torch.device("cuda")
     units, unit = multiprocessors(device), FORMATS[name].unit
     rows, tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
+    if m == 1 and "chain" in kernels:
+        alone = gguf_chain.GGUFChain(device)
+        for warps, stages in ((16, 8), (16, 3), (12, 8), (8, 8), (8, 4)):
+            at_once = gguf_chain.Tiling(warps, stages)
+
+            def one_row(x: torch.Tensor, w: torch.Tensor, cut: gguf_chain.Tiling = at_once) -> torch.Tensor:
+                matrix = (BlockPart(w, name, n),)
+                return alone(x, matrix, gated=gated, dependent_launch=True, tiling=cut)[0]
+
+            yield f"one row, {warps} warps, {stages} stages", one_row
     if m <= 8 and "rows" in kernels:
         known = set()
         cuts = [(c, w, r, None) for c in (1, 2) for w in (8, 12, 16) for r in (1, 2)]
@@ -79,7 +91,7 @@ def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, 
         floor = max(moved / RATES.bytes_per_second, 2 * m * n * k / RATES.flops_per_second)
         peer = product_seconds(lambda turn, x=x: plain(x, dense[turn % len(dense)], dependent_launch=True))
         own: dict[str, Any] = {}
-        gated = matrix == "gate_up" and m <= 8 and "rows" in kernels
+        gated = matrix == "gate_up" and m <= 8 and kernels != "tiles"
         if gated:
             turns = wanted.unflatten(-1, (-1, 2, 16))
             wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)
@@ -103,16 +115,71 @@ def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, 
     return found
 
 
+def chain_layers() -> list[tuple[str, ChainWeights]]:
+    """Layers of Llama 3.1 8B with the types of a file in Q4_K_M: half of them have V and down in Q6_K."""
+    ones = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+
+    def part(name: str, outputs: int, inputs: int) -> BlockPart:
+        return BlockPart(drawn(name, outputs, inputs, "cuda"), name, outputs)
+
+    def layer(more: str) -> ChainWeights:
+        (o, gate_up, down), kv = [MATRICES[name] for name in ("o", "gate_up", "down")], 1024
+        qkv = (part("Q4_K", 4096 + kv, 4096), part(more, kv, 4096))
+        return ChainWeights((part("Q4_K", *o),), (part("Q4_K", *gate_up),), (part(more, *down),), qkv,
+                            (ones, ones), (1e-5, 1e-5))  # fmt: skip
+
+    return [(more, layer(more)) for more in ("Q4_K", "Q6_K") * 2]
+
+
+def measure_chain() -> dict[str, Any]:
+    """Microseconds a layer, on average of both sorts, beside what its bytes take."""
+    kernel, layers = gguf_chain.GGUFChain(torch.device("cuda")), chain_layers()
+    x = torch.randn(1, 4096, device="cuda").bfloat16()
+    moved = [sum(part.arranged.nbytes for matrix in own.matrices for part in matrix) for _, own in layers]
+    floor = sum(moved) / len(moved) / RATES.bytes_per_second
+    found: dict[str, Any] = {"floor_s": floor, "ways": {}}
+    print(f"chain: floor {floor * 1e6:.1f} us", flush=True)
+
+    def note(label: str, way: Callable[[int], Any]) -> None:
+        seconds = product_seconds(way)
+        found["ways"][label] = {"seconds": seconds}
+        print(f"    {seconds * 1e6:8.1f} us {floor / seconds:5.0%}  {label}", flush=True)
+
+    def apart(turn: int) -> None:
+        own = layers[turn % len(layers)][1]
+        gated = x.new_ones(1, 14336)
+        for matrix, left in zip(own.matrices, (x, x, gated, x), strict=True):
+            kernel(left, matrix, gated=matrix is own.gate_up, dependent_launch=True)
+
+    for warps, stages in ((16, 8), (16, 3), (16, 2), (12, 8), (8, 8), (8, 5), (8, 3)):
+        cut = gguf_chain.Tiling(warps, stages)
+        note(
+            f"one launch, {warps} warps, {stages} stages",
+            lambda turn, cut=cut: kernel.chain(x, x, layers[turn % 4][1], dependent_launch=True, tiling=cut),
+        )
+    note("four launches", apart)
+    for place, name in enumerate(("Q4_K", "Q6_K")):
+        note(
+            f"one launch, with {name} alone" if place == 0 else f"one launch, with {name} in down and V",
+            lambda turn, place=place: kernel.chain(x, x, layers[place + turn % 2 * 2][1], dependent_launch=True),
+        )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=lambda text: [int(each) for each in text.split(",")],
                         default=[1, 8, 16, 32, 64, 128, 256, 512])  # fmt: skip
     parser.add_argument("--types", default="Q4_K,Q6_K")
     parser.add_argument("--shapes", default="qkv,o,gate_up,down")
-    parser.add_argument("--kernels", default="rows,tiles", help="for few rows, for many, or both")
+    parser.add_argument("--kernels", default="chain,rows,tiles", help="for one row, for few, for many, or several")
+    parser.add_argument("--chain", action="store_true", help="four products in one launch alone")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "gguf_kernels.json")
     options = parser.parse_args()
     kept = Kept(options.out)
+    if options.chain:
+        kept.attempt("chain", measure_chain)
+        return
     for name in options.types.split(","):
         for matrix in options.shapes.split(","):
             kept.attempt(f"{matrix} {name}", lambda m=matrix, t=name: measure(m, t, options.rows, options.kernels))

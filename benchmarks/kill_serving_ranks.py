@@ -1,12 +1,13 @@
 """Kills a rank of a server on two at random moments under load: every client gets one clean end, and nothing is left.
 
-    python benchmarks/kill_serving_ranks.py [--kills 10] [--device cuda] [--out FILE]
+    python benchmarks/kill_serving_ranks.py [--kills 10] [--device cuda] [--seed 20] [--add FILE ...] [--out FILE]
 
 Each time a server (``transect serve --tensor-parallel-size 2``, random weights) is started anew, which shows that a
 restart works after the kill before. Clients ask for long answers, half of them as streams; meanwhile the second rank is
 killed with SIGKILL. Then each client must have one end (an answer or one error), ``/health`` be red, the server exit
 with 1 by itself and say one error, no process of its family be left, and on GPUs no memory be held. Writes
-benchmarks/results/cpu/kill_serving_ranks.json, or what ``--out`` says.
+benchmarks/results/cpu/kill_serving_ranks.json, or what ``--out`` says; with ``--add`` also the kills that other files
+have (``--kills 0``: those alone).
 """
 
 from __future__ import annotations
@@ -159,28 +160,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--seed", type=int, default=20, help="of the moments")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further kill begins then")
+    parser.add_argument("--add", type=Path, nargs="*", default=[], help="results whose kills count too")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "kill_serving_ranks.json")
     options = parser.parse_args()
-    moments, begun = random.Random(20), time.monotonic()
-    found: list[dict[str, Any]] = []
+    moments, begun = random.Random(options.seed), time.monotonic()
+    before = [json.loads(path.read_text()) for path in options.add]
+    found: list[dict[str, Any]] = [kill for each in before for kill in each["each"]]
+    made = [run for each in before for run in each["runs"]]
+    if before and not options.kills:
+        record.write(options.out, summed(options.device, found, made))
     with tempfile.TemporaryDirectory() as name:
         write_model(Path(name), SHAPE)
-        while len(found) < options.kills and time.monotonic() - begun < options.seconds:
+        for _ in range(options.kills):
+            if time.monotonic() - begun > options.seconds:
+                break
             found.append(one_kill(Path(name), options.device, moments.uniform(0.0, 1.0)))
             print(found[-1], flush=True)
-            result = {
-                "command": f"python benchmarks/kill_serving_ranks.py --device {options.device}",
-                "kills": len(found),
-                "clean": sum(each["clean"] for each in found),
-                "clients": CLIENTS * len(found),
-                "clients_with_one_error": sum(each["ends"].get("engine_dead", 0) for each in found),
-                "slowest_told_s": max(each["told_after_s"] for each in found),
-                "each": found,
-                "commit": record.commit(),
-                "environment": record.environment(),
-            }
-            record.write(options.out, result)
+            record.write(options.out, summed(options.device, found, [*made, record.environment()]))
+
+
+def summed(device: str, found: list[dict[str, Any]], runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of kills, and of the machines and commits of the runs that made them."""
+    return {
+        "command": f"python benchmarks/kill_serving_ranks.py --device {device}",
+        "kills": len(found),
+        "clean": sum(each["clean"] for each in found),
+        "clients": CLIENTS * len(found),
+        "clients_with_one_error": sum(each["ends"].get("engine_dead", 0) for each in found),
+        "slowest_told_s": max(each["told_after_s"] for each in found),
+        "each": found,
+        "runs": runs,
+    }
 
 
 if __name__ == "__main__":

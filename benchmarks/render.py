@@ -58,6 +58,7 @@ import train_tables
 import tuning_table
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
+TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -80,6 +81,11 @@ def llamacpp() -> str:
     result = _load("cpu/llamacpp.json")
     runs = next(iter(result["work"].values()))["ratio"]["runs"]
     return cpu_vs_llamacpp.table(result) + "\n" + _origin(result, runs)
+
+
+def llamacpp_formats() -> str:
+    """The same race on files of several formats."""
+    return cpu_vs_llamacpp.format_table(_load("cpu/llamacpp_formats.json"))
 
 
 def issue_rates_table() -> str:
@@ -224,15 +230,15 @@ def serving_kills() -> str:
 
 def _kills(found: dict[str, Any]) -> str:
     others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
-    environment, gpus = found["environment"], len(found["each"][0]["gpu_mib_more"])
+    gpus = len(found["each"][0]["gpu_mib_more"])
     held = " and no memory of a GPU was held" if gpus else ""
-    where = f"{gpus} NVIDIA H200" if gpus else environment["processor"]
+    where = f"{gpus} NVIDIA H200" if gpus else found["runs"][-1]["processor"]
     return (
         f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {math.ceil(10 * found['slowest_told_s']) / 10} s{others}, `/health` was red, the "
         f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
-        f"{where}, {record.made_at([environment])}.\n"
+        f"{where}, {record.made_at(found['runs'])}.\n"
     )
 
 
@@ -254,6 +260,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tuning": tuning_table.table,
     "clients": clients_table,
     "llamacpp": llamacpp,
+    "llamacpp-formats": llamacpp_formats,
     "batching": batching_table,
     "precisions": precision_table,
     "formats-quality": formats_by_quality,
@@ -307,6 +314,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
+    "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
+    "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
     "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
@@ -332,12 +341,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-gpu": gpu_training(train_tables.race),
     "train-gpu-before": gpu_training(train_tables.race, "train_before"),
     "train-gpu-memory": gpu_training(train_tables.memory),
-    "train-parallel": lambda: train_tables.spread(
-        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
-    ),
-    "train-predicted": lambda: train_tables.predicted(
-        _load("h200/train_parallel_1b.json"), _load("h200/train_parallel_3b.json"), _load("h200/train_parallel_8b.json")
-    ),
+    "train-parallel": lambda: train_tables.spread(*map(_load, TRAINED_ON_TWO)),
+    "train-predicted": lambda: train_tables.predicted(*map(_load, TRAINED_ON_TWO)),
     "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }
 

@@ -2,7 +2,8 @@
 
 Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
-fill a stage of their ring again.
+fill a stage of their ring again. ``scaled8_chain.cu`` and ``gguf_chain.cu``
+are no operators and are run too.
 
 In ``int4_matmul.cu`` one lane of a warp arrives at a barrier for all, which racecheck does not follow, so it reports
 races. So it also gets a build in which every lane arrives, and which is the same otherwise (TRANSECT_EVERY_LANE).
@@ -14,6 +15,7 @@ race.
 python benchmarks/sanitize_cuda.py [OUT.json]      memcheck and racecheck; exit 1 where one finds something
 python benchmarks/sanitize_cuda.py --inside        the program that is watched
 python benchmarks/sanitize_cuda.py --every-lane    the 4-bit kernel for few rows, every lane arriving
+python benchmarks/sanitize_cuda.py --chains        four products in one launch alone
 python benchmarks/sanitize_cuda.py --control KIND  one of the small kernels
 """
 
@@ -37,7 +39,8 @@ import record
 from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import cuda as small_matmul_cuda
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
-from transect.ops.linear.packed import int4_hopper, int4_rows
+from transect.ops.linear.packed import gguf_chain, int4_hopper, int4_rows, scaled8_chain, scaled8_tiles
+from transect.ops.linear.packed.gguf_matmul import drawn
 from transect.ops.linear.packed.int4_packing import arrange, pack
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
@@ -176,6 +179,45 @@ def int4_plans(*, rows_only: bool = False) -> None:
     print(f"int4_matmul tilings: {taken} runs", flush=True)
 
 
+def chains() -> None:
+    """Run ``scaled8_chain.cu`` and ``gguf_chain.cu`` with few and many stages, some filled again, twice in a row as
+    dependent launches."""
+    try:
+        eight, blocks = scaled8_chain.CudaChain(), gguf_chain.GGUFChain()
+    except Unavailable as reason:
+        print(f"chains: {reason}")
+        return
+    taken = 0
+    for d, q, f, n, biased in ((256, 512, 256, 128, True), (256, 256, 2048, 384, False)):
+        shapes = ((d, q), (2 * f, d), (d, f), (n, d))
+        attended, residual, first, second, bias = (
+            torch.randn(1, size, device="cuda", dtype=torch.bfloat16) for size in (q, d, d, d, n)
+        )
+        norms, eps, added = (first[0], second[0]), (1e-5, 1e-6), bias[0] if biased else None
+        o, gate_up, down, qkv = (
+            scaled8_chain.Matrix8(*scaled8_tiles.rounded(torch.randn(shape, device="cuda") / shape[1] ** 0.5, True))
+            for shape in shapes
+        )
+        weights = scaled8_chain.ChainWeights(o, gate_up, down, qkv, norms, eps, added)
+        for stages in (2, 3, 4, 5):
+            for _ in range(2):
+                eight(attended, residual, weights, dependent_launch=True, stages=stages)
+            torch.cuda.synchronize()
+            taken += 1
+        for names in (("Q4_K", "Q4_K", "Q6_K", "Q4_K"), ("Q8_0", "Q5_K", "Q4_0", "Q3_K")):
+            out, gates, back, heads = (
+                (gguf_chain.BlockPart(drawn(name, *shape, "cuda"), name, shape[0]),)
+                for name, shape in zip(names, shapes, strict=True)
+            )
+            stored = gguf_chain.ChainWeights(out, gates, back, heads, norms, eps, added)
+            for tiling in (gguf_chain.Tiling(16, 8), gguf_chain.Tiling(8, 2)):
+                for _ in range(2):
+                    blocks.chain(attended, residual, stored, dependent_launch=True, tiling=tiling)
+                torch.cuda.synchronize()
+                taken += 1
+    print(f"chains: {taken} runs", flush=True)
+
+
 def every_lane() -> None:
     """Run ``int4_matmul.cu`` built so that every lane of a warp arrives at its barriers."""
     with tempfile.TemporaryDirectory() as folder:
@@ -221,7 +263,11 @@ def findings(process: subprocess.Popen[str]) -> tuple[dict[str, Any], str]:
 def main() -> int:
     if "--inside" in sys.argv:
         int4_plans()
+        chains()
         return 1 if inside() + tilings() else 0
+    if "--chains" in sys.argv:
+        chains()
+        return 0
     if "--every-lane" in sys.argv:
         every_lane()
         return 0

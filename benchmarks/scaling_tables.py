@@ -108,20 +108,23 @@ def _row(
 def layouts_table(tensor: dict[str, Any], others: dict[str, Any]) -> str:
     """The throughput protocol of the 8B on two GPUs in three layouts, predicted, and measured where it was."""
     said = others["predicted"]["result"]
-    found = {name: others.get(f"{name} throughput", {"result": {}})["result"] for name in said}
-    rows = [
-        ("tensor parallelism", tensor["predicted"]["result"]["2"]["tokens_per_s"], tensor["tp2 throughput"]["result"])
-    ]
+    found = {name: others.get(f"{name} throughput", {"result": {}})["result"].get("tokens_per_s") for name in said}
+    by_tensor = tensor["tp2 throughput"]["result"]["tokens_per_s"]
+    rows = [("tensor parallelism", tensor["predicted"]["result"]["2"]["tokens_per_s"], by_tensor)]
     names = {"stages": "two stages", "shares": "two engines"}
     rows += [(names[name], rate, found[name]) for name, rate in said.items()]
     kept = [tensor["tp2 throughput"], *others.values()]
     return (
         engine_tables._rows(
-            ("layout", "predicted", "measured"),
-            [(name, _rate(rate), _rate(result.get("tokens_per_s"))) for name, rate, result in rows],
+            ("layout", "predicted", "measured", "off"),
+            [(name, _rate(rate), _rate(found), _off(rate, found)) for name, rate, found in rows],
         )
         + f"\n`python benchmarks/engine_tp.py`, `python benchmarks/engine_layouts.py`, {record.made_at(kept)}.\n"
     )
+
+
+def _off(expected: float, found: float | None) -> str:
+    return "" if found is None else f"{expected / found - 1:+.0%}"
 
 
 def sums_table(kept: dict[str, Any]) -> str:

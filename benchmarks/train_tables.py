@@ -121,11 +121,13 @@ def spread(*results: dict[str, Any]) -> str:
             lines.append(f"| {MODELS[row['work']]} | {WAYS[row['way']]} | did not run: {row['error']} | | | | |")
             continue
         step, times = row["step_seconds"], row.get("times_one")
-        links = "" if row["ranks"] == 1 else f"{row['communication_ms']:.1f} ({row['exposed_ms']:.1f})"
+        known = row["ranks"] > 1 and "communication_ms" in row
+        links = f"{row['communication_ms']:.1f} ({row['exposed_ms']:.1f})" if known else ""
+        extremes = f" ({step['min'] * 1e3:.1f} to {step['max'] * 1e3:.1f})" if "min" in step else ""
         lines.append(
             f"| {MODELS[row['work']]} | {WAYS[row['way']]} | {row['tokens_per_second']:,.0f} | "
-            f"{'' if times is None else f'{times:.2f}x'} | {step['median'] * 1e3:.1f} ({step['min'] * 1e3:.1f} to "
-            f"{step['max'] * 1e3:.1f}) | {links} | {_gigabytes(row)} |"
+            f"{'' if times is None else f'{times:.2f}x'} | {step['median'] * 1e3:.1f}{extremes} | {links} | "
+            f"{_gigabytes(row)} |"
         )
     return "\n".join([*lines, "", *(origin(result) + "\n" for result in results)])
 

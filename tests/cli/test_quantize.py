@@ -140,6 +140,38 @@ def test_layouts_of_four_bits(tmp_path, name, keys):
     assert json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]["group_size"] == 32
 
 
+def read_by_the_book(folder, name, prefix):
+    """A matrix ``[O, I]`` read word by word, as the descriptions of the two formats say, by none of our code."""
+    with safe_open(folder / "model.safetensors", "np") as file:
+        found = {key.removeprefix(f"{prefix}."): file.get_tensor(key) for key in file.keys() if prefix in key}  # noqa: SIM118
+    words, zeros, scales = found["qweight"].view(np.uint32), found["qzeros"].view(np.uint32), found["scales"]
+    groups, outputs = scales.shape
+    if name == "gptq":  # eight rows of a column in a word, the first in the lowest bits; zeros less one
+        assert (zeros == 0x77777777).all()  # kernels of symmetric checkpoints take the zero to be 8
+        inputs = 8 * len(words)
+        code, group = (lambda i, o: words[i // 8, o] >> 4 * (i % 8) & 15), found["g_idx"]
+        zero = lambda g, o: (zeros[g, o // 8] >> 4 * (o % 8) & 15) + 1  # noqa: E731
+    else:  # eight columns of a row in a word, in the order 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on
+        at = {column: 4 * place for place, column in enumerate((0, 2, 4, 6, 1, 3, 5, 7))}
+        inputs = len(words)
+        code, group = (lambda i, o: words[i, o // 8] >> at[o % 8] & 15), np.arange(inputs) // (inputs // groups)
+        zero = lambda g, o: zeros[g, o // 8] >> at[o % 8] & 15  # noqa: E731
+    return np.array([
+        [(int(code(i, o)) - int(zero(group[i], o))) * float(scales[group[i], o]) for i in range(inputs)]
+        for o in range(outputs)
+    ], np.float32)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq"])
+def test_another_reader_sees_the_same_values(tmp_path, name):
+    plain, out = tmp_path / "plain", tmp_path / "out"
+    plain.mkdir()
+    save_tiny_llm(plain)
+    assert run_here("quantize", str(plain), "-o", str(out), "--format", name, "--group-size", "32").returncode == 0
+    ours = logits(out)[1].get_parameter("layers.1.attention.k.weight").detach().numpy()
+    assert np.array_equal(read_by_the_book(out, name, "model.layers.1.self_attn.k_proj"), ours)
+
+
 def with_merges(folder):
     """The tiny model with rows of 256 numbers and a tokenizer that GGUF files can hold."""
     source = folder / "source"

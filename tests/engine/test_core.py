@@ -1,5 +1,6 @@
 """The engine loop: how far it plans ahead, and that nobody can tell from the outputs."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -68,6 +69,18 @@ def test_with_lag_the_next_step_is_submitted_on_placeholders():
 
 def test_the_outputs_are_the_same():
     assert run(0)[2] == run(1)[2]
+
+
+def test_in_a_pipeline_the_next_step_is_handed_over_before_the_caller_gets_outputs():
+    """Both prompts are one step; from then on one sequence is at each stage."""
+    log: list[str] = []
+    core = EngineCore(Scheduler(replace(CONFIG, pipeline_depth=2), VirtualClock()), Spy(log, []), lag=1)
+    for name in "ab":
+        core.add(Request(name, (1, 2, 3), SamplingParams(max_tokens=3, seed=4)))
+    assert core.step() == [] and log == ["submit 1", "draw 1"]
+    assert len(core.step()) == 2 and log[2:] == ["result 1", "submit 2", "draw 2"]
+    assert len(core.step()) == 1 and log[5:] == ["submit 3", "result 2", "draw 3", "submit 4"]
+    assert len(core.step()) == 1 and log[9:] == ["result 3", "draw 4", "submit 5"]
 
 
 def test_other_lags_are_refused():

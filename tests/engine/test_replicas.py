@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from tiny_llm import save_tiny_llm
@@ -11,7 +12,7 @@ from tiny_llm import save_tiny_llm
 from transect import SamplingParams
 from transect.engine.async_engine import EngineDeadError
 from transect.engine.config import EngineConfig
-from transect.engine.replicas import config_of, start_engines
+from transect.engine.replicas import Replicas, config_of, start_engines
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
 
@@ -22,6 +23,34 @@ def test_every_replica_has_devices_of_its_own():
     assert [part.first_device for part in parts] == [0, 2, 4]
     assert [part.decision_log for part in parts] == ["log.0", "log.1", "log.2"]
     assert {(part.data_parallel_size, part.tensor_parallel_size) for part in parts} == {(1, 2)}
+
+
+class Fake:
+    """An engine that says its own name as often as there are tokens in a prompt."""
+
+    info, death, max_model_len, tokenizer = SimpleNamespace(kv_tokens=64), None, 64, None
+
+    def __init__(self, name):
+        self.name, self.runs = name, set()
+
+    async def stream(self, ids, params, request_id, **options):
+        self.runs.add(request_id)
+        for _ in ids:
+            await asyncio.sleep(0)
+            yield SimpleNamespace(token_ids=[1], final=None)
+        self.runs.discard(request_id)
+
+    def snapshot(self, request_id):
+        return self.name if request_id in self.runs else None
+
+
+async def test_news_of_a_request_come_from_the_replica_that_has_it():
+    engines = Replicas(EngineConfig(model="m", data_parallel_size=2), [Fake("first"), Fake("second")])
+
+    async def run():
+        return [found async for found in engines.generate([1, 2, 3], SamplingParams())]
+
+    assert await asyncio.gather(run(), run()) == [["first"] * 3, ["second"] * 3]
 
 
 @pytest.mark.prove

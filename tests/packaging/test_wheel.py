@@ -44,7 +44,7 @@ def test_it_holds_all_sources_and_nothing_else(wheel):
     package = ROOT / "src"
     sources = {str(path.relative_to(package)) for path in package.rglob("*") if path.suffix in kinds}
     assert {name for name in names if ".dist-info/" not in name} == sources
-    for needed in ("ops/cpu/native.cpp", "ops/cpu/linear.h"):
+    for needed in ("ops/cpu/native.cpp", "ops/cpu/linear.cpp", "ops/cpu/linear.h"):
         assert f"transect/{needed}" in names
     suffixes = {Path(name).suffix for name in sources}
     assert suffixes == kinds

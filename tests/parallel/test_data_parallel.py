@@ -23,10 +23,11 @@ from transect.models.resolve import resolve
 from transect.ops.opset import resolve_ops
 from transect.parallel import replicas
 from transect.parallel.group import Group
+from transect.parallel.launch import Ranks
 from transect.parallel.replicas import Replicas
 from transect.parallel.sharded import Sharded
 from transect.train import checkpoint
-from transect.train.follow import JOB, Run
+from transect.train.follow import JOB, Run, started_again
 from transect.train.stored_state import StoredTensors, write_tensors
 from transect.train.trainer import Trainer
 
@@ -263,6 +264,15 @@ def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path):
     assert "goes on from step-" in errors
     lines = [json.loads(line) for line in (Path(config.run_dir) / "log.jsonl").read_text().splitlines()]
     assert sorted({line["step"] for line in lines if line["kind"] == "step"}) == list(range(1, 61))
+
+
+def test_one_host_that_counts_a_restart_is_enough(monkeypatch, tmp_path):
+    """Else the ranks of another host would find a run that is there already, and end."""
+    world = SimpleNamespace(exchange=lambda mine: [mine, not mine])
+    monkeypatch.setattr(Ranks, "join", lambda device: SimpleNamespace(world=world))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}.items():
+        monkeypatch.setenv(name, value)
+    assert started_again(tiny_run(tmp_path, accumulate=2, parallel={"data": 2}))
 
 
 def free_port():

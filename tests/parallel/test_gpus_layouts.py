@@ -1,5 +1,5 @@
-"""Every layout on two GPUs draws the tokens of one: experts cut or shared, stages, ranks with requests of their own; in
-float32, with graphs, a step ahead."""
+"""Every layout on two GPUs draws the tokens of one: experts cut or shared, stages, ranks with requests of their own
+that share experts or nothing; in float32, with graphs, a step ahead."""
 
 import gc
 
@@ -20,6 +20,7 @@ LAYOUTS = {
     "experts": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
     "data": {"data_parallel_size": 2, "enable_expert_parallel": True},
     "stages": {"pipeline_parallel_size": 2},
+    "whole": {"data_parallel_size": 2},
 }
 PROMPTS = [[5, 6, 7], list(range(20, 90)), [9] * 33, [1, 2], [*range(20, 60), 3, 4, 5], [7] * 130]
 PARAMS = [
@@ -84,17 +85,18 @@ def test_stages_in_bfloat16(gpus, shape):
 
 
 def test_experts_of_four_bits_stay_so_on_each(gpus, tmp_path):
-    """Half of every expert of gpt-oss, in MXFP4: the logprobs of one GPU, but for the order of sums."""
+    """Half of every expert of gpt-oss, in MXFP4: the logprobs of a CPU, which computes in float32."""
     save_mxfp4(tmp_path, intermediate_size=128)
     save_tiny_llm_text(tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
     found = []
-    for sizes in ({}, {"tensor_parallel_size": 2, "ranks": gpus}):
-        llm = LLM(str(tmp_path), dtype="bfloat16", max_num_seqs=8, max_model_len=96, num_kv_blocks=64,
-                  cuda_graphs="lazy", **sizes)  # fmt: skip
-        experts = llm._core.executor._model.layers[0].mlp
-        each = experts.experts_gate, experts.experts_up, experts.experts_down
-        assert [weight.format.name for weight in each] == ["MXFP4"] * 3
+    spread = {"tensor_parallel_size": 2, "ranks": gpus, "dtype": "bfloat16", "cuda_graphs": "lazy"}
+    for how in ({"device": "cpu", "dtype": "float32"}, spread):
+        llm = LLM(str(tmp_path), max_num_seqs=8, max_model_len=96, num_kv_blocks=64, **how)
+        if how is spread:
+            experts = llm._core.executor._model.layers[0].mlp
+            each = experts.experts_gate, experts.experts_up, experts.experts_down
+            assert [weight.format.name for weight in each] == ["MXFP4"] * 3
         result = llm.generate([list(range(20, 70))], params, use_tqdm=False)[0]
         tokens = result.prompt_token_ids[1:]
         found.append([entry[t].logprob for entry, t in zip(result.prompt_logprobs[1:], tokens, strict=True)])

@@ -136,10 +136,7 @@ def test_ranks_end_with_their_parent_and_a_lost_one_is_named(tmp_path):
 
 def on_two_hosts(*program):
     """What a program says under ``torchrun`` on two "hosts" of one rank each: output and errors of each host."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    hosts = start_on_two_hosts(port, *program)
+    hosts = start_on_two_hosts(free_port(), *program)
     return [host.communicate(timeout=PATIENCE_S) for host in hosts]
 
 
@@ -158,9 +155,7 @@ def start_on_two_hosts(port, *program):
 def test_a_server_under_torchrun(tmp_path):
     """Rank 0 serves, the other one follows, and both end when rank 0 is told to."""
     save_tiny_llm(tmp_path)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     options = ["--port", "0", "--tensor-parallel-size", "2", "--dtype", "float32", "--no-native", "--threads", "1"]
     hosts = start_on_two_hosts(port, "-m", "transect", "serve", str(tmp_path), "--served-model-name", "m", *options)
     try:
@@ -208,6 +203,44 @@ def test_under_torchrun_every_rank_runs_the_program(tmp_path):
     lines = [line for out, _ in said for line in out.splitlines() if line.startswith("rank ")]
     assert len(lines) == 2 and lines[0].split(" ", 2)[2] == lines[1].split(" ", 2)[2], said
     assert sum(err.count("KV cache") for _, err in said) == 1  # one of them says what runs
+
+
+AGAIN = """
+    import os, sys, time
+    from pathlib import Path
+    from transect.parallel.launch import Ranks
+    world, mark = Ranks.join().world, Path(sys.argv[1])
+    if not any(world.exchange(mark.exists())):
+        if world.rank == 0:
+            time.sleep(300)  # until torchrun ends it
+        mark.touch()
+        sys.exit(1)
+    print("restarts", sorted(world.exchange(os.environ["TORCHELASTIC_RESTART_COUNT"])), flush=True)
+"""
+
+
+@pytest.mark.prove
+def test_hosts_that_count_restarts_apart_meet_again(tmp_path):
+    """A rank of the second "host" ends. That of the first is well and is ended, which is no restart to count there."""
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(AGAIN))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    command += ["--rdzv-id", "again", "--max-restarts", "2", str(script), str(tmp_path / "mark")]
+    pipe = subprocess.PIPE
+    hosts = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
+    try:
+        said = [host.communicate(timeout=PATIENCE_S) for host in hosts]
+    finally:
+        for host in hosts:
+            host.terminate()
+    assert [out for out, _ in said] == ["restarts ['0', '1']\n"] * 2, said
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 FOUR = """

@@ -51,6 +51,23 @@ def test_every_rank_has_the_sum_to_the_bit(ranks, dtype):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+def test_squares_of_all_ranks_are_those_of_the_sum(ranks):
+    sizes = [1, 100, 5000, 40_001]
+    parts = [[torch.randn(n, generator=torch.Generator().manual_seed(9 * n + r)) for n in sizes] for r in range(ranks)]
+
+    def work(copies, rank):
+        found = []
+        for x in (part.clone() for part in parts[rank]):
+            squares = copies.squares_of(x)
+            copies.start_all_reduce(x, squares).wait()
+            found.append(torch.stack((squares.sum(), x.square().sum())))
+        return torch.stack(found)
+
+    found = torch.stack(together(ranks, work))
+    torch.testing.assert_close(found[:, :, 0].sum(0), found[0, :, 1])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_each_rank_has_its_part_of_the_sum(ranks):
     n = 5000
     parts = [torch.randn(ranks * n, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]

@@ -77,5 +77,8 @@ def test_steps_are_those_of_one_rank(pair, tmp_path, zero):
     save_tiny_llm(tmp_path / "model", tie_word_embeddings=True)
     how = {"steps": 4, "accumulate": 4, "data": {"seq_len": 32, "micro_batch": 64}}
     one = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how))
-    two = curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "two"), parallel={"data": 2, "zero": zero}, **how))
+    two = curve(
+        pair,
+        tiny_run(tmp_path, run_dir=str(tmp_path / "two"), parallel={"data": 2, "zero": zero, "sums": "fused"}, **how),
+    )
     same_runs(one, two)

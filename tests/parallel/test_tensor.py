@@ -229,13 +229,36 @@ def test_ranks_with_requests_of_their_own_in_other_engines(checkpoints, pair, se
     assert ("num_kv_blocks" in settings) == (alone.stats.preemptions > 0)
 
 
-@pytest.mark.parametrize("axis", ["tensor_parallel_size", "data_parallel_size"])
-def test_sharing_ranks_among_requests_that_end_early(checkpoints, pair, axis):
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3", {}),
+        ("gpt-oss", {"check_plans": False}),
+        ("qwen3", {"async_scheduling": True, "num_kv_blocks": 20, "max_model_len": 64}),
+    ],
+    ids=["dense", "mixture", "preempted"],
+)
+def test_an_engine_of_two_whole_models(checkpoints, pair, family, settings):
+    """Each rank has all weights and half of the requests."""
+    brief = BRIEF if family != "qwen3" else ONCE
+    _, spread = assert_same(checkpoints(family), pair, "data_parallel_size", **brief, **settings)
+    assert all(group.generation_tokens > 5 for group in (spread._core.scheduler.stats(), *spread._core._stats))
+
+
+@pytest.mark.parametrize(
+    ("family", "axis", "experts"),
+    [
+        ("qwen2-moe", "tensor_parallel_size", True),
+        ("qwen2-moe", "data_parallel_size", True),
+        ("qwen2", "data_parallel_size", False),
+    ],
+)
+def test_sharing_ranks_among_requests_that_end_early(checkpoints, pair, family, axis, experts):
     """Fewer requests than ranks, aborts, a prompt that cannot be, a name that is taken, a forgotten cache."""
     made = []
     for size in (1, 2):
-        how = {} if size == 1 else {axis: 2, "enable_expert_parallel": True}
-        llm = LLM(checkpoints("qwen2-moe"), ranks=pair if size > 1 else None, **how, **SETTINGS)
+        how = {} if size == 1 else {axis: 2, "enable_expert_parallel": experts}
+        llm = LLM(checkpoints(family), ranks=pair if size > 1 else None, **how, **SETTINGS)
         one = llm.generate([PROMPTS[0]], SamplingParams(max_tokens=6, temperature=0))  # the other rank is idle
         with pytest.raises(ValueError, match="context length"):
             llm.submit([1] * 500, SamplingParams(max_tokens=2))

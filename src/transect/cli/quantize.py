@@ -28,6 +28,13 @@ def command(
         int | None,
         typer.Option(help="int4, gptq, awq: numbers that share a scale, 32, 64 or 128; default: the most that fit."),
     ] = None,
+    kv_scales: Annotated[
+        bool,
+        typer.Option(
+            "--kv-scales",
+            help="fp8, int8, int4: scales for a KV cache in fp8, one for a key head; needs --calibrate.",
+        ),
+    ] = False,
 ) -> None:
     """Round the matrices of a model's layers and write it: safetensors (fp8, int8, int4, gptq, awq) or GGUF."""
     from ..train.export import opened
@@ -38,7 +45,7 @@ def command(
     if calibrate is not None and not calibrate.is_file():
         raise ValueError(f"there is no file {calibrate}")
     calibration = None if calibrate is None else Calibration(calibrate, calibrate_tokens)
-    quantize_model(opened(model), output, format_, calibration, group_size)
+    quantize_model(opened(model), output, format_, calibration, group_size, kv_scales)
     size = sum(path.stat().st_size for path in ([output] if output.is_file() else output.glob("*.safetensors")))
     how = "" if calibrate is None else f", calibrated with {calibrate}"
     print(f"{output}: {format_}{how}, {size / 1e6:.1f} MB of weights")

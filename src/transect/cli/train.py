@@ -32,7 +32,7 @@ def command(
 
     from ..train import checkpoint
     from ..train.config import TrainConfig
-    from ..train.follow import Run, crew, follow
+    from ..train.follow import Run, crew, follow, started_again
 
     changes = [*(settings_ or []), *([] if steps is None else [f"steps={steps}"])]
     found = None
@@ -47,7 +47,7 @@ def command(
     else:
         settings = TrainConfig.from_toml(config, changes)
         # torchrun starts the same command again after a rank has ended: the run goes on.
-        if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and checkpoint.list_steps(settings.run_dir):
+        if started_again(settings) and checkpoint.list_steps(settings.run_dir):
             found = checkpoint.newest(settings.run_dir)
             print(f"transect: started again by torchrun, goes on from {found.path.name}", file=sys.stderr)
     if found is None and checkpoint.list_steps(settings.run_dir):

@@ -26,7 +26,7 @@ With tensors, or on the way to them:
 
 * ``config``: ``EngineConfig``, everything a user can set. ``build``: from it to a running engine.
 * ``ranks``: one engine on several ranks. ``leading``: the core of the one that leads, and of those that follow.
-  ``shared_experts``: those of ranks that share experts and have requests of their own.
+  ``sharing``: those of groups of ranks that have requests of their own.
 * ``kv_size``: how many KV blocks to have. ``offload``: which layers stream from host memory or a file.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches. ``prompt_results``: what its steps say
   about prompts.

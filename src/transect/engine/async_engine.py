@@ -239,8 +239,12 @@ class AsyncEngine:
             async for update in updates:
                 if update.final is not None:
                     yield update.final
-                elif name in self._processor:  # else it has ended meanwhile, and its last update is in the queue
-                    yield self._processor.snapshot(name)
+                elif (found := self.snapshot(name)) is not None:
+                    yield found
+
+    def snapshot(self, request_id: str) -> RequestOutput | None:
+        """A request as it stands; None where it has ended, and its last update is still on its way."""
+        return self._processor.snapshot(request_id) if request_id in self._processor else None
 
     async def embed(
         self,

@@ -9,6 +9,7 @@ import torch
 
 from ..models.adapter import is_beside
 from ..models.cost import Storage, kv_bytes_per_token
+from ..models.kv_scales import take_scales
 from ..models.load import cache_dtype, kernels, kv_dtype, load_model
 from ..models.resolve import ModelSource, resolve
 from ..models.storage import storage_for
@@ -160,7 +161,7 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         "quantization": config.quantization,
     }
     drawn = {"seed": config.seed or 0, "deterministic": config.deterministic, "stream": stream}
-    if mesh is None:
+    if mesh is None or (mesh.parts.size == 1 and not mesh.layout.expert):
         library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
         native = library is not None
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
@@ -171,6 +172,9 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}, which the C++ kernels do not have"
+    if config.kv_cache_dtype == "fp8":
+        own = slice(None) if mesh is None else shard_of(source.config, mesh).layers
+        why += ", with the checkpoint's scales" if take_scales(model, source, own) else ""
     if native:
         # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.

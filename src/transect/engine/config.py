@@ -91,9 +91,10 @@ class EngineConfig:
         seed: for requests without a seed of their own; None: a random one.
         tensor_parallel_size: devices between which every matrix is cut (``parallel/``); on a CPU, processes.
         pipeline_parallel_size: groups of devices, each of which has some of the layers.
-        data_parallel_size: whole engines behind one server, each with devices of its own.
+        data_parallel_size: groups of devices, each with the whole model and requests of its own: whole engines behind a
+            server, and one engine, whose steps they take together, in an ``LLM``.
         enable_expert_parallel: the ranks of the tensor and data axes share the experts of a mixture, each of which is
-            whole on one of them. With data_parallel_size they are then one engine, whose steps they take together.
+            whole on one of them. With data_parallel_size they are one engine behind a server, too.
         first_device: number of the GPU that the first rank has; the others have those after it.
         check_plans: to find errors: the ranks compare what they planned in every step.
         decisions: keep a log of what the scheduler decides, in memory (``decisions.py``).
@@ -215,17 +216,16 @@ class EngineConfig:
     @property
     def layout(self) -> Layout:
         """The ranks of one engine."""
-        data = self.data_parallel_size if self.enable_expert_parallel else 1
-        return Layout(self.tensor_parallel_size, self.pipeline_parallel_size, data, self.enable_expert_parallel)
+        return Layout(*self.parallel_sizes, self.enable_expert_parallel)
 
     @property
     def replicas(self) -> int:
-        """Whole engines behind one server."""
+        """Whole engines behind one server; each has a ``data_parallel_size`` of 1 then (``replicas.config_of``)."""
         return 1 if self.enable_expert_parallel else self.data_parallel_size
 
     @property
     def shares_data(self) -> bool:
-        """Whether ranks of one engine have requests of their own, and share experts."""
+        """Whether groups of ranks of one engine have requests of their own."""
         return self.layout.data > 1
 
     def _check_layout(self) -> None:

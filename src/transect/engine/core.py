@@ -60,7 +60,7 @@ class EngineCore:
         self.lag = lag
         self.decisions = decisions
         self.idle: Callable[[], object] | None = None
-        """Takes part in a step without a batch, where other ranks may have one (``shared_experts.py``)."""
+        """Takes part in a step without a batch, where other ranks may have one (``sharing.py``)."""
         self._in_flight: deque[Step] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
@@ -133,26 +133,35 @@ class EngineCore:
         return max(seconds, 0.0)
 
     def step(self) -> list[EngineOutput]:
-        """Submit at most one batch, wait for at most one, and return what became known. Cheap when there is no work."""
-        now = self.scheduler.clock.now
-        began = now()
-        batch = self._plan()
-        if batch is not None:
-            handle = self.executor.submit(batch)
-            self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
-            self._launched_large = large = not batch.again and batch.num_tokens > self._graph
-            before = self._planning[large]
-            self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
-            if len(self._in_flight) == 1:
-                self._draw()
-        elif self.idle is not None:
+        """Submit at most one batch (in a pipeline another one, as soon as tokens have come), wait for at most one, and
+        return what became known. Cheap when there is no work."""
+        batch = self._submit() if len(self._in_flight) <= self.lag else None
+        if batch is None and self.idle is not None:
             self.idle()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
             self._take_result()
             if self._in_flight:
                 self._draw()
+            if self.scheduler.config.pipeline_depth > 1 and self.idle is None:
+                self._submit()  # the first stage has nothing to do until then, and the caller takes its time
         outputs, self._ready = self._ready, []
         return outputs
+
+    def _submit(self) -> ScheduledBatch | None:
+        """Plan a step and hand it over, if there is something to compute."""
+        now = self.scheduler.clock.now
+        began = now()
+        batch = self._plan()
+        if batch is None:
+            return None
+        handle = self.executor.submit(batch)
+        self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
+        self._launched_large = large = not batch.again and batch.num_tokens > self._graph
+        before = self._planning[large]
+        self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
+        if len(self._in_flight) == 1:
+            self._draw()
+        return batch
 
     def _plan(self) -> ScheduledBatch | None:
         log = self.decisions

@@ -55,7 +55,8 @@ class LLM:
             queue has no bound here. vLLM's arguments are understood where they mean something, and dropped where they
             mean nothing (``vllm_arguments.py``).
         ranks: processes that are there already, to run on; None: ``tensor_parallel_size`` times
-            ``pipeline_parallel_size`` are started if that is more than 1; under ``torchrun`` they are there.
+            ``pipeline_parallel_size`` times ``data_parallel_size`` are started if that is more than 1; under
+            ``torchrun`` they are there.
 
     Raises:
         ValueError: the model or a setting is at fault; the message says what to change.
@@ -66,11 +67,6 @@ class LLM:
 
     def __init__(self, model: str, *, ranks: Ranks | None = None, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **engine_settings(settings))
-        if self.config.replicas > 1:
-            raise ValueError(
-                "data_parallel_size is for a server, which has many callers, or for ranks that share experts: use "
-                "`transect serve`, start one LLM in each of several processes, or give enable_expert_parallel=True"
-            )
         first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
         self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)
         began = time.perf_counter()

@@ -2,8 +2,8 @@
 
 The scheduler reads no wall clock to decide, and draws are stateless (``ops/lang/philox.py``). So ranks that are told
 the same plan the same batches, compute together, and draw the same tokens: only requests, aborts and "step" travel
-between them. Rank 0 has the callers (``leading.py``). The others do as they are told (``follow``). Ranks that share
-experts may have requests of their own (``shared_experts.py``).
+between them. Rank 0 has the callers (``leading.py``). The others do as they are told (``follow``). Ranks along the
+data axis have requests of their own (``sharing.py``).
 
 Before the first request the ranks show each other what they must have in common: version, configuration, model, seed,
 size of the cache. With ``EngineConfig.check_plans`` they compare what they planned in every step too.
@@ -42,7 +42,7 @@ from .gpu.compilers import Compilers
 from .gpu.runner import GPURunner
 from .gpu.step_sizes import row_bucket
 from .leading import FollowingCore, LeadingCore
-from .shared_experts import GroupCore, SharingCore
+from .sharing import GroupCore, SharingCore
 
 FOLLOW = "transect.engine.ranks:follow"
 
@@ -67,7 +67,8 @@ class _Checked:
     def idle(self) -> None:
         """Take part in a step without a batch."""
         self._compare(None)
-        self.inner.idle()  # type: ignore[attr-defined]
+        if (idle := getattr(self.inner, "idle", None)) is not None:
+            idle()
 
     def _compare(self, mine: tuple[int, str] | None) -> None:
         layout = self._mesh.layout
@@ -114,7 +115,7 @@ def start_engine(
     own = ranks is None
     kind: Literal["cpu", "cuda"] = "cuda" if device_for(config)[0].type == "cuda" else "cpu"
     config = replace(config, device=kind)
-    if kind == "cuda" and config.deterministic and config.layout.data > 2:
+    if kind == "cuda" and config.deterministic and config.enable_expert_parallel and config.layout.data > 2:
         raise ValueError(
             f"NCCL adds over {config.layout.data} GPUs in another order for other batches: leave out deterministic, or "
             "let data_parallel_size be 2"
@@ -251,8 +252,10 @@ def _build(
     if config.check_plans:
         core.executor = _Checked(core.executor, mesh)
     if config.shares_data:
-        core.idle = core.executor.idle  # type: ignore[attr-defined]
-        lines.append(f"experts shared between {mesh.layout.data * mesh.layout.tensor} ranks")
+        core.idle = getattr(core.executor, "idle", None)
+        groups, experts = mesh.layout.data, config.enable_expert_parallel
+        many = f"experts shared between {groups * mesh.layout.tensor} ranks"
+        lines.append(many if experts else f"{groups} groups of ranks, each with requests of its own")
     return replace(built, core=core, mesh=mesh, report=(*built.report, *lines), speaks=world.rank == 0)
 
 

@@ -14,9 +14,11 @@ import logging
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from ..text.outputs import RequestOutput
 from .async_engine import AsyncEngine, EngineDeadError, EngineHealth
 from .config import EngineConfig
 from .outputs import SchedulerStats
+from .pooling import EmbeddingOutput
 from .router import TYPICAL_OUTPUT, Router
 from .sampling_params import SamplingParams
 from .vllm_arguments import engine_settings
@@ -34,13 +36,12 @@ async def start_engines(config: EngineConfig | None = None, **settings: Any) -> 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
     """The configuration of one replica: its own GPUs, its share of the cores and of a cache's default size, and a
     decision log of its own."""
-    count = config.data_parallel_size
-    threads = config.threads or max(1, config.cpu_threads() // (count * config.ranks))
+    threads = config.threads or max(1, config.cpu_threads() // config.ranks)
     file = config.decision_log
     return dataclasses.replace(
         config,
         data_parallel_size=1,
-        first_device=config.first_device + index * config.ranks,
+        first_device=config.first_device + index * (config.ranks // config.data_parallel_size),
         threads=threads,
         decision_log=None if file is None else f"{file}.{index}",
     )
@@ -125,6 +126,17 @@ class Replicas:
         async with contextlib.aclosing(generate) as outputs:
             async for output in outputs:
                 yield output
+
+    def snapshot(self, request_id: str) -> RequestOutput | None:
+        """Does what ``AsyncEngine.snapshot`` does, on the replica that has the request."""
+        where = self._where.get(request_id)
+        return None if where is None else self.engines[where].snapshot(request_id)
+
+    async def embed(
+        self, prompt: str | Sequence[int] | Mapping[str, Any], *arguments: Any, **options: Any
+    ) -> EmbeddingOutput:
+        """Does what ``AsyncEngine.embed`` does, on one of the replicas."""
+        return await AsyncEngine.embed(self, prompt, *arguments, **options)  # type: ignore[arg-type]
 
     async def abort(self, request_id: str) -> None:
         """End a request, wherever it is."""

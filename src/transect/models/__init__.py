@@ -20,6 +20,7 @@ The model (flat, token-major: ``x_TD`` is tokens by model dim):
 * ``rope.py``: the angles of rotary embedding and their scalings
 * ``context.py``: where keys and values are: ``VarlenContext`` (packed documents, differentiable), ``PagedContext``
 * ``streaming/``: layers that live in host memory or in a file, and come to the device in their turn
+* ``kv_scales.py``: scales of keys and values for a cache in fp8
 * ``native.py``: a ``Decoder`` on the C++ CPU kernels; ``fused_stack.py``: its layers on a GPU in fewer kernels
 
 Weights and names:
@@ -29,6 +30,7 @@ Weights and names:
   published models without files
 * ``weights_hf.py``: safetensors in and out (``safetensors_out.py``: their files);
   ``weights_hf_moe.py``: the names of experts there;
+  ``weights_hf_bnb.py``: those that bitsandbytes packed in 4 bits;
   ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``;
   ``quantized_codes.py``: the same packed; ``layouts.py``: how a model's checkpoint packs its matrices;
   ``quantize_out.py`` writes such, on the 4-bit values of ``quantized_grid.py``; ``calibration.py``: what matrices are

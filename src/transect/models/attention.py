@@ -5,7 +5,7 @@ Shapes: T tokens, D model dim, H query heads, K key heads, d head size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from .norm import RMSNorm
 from .weights.dense import Dense
 from .weights.projection import Half, Projection
 from .weights.weight import Kinds, Weight
+
+if TYPE_CHECKING:
+    from .kv_scales import KVScales
 
 
 class Attention(Half):
@@ -70,6 +73,8 @@ class Attention(Half):
         self.temperature = None if rotates else config.attention_temperature
         sinks = torch.empty(config.n_heads, device=device, dtype=dtype) if config.attention_sinks else None
         self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
+        self.kv_scales: KVScales | None = None
+        """What keys and values are divided by for a cache in fp8 (``kv_scales.py``)."""
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         """``rotation`` is cos and sin ``[T, d/2]``, or None where positions are not rotary."""
@@ -92,7 +97,11 @@ class Attention(Half):
             how["sinks"] = self.sinks
         if self.chunk is not None:
             how["chunk"] = self.chunk
+        if self.kv_scales is not None:
+            q_THd, k_TKd, v_TKd = self.kv_scales.before(q_THd, k_TKd, v_TKd)
         out_THd = context.attend(self.layer, q_THd, k_TKd, v_TKd, self.scale, self.window, **how)
+        if self.kv_scales is not None:
+            out_THd = self.kv_scales.after(out_THd)
         return self.o(out_THd.flatten(-2))
 
 

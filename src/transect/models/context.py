@@ -154,6 +154,7 @@ class PagedContext:
             )
         self.k_cache = k_cache
         self.v_cache = v_cache
+        self._asked: tuple[int, tuple[Tensor, Tensor]] | None = None
         self.batch = PagedBatch(
             block_tables_BN,
             query_starts_B1,
@@ -183,6 +184,12 @@ class PagedContext:
         """The position of each token in its sequence, ``[T]`` int64."""
         return self.batch.positions_T if self._positions_T is None else self._positions_T
 
+    def caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        """The keys and the values of one layer, ``[n_blocks, K, block_size, d]`` each; a layer asks twice."""
+        if self._asked is None or self._asked[0] != layer:
+            self._asked = layer, (self.k_cache[layer], self.v_cache[layer])
+        return self._asked[1]
+
     def attend(
         self,
         layer: int,
@@ -197,7 +204,7 @@ class PagedContext:
         chunk: int | None = None,
     ) -> Tensor:
         """See ``AttentionContext.attend``; k and v are written to the cache first."""
-        self.ops.kv_cache_write(k_TKd, v_TKd, self.k_cache[layer], self.v_cache[layer], self.batch)
+        self.ops.kv_cache_write(k_TKd, v_TKd, *self.caches(layer), self.batch)
         given = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
         how = {name: value for name, value in given.items() if value is not None}
         return self.attend_written(layer, q_THd, k_TKd, v_TKd, scale, window, **how)
@@ -207,11 +214,11 @@ class PagedContext:
     ) -> Tensor:
         """Does what ``attend`` does, for k and v that have been written to the cache already. ``how``: those of
         ``softcap``, ``sinks`` and ``chunk`` that the model has; with them whole prompts go through the cache too."""
-        caches = self.k_cache[layer], self.v_cache[layer]
+        caches = self.caches(layer)
         if self.whole is None or how:
             return self.ops.paged_attention(q_THd, *caches, self.batch, scale, window, **how)
         first = self.whole.token
-        prompts = (x[first:] for x in (q_THd, k_TKd, v_TKd))
+        prompts = (x[first:] for x in (q_THd, k_TKd, v_TKd)) if first else (q_THd, k_TKd, v_TKd)
         attended = self.ops.attention(*prompts, self._whole_starts, scale, window)
         if not first:
             return attended

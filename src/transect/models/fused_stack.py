@@ -8,7 +8,7 @@ What it computes is what ``Decoder.run_layers`` computes, up to the rounding of 
   model does, and writes k and v to the cache (``rotary_kv_write``);
 * the gate's SiLU in the epilogue of the gate-up product for many rows, one kernel after it for few;
 * in decode steps, where that was measured to be quicker, residual add and norm are part of the products on both sides
-  of them (``stream_products.py``);
+  of them (``stream_products.py``); in 8 bits they, and the gate, round what they leave in any step;
 * where only some tokens' hidden states are wanted (the last of each prompt), the last layer computes keys and values
   for all tokens, and the rest for those.
 
@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from .embedding import Embedding
 from .moe import MoE
 from .norm import RMSNorm
 from .weights.weight import Chain, Product, StreamProduct, Unsummed, Weight
+
+if TYPE_CHECKING:
+    from .kv_scales import KVScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +93,8 @@ class FusedStack:
         self._layers = [
             _FusedLayer(layer, index, config, self._fusions, streams) for index, layer in enumerate(_layers(model))
         ]
-        streamed = all(layer.on_stream for layer in self._layers)
-        self._on_stream = self._layers[0].on_stream if streamed else None
+        streamed = {None if layer.on_stream is None else layer.on_stream.qkv.leaves for layer in self._layers}
+        self._on_stream = self._layers[0].on_stream if len(streamed) == 1 else None
         """The first layer's products on the stream, where all layers have them: they say which steps they take."""
         self._chains = [_chain(layer, after) for layer, after in pairwise(self._layers)] + [None]
         self._offloaded = lambda: model.offloaded is not None
@@ -136,7 +139,8 @@ class FusedStack:
         branch_TD: Tensor | None = None
         unsummed: Unsummed | None = None
         wanted = context.wanted
-        if wanted is None and self._on_stream is not None and self._on_stream.qkv.takes(x_TD, self._layers[0].sizes):
+        number = None if wanted is None else len(wanted.tokens_R)
+        if self._on_stream is not None and self._on_stream.qkv.takes(x_TD, self._layers[0].sizes, number):
             return (*self._run_streams(x_TD, (cos, sin), context), None)
         for layer in self._in_turn(self._layers):
             x_TD, normed_TD = self._add_norm(x_TD, branch_TD, layer.attention_norm, unsummed)
@@ -154,8 +158,8 @@ class FusedStack:
 
     def _run_streams(
         self, x_TD: Tensor, rotation: tuple[Tensor, Tensor], context: PagedContext
-    ) -> tuple[Tensor, Tensor]:
-        """Does what ``_run`` does, by products that begin and end at the residual stream; all tokens are wanted."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Does what ``_run`` does, by products that begin and end at the residual stream."""
         first = self._layers[0].attention_norm
         stream = Stream(x_TD, first(x_TD), None, first.eps)
         chains = self._chains if len(x_TD) == 1 and not self._offloaded() else [None] * len(self._layers)
@@ -165,7 +169,12 @@ class FusedStack:
             assert products is not None
             if qkv is None:
                 qkv = products.qkv.linear(stream)
-            attended_THd = self._attend(layer, qkv, rotation, context, None)
+            last = None if after is not None else context.wanted
+            attended_THd = self._attend(layer, qkv, rotation, context, last)
+            if last is not None:
+                x_TD = x_TD.index_select(0, last.tokens_R)
+                if not len(x_TD):
+                    return x_TD, None
             if after is not None and chain is not None:
                 then = after.attention_norm
                 weights, eps = (norm.weight, then.weight), (norm.eps, then.eps)
@@ -208,12 +217,39 @@ class FusedStack:
         wanted: Wanted | None,
     ) -> Tensor:
         """Attention of all tokens ``[T, H, d]``, or of those that are wanted."""
+        if layer.kv_scales is None:
+            return self._attend_to(layer, qkv, rotation, context, wanted, layer.q_norm, layer.k_norm)
+        q_norm, k_norm = layer.q_norm, layer.k_norm
+        if isinstance(qkv, Tensor) and q_norm is None:
+            scaled: Tensor | Sequence[Tensor] = layer.kv_scales.joined(qkv)
+        else:  # heads are normalised before they are divided
+            parts = self._parts(qkv)
+            if q_norm is not None and k_norm is not None:
+                parts = [q_norm(parts[0]), k_norm(parts[1]), parts[2]]
+            scaled = [part.flatten(-2) for part in layer.kv_scales.before(*parts)]
+        return layer.kv_scales.after(self._attend_to(layer, scaled, rotation, context, wanted, None, None))
+
+    def _parts(self, qkv: Tensor | Sequence[Tensor]) -> list[Tensor]:
+        """q ``[T, H, d]``, k and v ``[T, K, d]``."""
         config = self._config
         sizes = (config.q_dim, config.kv_dim, config.kv_dim)
         parts = qkv.split(sizes, dim=-1) if isinstance(qkv, Tensor) else qkv
-        q_THd, k_TKd, v_TKd = (part.unflatten(-1, (-1, config.head_dim)) for part in parts)
-        k_cache, v_cache = context.k_cache[layer.index], context.v_cache[layer.index]
-        q_norm, k_norm = layer.q_norm, layer.k_norm
+        return [part.unflatten(-1, (-1, config.head_dim)) for part in parts]
+
+    def _attend_to(
+        self,
+        layer: _FusedLayer,
+        qkv: Tensor | Sequence[Tensor],
+        rotation: tuple[Tensor, Tensor],
+        context: PagedContext,
+        wanted: Wanted | None,
+        q_norm: RMSNorm | None,
+        k_norm: RMSNorm | None,
+    ) -> Tensor:
+        """Rotation, the write to the cache, and attention; ``q_norm`` and ``k_norm``: what heads still need."""
+        config = self._config
+        q_THd, k_TKd, v_TKd = self._parts(qkv)
+        k_cache, v_cache = context.caches(layer.index)
         if self._fusions.rotary_write:
             head_norm = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
             kept = {} if context.whole is None else {"k_out": k_TKd}
@@ -252,6 +288,7 @@ class _FusedLayer:
         assert isinstance(layer.attention_norm, RMSNorm) and isinstance(layer.mlp_norm, RMSNorm)
         self.attention_norm, self.mlp_norm = layer.attention_norm, layer.mlp_norm
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+        self._attention = attention
         self.scores: dict[str, Tensor] = {} if attention.sinks is None else {"sinks": attention.sinks}
         """What its attention does to scores, by the names of ``PagedContext.attend``."""
         qkv = attention.qkv
@@ -274,6 +311,11 @@ class _FusedLayer:
         projections = (qkv, attention.o, gate_up, mlp.down)
         self.sizes = [(*weight.shape, weight is gate_up) for weight in projections]
         self.on_stream = None if streams is None else _StreamLayer.of(projections, streams)
+
+    @property
+    def kv_scales(self) -> KVScales | None:
+        """Those of its attention, which may come after the stack."""
+        return self._attention.kv_scales
 
 
 def _ended(weight: Weight, fusions: Fusions) -> tuple[Product, Unsummed | None]:
@@ -301,7 +343,7 @@ class _StreamLayer(NamedTuple):
         found = [weight.stream_product(streams) for weight in projections]
         if any(product is None for product in found) or any(product.biased for product in found[1:] if product):
             return None
-        if len({type(product) for product in found}) > 1:  # they read what the others leave of a stream
+        if len({product.leaves for product in found if product}) > 1:  # they read what the others leave of a stream
             return None
         return cls(*(product for product in found if product is not None))
 

@@ -26,6 +26,9 @@ from .quantized_layouts import PER_WORD, codes_to_awq, codes_to_words, to_fp8, t
 FOUR_BITS = {"int4": torch.bfloat16, "gptq": torch.float16, "awq": torch.float16}
 """Formats of 4 bits, and in what they store scales."""
 FORMATS = ("fp8", "int8", *FOUR_BITS)
+WITH_KV_SCALES = ("fp8", "int8", "int4")
+"""Formats whose checkpoints may have scales of a KV cache in fp8."""
+_KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True, "dynamic": False}
 GROUPS = (128, 64, 32)
 """Numbers of a row that share a scale: of these the first that divides every row."""
 _LAYERS = re.compile(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight")
@@ -57,7 +60,11 @@ def group_for(widths: Mapping[str, int], wanted: int | None) -> int:
 
 
 def encoded(
-    tensors: Mapping[str, Tensor], name: str, grids: Mapping[str, Grid] | None = None, group: int | None = None
+    tensors: Mapping[str, Tensor],
+    name: str,
+    grids: Mapping[str, Grid] | None = None,
+    group: int | None = None,
+    kv_scales: Tensor | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors under their Hugging Face names -> (tensors with the layers' matrices in the format, what config.json says
     of it).
@@ -65,9 +72,12 @@ def encoded(
     Args:
         grids: of 4 bits, those that matrices lie on already, by name; the others are rounded to the nearest.
         group: as in ``group_for``.
+        kv_scales: float32 ``[L, 2, K]``, what keys and values of each key head are divided by for a cache in fp8; they
+            are written beside the matrices.
 
     Raises:
-        ValueError: an unknown format, or a matrix that cannot be cut into groups; the message names it.
+        ValueError: an unknown format, one that has no place for scales of the cache, or a matrix that cannot be cut
+            into groups; the message names it.
     """
     if name not in FORMATS:
         raise ValueError(f"format {name!r} is not known; choose {', '.join(FORMATS)}, or a type of GGUF files")
@@ -91,6 +101,16 @@ def encoded(
             codes, scale = (to_fp8 if name == "fp8" else to_int8)(tensor)
             out |= {key: codes, f"{prefix}.weight_scale": scale}
     settings = _checkpoint(name, group) if name in ("gptq", "awq") else _compressed(name, group)
+    if kv_scales is not None:
+        if name not in WITH_KV_SCALES:
+            raise ValueError(
+                f"{name} checkpoints have no scales of the KV cache; choose {', '.join(WITH_KV_SCALES)}, or leave them "
+                "out"
+            )
+        for layer, both in enumerate(kv_scales.float()[..., None, None]):
+            own = f"model.layers.{layer}.self_attn"
+            out |= {f"{own}.k_scale": both[0].clone(), f"{own}.v_scale": both[1].clone()}
+        settings["kv_cache_scheme"] = _KV_SCHEME
     return out, {"quantization_config": settings}
 
 

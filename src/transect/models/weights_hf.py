@@ -198,7 +198,7 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     directory = Path(directory)
     stack = ExitStack()
     try:
-        found = _listing(directory, stack)
+        found = listing(directory, stack)
         settings = _quantization(directory)
         if settings is not None:
             found = with_values(found, settings, _Stored)
@@ -296,8 +296,12 @@ class _Stored:
     dtype: str
 
 
-def _listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
-    """Every tensor of the checkpoint by its full transformers name."""
+def listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
+    """Every tensor of a checkpoint by its full transformers name; ``stack`` closes the files.
+
+    Raises:
+        ValueError: there are no safetensors, or a file is damaged.
+    """
     found: dict[str, _Stored] = {}
     for path in _files(directory):
         try:
@@ -407,6 +411,7 @@ def save_hf(
     grids: Mapping[str, Grid] | None = None,
     group: int | None = None,
     dtype: torch.dtype | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Write config.json and safetensors that transformers, vLLM and ``stored_hf`` read.
 
@@ -419,6 +424,7 @@ def save_hf(
         grids: those of 4 bits that the matrices lie on already, by canonical name; None: they are found.
         group: neighbours that share a scale in 4 bits; None: as many as fit.
         dtype: what config.json says of the model; None: that of the weights, where it is one.
+        kv_scales: of keys and values in fp8, as ``quantize_out.py`` takes them.
         max_shard_bytes: a new file is begun before one grows past this; one tensor is never cut.
 
     Raises:
@@ -434,7 +440,7 @@ def save_hf(
         scales = by_hf_name({name: grid.scale for name, grid in (grids or {}).items()}, config)
         zeros = by_hf_name({name: grid.zero for name, grid in (grids or {}).items()}, config)
         found = {name: Grid(scale, zeros[name]) for name, scale in scales.items()}
-        tensors, settings = encoded(tensors, quantization, found, group)
+        tensors, settings = encoded(tensors, quantization, found, group, kv_scales)
         values |= settings
     cut = shards(tensors, max_shard_bytes)
     directory = Path(directory)

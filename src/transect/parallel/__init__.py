@@ -4,7 +4,7 @@ Ranks, for serving and training alike:
 
 * ``layout.py``: ``Layout``, how many ranks along each axis, and which place a rank has (no torch)
 * ``launch.py``: ``Ranks``: start them as children of this process (``children.py``, no torch), or take those of
-  ``torchrun``; ``rank.py`` is what a child runs
+  ``torchrun`` (``gathering.py``: a name for each of its starts, no torch); ``rank.py`` is what a child runs
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
 * ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
   collectives

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from .children import BEGIN_S, Children, RankFailure, ended
+from .gathering import start_name
 from .world import World
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Ranks:
         self._children, self._folder = children, folder
         self._closing = self._calls = False
         self._told: list[Callable[[str], object]] = []
+        self._aborting: threading.Thread | None = None
         for rank, child in children.items():
             threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
 
@@ -89,14 +91,14 @@ class Ranks:
 
         Raises:
             ValueError: this host has fewer GPUs than ranks.
+            RankFailure: a rank has not come.
         """
         local, on_host = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         check_devices(on_host, device)
         if not dist.is_initialized():
             place = _device(device, local)
             store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=BEGIN_S)))
-            # Ranks that torchrun starts again meet in the same store, where the addresses of those before still are.
-            store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            store = dist.PrefixStore(start_name(store, rank, size), store)
             dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, **_options(place))
         return cls(World(_device(device, local)), {}, None)
 
@@ -161,6 +163,8 @@ class Ranks:
         if self.world.device.type != "cuda":
             dist.destroy_process_group()
             return
+        if self._aborting is not None:  # both at once free memory twice
+            self._aborting.join(END_S)
         leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
         leaving.start()
         leaving.join(END_S)
@@ -187,7 +191,8 @@ class Ranks:
             return
         self.failure = ended(rank, child.pid, code, self._folder)
         if self.world.device.type == "cuda":
-            threading.Thread(target=self._abort, daemon=True).start()
+            self._aborting = threading.Thread(target=self._abort, daemon=True)
+            self._aborting.start()
         for listener in self._told:
             listener(self.failure)
 
@@ -230,6 +235,8 @@ def _backend(device: str) -> str:
 
 
 def _options(place: torch.device) -> dict[str, Any]:
+    # A warning to all who send from stage to stage, whose groups do nothing else.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     return {"timeout": timedelta(seconds=BEGIN_S), **({"device_id": place} if place.type == "cuda" else {})}
 
 

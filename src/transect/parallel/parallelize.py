@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ParallelPlan:
     """How a model is trained on the ranks of a mesh.
 
     Attributes:
@@ -65,6 +65,7 @@ class Plan:
         schedule: how micro-batches pass through stages, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
         copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
+        fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.
         expert_way: how tokens and experts that ranks share come together, see ``experts.py``.
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
@@ -81,12 +82,13 @@ class Plan:
     expert_way: Way = "auto"
     host: bool = False
     copies: bool = True
+    fused: bool = False
     folder: str = ""
     tiles: int = 1
     device: torch.device | None = None
 
 
-def spread_of(layout: Layout, plan: Plan) -> Spread:
+def spread_of(layout: Layout, plan: ParallelPlan) -> Spread:
     """A layout and a plan as one."""
     return Spread(
         data=layout.data,
@@ -104,7 +106,9 @@ def spread_of(layout: Layout, plan: Plan) -> Spread:
     )
 
 
-def parallelize(model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None) -> Parallel:
+def parallelize(
+    model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
+) -> Parallel:
     """This rank's part of a model, with the values that all ranks have alike.
 
     Args:
@@ -134,7 +138,7 @@ class Parallel:
     """
 
     def __init__(
-        self, model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None
+        self, model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
     ) -> None:
         self._weights = weights
         """Those of the whole model; None: they are in ``parts``."""
@@ -244,11 +248,6 @@ class Parallel:
         part = self._part_of(name, self.shards)
         return part is not None and all(cut == slice(None) for cut in part)
 
-    @property
-    def alike(self) -> bool:
-        """Whether every rank has the whole sum of every gradient, as one rank would."""
-        return self.mesh.parts.size == 1 and not self.plan.zero and not self.shares_experts
-
     def counts(self, name: str) -> bool:
         """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
@@ -357,7 +356,7 @@ class Parallel:
             whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
             alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
-            table = None if self.pipeline is not None else shared_table(self.model, trained)
+            table = shared_table(self.model, trained) if plan.fused and self.pipeline is None else None
             self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
         return self.spread.owned
 
@@ -380,7 +379,7 @@ class Parallel:
         """Sums by copy engines, where the ranks are GPUs of one host that can. All ranks call it."""
         if not self._may_copy:
             return None
-        made = shared_copies(self.mesh.world, group)
+        made = shared_copies(self.mesh.world, group, fused=self.plan.fused)
         if isinstance(made, PeerCopies):
             log.info("gradients are summed by copy engines, beside the backward pass")
             return made

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.comm.add_twice import add_twice
+from ..ops.comm.add_twice import BLOCK, add_twice
 from ..ops.comm.copy_engine import Copies, EngineCopies
 from .copy_memory import ALIGN, CHUNK_BYTES, MOST_RANKS, SIGNALS, SLOTS, memory_bytes, part_bytes
 from .group import Group
@@ -54,6 +54,7 @@ class PeerCopies:
         rank: the own place among them.
         copies: what is put on streams.
         streams: to push and to pull on; None on a host.
+        fused: a sum of two ranks, its copy for the other and its squares are one launch.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class PeerCopies:
         copies: Copies,
         streams: tuple[Any, Any] = (None, None),
         chunk_bytes: int = CHUNK_BYTES,
+        fused: bool = False,
     ) -> None:
+        self.fused = fused
         self.memory, self.rank, self.ranks = list(memory), rank, len(memory)
         self.copies, (self._push, self._pull) = copies, streams
         self.part_bytes, self.nbytes = part_bytes(self.ranks, chunk_bytes), memory_bytes(self.ranks, chunk_bytes)
@@ -71,15 +74,25 @@ class PeerCopies:
         self._chunks = 0
         self._others = [(rank + step) % self.ranks for step in range(1, self.ranks)]
 
-    def start_all_reduce(self, x: Tensor) -> Copied:
-        """Begin to put the sum of all ranks' vectors ``x`` in its place; it must stay until the work is done."""
+    def start_all_reduce(self, x: Tensor, squares: Tensor | None = None) -> Copied:
+        """Begin to put the sum of all ranks' vectors ``x`` in its place; it must stay until the work is done.
+        ``squares``: from ``squares_of``; it then holds squares of this rank's share of the sum, to be added up."""
         self._begin()
+        at = 0
         for chunk in x.split(self.part_bytes // x.itemsize * self.ranks):
             step = ALIGN // x.itemsize
             each = -(-chunk.numel() // (self.ranks * step)) * step
             parts = [chunk[rank * each : (rank + 1) * each] for rank in range(self.ranks)]
-            self._sum(parts, parts[self.rank], pull=True)
+            room = -(-parts[self.rank].numel() // BLOCK)
+            self._sum(parts, parts[self.rank], pull=True, squares=None if squares is None else squares[at : at + room])
+            at += room
         return self._end()
+
+    def squares_of(self, x: Tensor) -> Tensor:
+        """Zeros, float32: as many as ``start_all_reduce`` of ``x`` may write squares."""
+        chunks = -(-x.numel() // (self.part_bytes // x.itemsize * self.ranks))
+        most = -(-min(x.nbytes, self.part_bytes) // (x.itemsize * BLOCK))
+        return torch.zeros(chunks * most, device=x.device)
 
     def start_scatter(self, out: Tensor, x: Tensor) -> Copied:
         """Begin to put the own part of the sum of all ranks' vectors ``x`` ``[ranks * n]`` into ``out`` ``[n]``; both
@@ -109,7 +122,7 @@ class PeerCopies:
         outbox."""
         return SIGNALS + (slot * self.ranks + source) * self.part_bytes
 
-    def _sum(self, parts: Sequence[Tensor], out: Tensor, *, pull: bool) -> None:
+    def _sum(self, parts: Sequence[Tensor], out: Tensor, *, pull: bool, squares: Tensor | None = None) -> None:
         """The sum of a chunk: the own part into ``out``; with ``pull`` the others into their places."""
         copies, rank, pushing, pulling = self.copies, self.rank, self._push, self._pull
         turn, slot = divmod(self._chunks, SLOTS)
@@ -125,7 +138,7 @@ class PeerCopies:
             copies.wait(self._signal(rank, ARRIVED, slot, other), turn, pulling)
         if out.numel():
             with copies.on(pulling):
-                self._add(parts[rank], out, slot, pull)
+                self._add(parts[rank], out, slot, pull, squares)
         if not pull:
             for other in self._others:
                 copies.post(self._signal(other, FREE, slot, rank), turn, pulling)
@@ -139,27 +152,35 @@ class PeerCopies:
                 copies.copy(parts[other].data_ptr(), there, parts[other].nbytes, pulling)
             copies.post(self._signal(other, FREE, slot, rank), turn, pulling)
 
-    def _add(self, mine: Tensor, out: Tensor, slot: int, outbox: bool) -> None:
+    def _add(self, mine: Tensor, out: Tensor, slot: int, outbox: bool, squares: Tensor | None) -> None:
         """The own part and the inbox, into ``out`` and the outbox."""
         boxes = []
         for source in range(self.ranks):
             begin = self._inbox(self.rank, slot, source)
             boxes.append(self._own[begin : begin + mine.nbytes].view(mine.dtype))
-        if self.ranks == 2:
-            if outbox:
-                add_twice(mine, boxes[1 - self.rank], out, boxes[self.rank])
-            else:
-                torch.add(mine, boxes[1 - self.rank], out=out)
+        if self.ranks == 2 and outbox and self.fused:
+            add_twice(mine, boxes[1 - self.rank], out, boxes[self.rank], squares)
             return
+        if self.ranks == 2:
+            torch.add(boxes[1 - self.rank] if self.rank else mine, mine if self.rank else boxes[1], out=out)
+        else:
+            self._add_wide(mine, boxes, out)
+        if outbox:
+            boxes[self.rank].copy_(out)
+        if squares is not None:
+            squares[:1] = out.float().square().sum()
+
+    def _add_wide(self, mine: Tensor, boxes: Sequence[Tensor], out: Tensor) -> None:
+        """The own part and what others have put into their boxes, in the order of the ranks and in float32."""
         total = torch.zeros(mine.shape, dtype=torch.float32, device=mine.device)
         for source, box in enumerate(boxes):
             total += mine if source == self.rank else box
         out.copy_(total)
-        if outbox:
-            boxes[self.rank].copy_(out)
 
 
-def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) -> PeerCopies | str:
+def shared_copies(
+    world: World, group: Group, chunk_bytes: int = CHUNK_BYTES, *, fused: bool = False
+) -> PeerCopies | str:
     """Make the copies of a group, or say why there are none. Every rank of the world calls this, and all get copies or
     none does."""
     nbytes = memory_bytes(group.size, chunk_bytes)
@@ -171,7 +192,7 @@ def shared_copies(world: World, group: Group, chunk_bytes: int = CHUNK_BYTES) ->
     if isinstance(copies, str):
         return copies
     streams = torch.cuda.Stream(priority=-1), torch.cuda.Stream(priority=-1)
-    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes)
+    return PeerCopies(memory.addresses, group.rank, copies, streams, chunk_bytes, fused)
 
 
 def engine_copies(world: World, memory: SharedMemory, signals: int) -> EngineCopies | str:

@@ -83,6 +83,8 @@ class Replicas:
         self._sent: list[_Sent] = []
         self._given: set[str] = set()
         """What had a gradient on this rank."""
+        self.square: Tensor | None = None
+        """The sum of the squares of what ``reduce`` gave, where the sums made it on their way: a float32 scalar."""
         arrived = weakref.WeakMethod(self._arrived)  # what a parameter's hook holds is never collected with it
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(_told, arrived, name))
@@ -130,6 +132,7 @@ class Replicas:
     @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
         """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
+        self.square = None
         self._send(len(self._buckets))
         # Not on the GPU: the host would wait there for all that it has launched.
         counts = [0] * self.group.size
@@ -152,6 +155,11 @@ class Replicas:
                     found[name] = values
                     if self.table is not None and name == self.table.name:
                         self.table.add(values, rows)
+        known = [sent.squares for sent in self._sent if sent.squares is not None]
+        if known:
+            rest = {n: found[n] for sent in self._sent if sent.squares is None for n in sent.names if n in found}
+            own = torch.cat(known).sum()
+            self.square = self.group.all_reduce(own[None])[0] + square_of(rest, own.device)
         self.clear()
         return {name: found[name] for name in self.parameters if name in found}
 
@@ -223,6 +231,7 @@ class Replicas:
         for bucket in self._buckets[len(self._sent) : end]:
             flat = self._filled(bucket)
             work: Any = None
+            squares = None
             if bucket[0] in self.alone:
                 pass
             elif self.zero == 2:
@@ -232,10 +241,13 @@ class Replicas:
                     self._received(sent)
             elif self.copies is not None and len(self._sent) + 1 < self._summed:
                 # The last bucket has no work beside it that could want the multiprocessors, and NCCL is quicker alone.
-                work = self.copies.start_all_reduce(flat)
+                shared = self.table is not None and bucket == [self.table.name]
+                if self.copies.fused and not self.zero and not self.alone and not shared:
+                    squares = self.copies.squares_of(flat)
+                work = self.copies.start_all_reduce(flat, squares)
             else:
                 work = dist.all_reduce(flat, group=self.group.group, async_op=True)
-            self._sent.append(_Sent(bucket, flat, work))
+            self._sent.append(_Sent(bucket, flat, work, squares))
 
     def _filled(self, bucket: Sequence[str]) -> Tensor:
         """The gradients of a bucket one behind the other, from here on the bucket's. One alone stays where it is."""
@@ -278,8 +290,8 @@ def _told(arrived: weakref.WeakMethod[Any], name: str, _: Tensor) -> None:
 class _Sent:
     """A bucket whose sum is on its way."""
 
-    def __init__(self, names: Sequence[str], flat: Tensor, work: Any) -> None:
-        self.names, self.work = names, work
+    def __init__(self, names: Sequence[str], flat: Tensor, work: Any, squares: Tensor | None = None) -> None:
+        self.names, self.work, self.squares = names, work, squares
         self.flat: Tensor | None = flat
 
 

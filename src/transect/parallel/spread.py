@@ -21,7 +21,8 @@ class Spread:
         expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.
         tiles: matrices of sharded layers come to the device in so many parts (``tiled.py``).
-        copies: gradients may be summed by copy engines, in memory that GPUs share (``peer_copies.py``).
+        copies: gradients may be summed by copy engines, in memory that GPUs share (``peer_copies.py``). fused: and the
+            gradient of a table that the head shares travels in two parts (``table_rows.py``).
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights
             too, with zero 3, on one rank or several.
 
@@ -41,6 +42,7 @@ class Spread:
     reduce: int = 4
     tiles: int = 1
     copies: bool = True
+    fused: bool = False
     host_state: bool = False
     host_weights: bool = False
 

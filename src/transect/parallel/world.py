@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 FOR_EVER = timedelta(days=365)
 """Ranks of an engine without work wait for their next message. That one of them is gone shows in the connection."""
-INLINE = 1024
+INLINE = 4096
 """Bytes of a message that travel with its length."""
 
 

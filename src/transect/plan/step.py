@@ -6,7 +6,7 @@ three times. Each is divided by the rate of the machine and the share of it that
 does besides is the same for every layout: it steps the optimizer over what it owns, and exchanges what its axes ask.
 
 Data ranks sum gradients while the backward pass runs; what comes last, the embedding's bucket, has nothing beside it;
-where the head shares its table only rows of the tokens come last (``parallel/table_rows.py``).
+with fused sums, where the head shares its table, only rows of the tokens come last (``parallel/table_rows.py``).
 ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each layer beside the one before, twice in a micro-batch.
 Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention, and wait for their
 gradients; their attention is counted like that of one rank. The slowest stage of a pipeline waits for one micro-batch
@@ -243,7 +243,7 @@ def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one:
         return found * micro
     numbers = _trained(part, plan)
     table = math.prod(part.shapes.get("embed.weight", (0,)))
-    apart = part.config.tied_embeddings and spread.tensor == spread.pipeline == 1
+    apart = spread.fused and part.config.tied_embeddings and spread.tensor == spread.pipeline == 1
     last = min(numbers, 25 * 2**20 // 4 if plan.adapted or apart else max(25 * 2**20 // 4, table))
     buckets = max(1.0, 4 * numbers / (25 * 2**20))
     summed = axis.all_reduce if spread.zero < 2 else axis.send

@@ -24,7 +24,7 @@ from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
-from ..parallel.parallelize import Parallel, Plan, parallelize
+from ..parallel.parallelize import Parallel, ParallelPlan, parallelize
 from ..parallel.pipeline import Pipeline
 from ..parallel.pulse import Pulse, default_store
 from ..parallel.refusals import Run, refusal
@@ -108,7 +108,7 @@ class Crew:
         if self.mesh is None:
             return trainable
         parallel = self.config.parallel
-        plan = Plan(
+        plan = ParallelPlan(
             zero=3 if parallel.sharded else parallel.zero,
             reduce_dtype=REDUCE[parallel.reduce],
             sequence=parallel.sequence,
@@ -116,7 +116,8 @@ class Crew:
             chunks=parallel.runs,
             expert_way=parallel.expert_way,
             host=parallel.offload == "all",
-            copies=parallel.sums == "auto" and parallel.offload == "none",
+            copies=parallel.sums != "nccl" and parallel.offload == "none",
+            fused=parallel.sums == "fused",
             folder=self._folder,
             tiles=parallel.tiles,
             device=trainable.device,
@@ -235,7 +236,16 @@ class Crew:
             return optimizer.norm_of(gradients)
         self.parallel.complete(gradients)
         optimizer.give(gradients)
-        return optimizer.gradient_norm() if self.parallel.alike else self.parallel.norm(gradients)
+        return self._norm(self.parallel, optimizer, gradients)
+
+    def _norm(self, parallel: Parallel, optimizer: Optimizer, gradients: Mapping[str, Tensor]) -> Tensor:
+        """The norm of gradients that ``optimizer`` was given. Where every rank has the whole sum of each, and sums are
+        fused, it came with them, or is taken as one rank does."""
+        plan, spread = parallel.plan, parallel.spread
+        if not plan.fused or plan.zero or parallel.mesh.parts.size > 1 or parallel.shares_experts:
+            return parallel.norm(gradients)
+        square = spread.square if isinstance(spread, Replicas) else None
+        return optimizer.gradient_norm() if square is None else square.sqrt()
 
     def _piped(
         self,
@@ -389,7 +399,8 @@ def asked(parallel: ParallelConfig) -> Spread:
         expert=parallel.expert > 1,
         reduce=4 if parallel.reduce == "float32" else 2,
         tiles=parallel.tiles,
-        copies=parallel.sums == "auto",
+        copies=parallel.sums != "nccl",
+        fused=parallel.sums == "fused",
         host_state=parallel.offload != "none",
         host_weights=streams,
     )

@@ -125,7 +125,12 @@ def _rounded(weights: StoredWeights, rounding: Callable[[Tensor], Tensor]) -> St
 
 
 def export_model(
-    found: Opened, output: Path, dtype: str = "auto", quantization: str | None = None, group: int | None = None
+    found: Opened,
+    output: Path,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    group: int | None = None,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Write a plain model in Hugging Face layout, the adapter merged, with its tokenizer.
 
@@ -133,6 +138,7 @@ def export_model(
         dtype: ``auto``: that of the run, else of the embedding in the files; bfloat16 where that is packed.
         quantization: of the layers' matrices, as ``models/quantize_out.py`` says; None: none.
         group: neighbours that share a scale in 4 bits; None: as many as fit.
+        kv_scales: of a KV cache in fp8, as ``models/quantize_out.py`` takes them.
 
     Raises:
         ValueError: an unknown dtype, or ``output`` cannot be written.
@@ -141,7 +147,7 @@ def export_model(
         raise ValueError(f"dtype must be auto, {', '.join(EXPORT_DTYPES)}, not {dtype!r}")
     wanted = EXPORT_DTYPES.get(dtype) or export_dtype(found)
     state = {name: dense_values(stored.read()).to(wanted, copy=True) for name, stored in merged(found)}
-    save_hf(state, found.source.config, output, quantization=quantization, group=group)
+    save_hf(state, found.source.config, output, quantization=quantization, group=group, kv_scales=kv_scales)
     export_tokenizer(found.source, output)
 
 

@@ -4,6 +4,7 @@ written."""
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,21 @@ class Run:
         found = None if self.checkpoint is None else newest(self.checkpoint, check=first)
         config = TrainConfig.from_dict(self.config)
         return Trainer(config, found, allow_changed=self.allow_changed, world=world)
+
+
+def started_again(config: TrainConfig) -> bool:
+    """Whether ``torchrun`` has started this command before. A host counts only the restarts that its own ranks have
+    caused, so all ranks ask each other.
+
+    Raises:
+        ValueError: there are fewer devices than ranks.
+        RankFailure: a rank has not come.
+    """
+    here = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if not under_torchrun():
+        return here
+    check(config)
+    return any(Ranks.join(device_of(config.device).type).world.exchange(here))
 
 
 @contextlib.contextmanager

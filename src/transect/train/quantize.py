@@ -13,8 +13,9 @@ from ..models.calibration import importance
 from ..models.decoder import Decoder
 from ..models.gguf_out import MATRIX_TYPES
 from ..models.gptq import round_model
+from ..models.kv_scales import measured_scales
 from ..models.load import allocated, fill
-from ..models.quantize_out import FORMATS, FOUR_BITS, group_for, is_symmetric
+from ..models.quantize_out import FORMATS, FOUR_BITS, WITH_KV_SCALES, group_for, is_symmetric
 from ..models.weights_hf import save_hf
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
@@ -41,7 +42,12 @@ class Calibration:
 
 
 def quantize_model(
-    found: Opened, output: Path, name: str, calibration: Calibration | None = None, group: int | None = None
+    found: Opened,
+    output: Path,
+    name: str,
+    calibration: Calibration | None = None,
+    group: int | None = None,
+    kv_scales: bool = False,
 ) -> None:
     """Write a model in a format: a directory (``FORMATS``), or a GGUF file (a type of those).
 
@@ -49,6 +55,8 @@ def quantize_model(
         name: of the format, in capitals or not.
         calibration: of 4 bits in safetensors, and of the GGUF types of 4 to 6 bits; None: to the nearest.
         group: numbers of a row that share a scale, in 4 bits in safetensors; None: the most that fit.
+        kv_scales: write a scale for the keys and one for the values of each key head too, with which those of the
+            calibration's text fit into a cache in fp8; in ``WITH_KV_SCALES``.
 
     Raises:
         ValueError: an unknown format, a calibration or a group that it has no use for, a text that cannot be read, a
@@ -60,15 +68,22 @@ def quantize_model(
         raise ValueError(f"--format {name} cannot be written; choose one of {', '.join(known)}")
     if group is not None and name not in FOUR_BITS:
         raise ValueError(f"a group size is for {', '.join(FOUR_BITS)}, not {name}: leave it out")
-    if calibration is not None and not takes_calibration(name):
+    if kv_scales and (calibration is None or name not in WITH_KV_SCALES):
+        raise ValueError(
+            f"scales of the KV cache are for {', '.join(WITH_KV_SCALES)}, and a text must tell them: choose one of "
+            "these and give --calibrate FILE, or leave --kv-scales out"
+        )
+    if calibration is not None and not takes_calibration(name) and not kv_scales:
         raise ValueError(f"{name} rounds to the nearest and takes no calibration: leave --calibrate out")
     if name not in FORMATS:
         counts = None if calibration is None else _importance(found, calibration)
         export_gguf(found, output, name, counts)
-    elif calibration is None:
-        export_model(found, output, quantization=name, group=group)
+        return
+    cached = measured_scales(_model(found), windows_of(found, calibration)) if calibration and kv_scales else None
+    if calibration is None or not takes_calibration(name):
+        export_model(found, output, quantization=name, group=group, kv_scales=cached)
     else:
-        _calibrated(found, output, name, calibration, group)
+        _calibrated(found, output, name, calibration, group, cached)
 
 
 def takes_calibration(name: str) -> bool:
@@ -76,7 +91,9 @@ def takes_calibration(name: str) -> bool:
     return name in FOUR_BITS or name.startswith(("q4", "q5", "q6"))
 
 
-def _calibrated(found: Opened, output: Path, name: str, calibration: Calibration, group: int | None) -> None:
+def _calibrated(
+    found: Opened, output: Path, name: str, calibration: Calibration, group: int | None, cached: torch.Tensor | None
+) -> None:
     texts = windows_of(found, calibration)
     model = _model(found)
     group = group_for({key: weight.in_features for key, weight in model.weights() if key != "head"}, group)
@@ -88,7 +105,7 @@ def _calibrated(found: Opened, output: Path, name: str, calibration: Calibration
         for key, tensor in model.state_dict().items()
         if not (key == "head.weight" and config.tied_embeddings)
     }
-    save_hf(state, config, output, quantization=name, grids=grids, group=group, dtype=wanted)
+    save_hf(state, config, output, quantization=name, grids=grids, group=group, dtype=wanted, kv_scales=cached)
     export_tokenizer(found.source, output)
 
 

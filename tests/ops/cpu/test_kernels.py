@@ -204,6 +204,10 @@ def test_packed_file_round_trip_and_damage(tmp_path_factory: pytest.TempPathFact
     assert packing.read_packed(path, weights) is None
 
 
+def test_the_products_of_every_kind_are_compiled_once() -> None:
+    assert sorted(", ".join(build.TOGETHER).split(", ")) == sorted(kind.name for kind in Kind)
+
+
 def test_a_machine_without_a_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(Unavailable, match=r"no C\+\+ compiler found.*install"):

@@ -12,10 +12,11 @@ import torch
 
 from ...models.decoder import Decoder
 from ...models.fused_stack import Fusions
+from ...models.kv_scales import take_scales
 from ...models.load import load_on_device
 from ...models.resolve import ModelSource
 from ...models.weights.kinds import kinds_for
-from ...parallel.load import GROUP, load_shard_on_device
+from ...parallel.load import GROUP, load_shard_on_device, shard_of
 from ...parallel.mesh import Mesh
 from . import warm_kernels
 from .compilers import Compilers
@@ -63,6 +64,7 @@ def load(
         ValueError: a file of the model is at fault.
     """
     config, tricks = setup.config, setup.tricks
+    chained = config.gpu.chained_blocks and not config.deterministic
     work = warm_kernels.Work(
         config=setup.model,
         dtype=setup.dtype,
@@ -74,6 +76,7 @@ def load(
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
         gathered_keys=tricks["gathered_keys"],
+        chained_blocks=chained,
         quantization=config.quantization,
         layouts=setup.layouts,
         cache_dtype=setup.cache_dtype,
@@ -99,9 +102,12 @@ def load(
             setup.device,
             dependent_launch=config.gpu.dependent_launch,
             layouts=setup.layouts,
+            chained_blocks=chained,
         ),
         stream=setup.stream,
     )
+    if config.kv_cache_dtype == "fp8":
+        take_scales(model, source, slice(None) if mesh is None else shard_of(source.config, mesh).layers)
     times.done("weights")
     allocated = torch.cuda.memory_allocated(setup.device)
     compiled = warming.wait()

@@ -132,7 +132,12 @@ def set_up(
     if stream is not None:
         storage = replace(storage, streamed=stream.bytes)
     longest = config.max_model_len or model.max_position
-    ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
+    ops = gpu_ops(
+        device,
+        deterministic=config.deterministic,
+        dependent_launch=config.gpu.dependent_launch,
+        rounding_norms=config.gpu.rounding_norms,
+    )
     asked, config = repr(config), without_graphs(config, ops, stream)
     return Setup(
         config=config,
@@ -181,13 +186,19 @@ def check_cache(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
+def gpu_ops(
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    dependent_launch: bool = True,
+    rounding_norms: bool = False,
+) -> OpSet:
     """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
-    (Hopper)."""
+    (Hopper); ``rounding_norms``: as in ``GPUOptions``."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
     dependent_launch = dependent_launch and has_dependent_launch(device)
     if dependent_launch and not deterministic:
-        ops = replace(ops, stream_products=StreamProducts(device))
+        ops = replace(ops, stream_products=StreamProducts(device, rounding_norms=rounding_norms))
     return with_dependent_launch(ops, dependent_launch)
 
 
@@ -215,12 +226,13 @@ def runner_tricks(
 ) -> dict[str, Any]:
     """Further options of ``GPURunner`` on this device, by the names of its arguments."""
     switches = config.gpu
+    shares = config.shares_data and config.enable_expert_parallel
     hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
     hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     return {
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
-        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not config.shares_data,
+        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not shares,
         "gathered_keys": switches.gathered_keys and hopper,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.

@@ -1,5 +1,5 @@
 """The executors of ranks that have requests of their own and share experts with other ranks
-(``engine/shared_experts.py``): ``GPUSharingRunner``, and ``GPUSharingStageRunner`` for one stage of a pipeline.
+(``engine/sharing.py``): ``GPUSharingRunner``, and ``GPUSharingStageRunner`` for one stage of a pipeline.
 
 Layers with experts exchange tokens in shapes that follow from the largest step of all ranks. That size is agreed on
 before a step is launched, and is part of what a graph is known by. A rank without a batch runs a step of its layers'

@@ -137,8 +137,13 @@ class DenseStream:
         """Only ``linear`` adds a bias."""
         return self._bias is not None
 
-    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
-        return self._products.takes(x, sizes)
+    @property
+    def leaves(self) -> object:
+        """The norm's input and its sums of squares, in the dtype of the stream."""
+        return DenseStream
+
+    def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
+        return wanted is None and self._products.takes(x, sizes)
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
         return self._products.add(x, self._weight, residual, scale, eps)

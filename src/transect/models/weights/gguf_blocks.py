@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +12,30 @@ from torch import Tensor
 from ...ops.activation import swiglu
 from ...ops.lang.jit import runs_triton
 from ...ops.linear import gate_up
-from ...ops.linear.packed import gguf_matmul
+from ...ops.linear.few_rows.cuda import Beside
+from ...ops.linear.packed import gguf_chain, gguf_matmul
+from ...ops.linear.packed.gguf_chain import BlockPart, ChainWeights, Matrix
 from ...ops.linear.packed.gguf_layout import COLUMNS, FORMATS, ROWS, arrange, arranged_shape, dense
+from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_blocks
 from ...ops.opset import OpSet
 from ..staging import Staging
 from ..storage import Layout, WeightFormat
 from ..stored import Blocks
 from .in_blocks import join_blocks
-from .weight import Dimension, Product, TrainingPart, Values, Weight, by_expert, join_biases, part_of, shard_bias
+from .weight import (
+    Chain,
+    Dimension,
+    Product,
+    StreamProduct,
+    TrainingPart,
+    Values,
+    Weight,
+    by_expert,
+    join_biases,
+    part_of,
+    shard_bias,
+)
 
 
 class GGUFBlocks(Weight):
@@ -112,6 +128,13 @@ class GGUFBlocks(Weight):
 
         return gated
 
+    def stream_product(self, products: StreamProducts) -> BlockStream | None:
+        chain = self._products.chain
+        if chain is None or not self._products.dependent or self.in_features % COLUMNS:
+            return None
+        matrix = (BlockPart(self.arranged.contiguous(), self.block_type, self.out_features),)
+        return None if gguf_chain.refusal(matrix) is not None else BlockStream(chain, matrix, self.bias)
+
     def join_with(self, others: Sequence[Weight], *, gated: bool = False) -> GGUFBlocks | None:
         parts = [self]
         for other in others:
@@ -152,3 +175,64 @@ class GGUFBlocks(Weight):
         )
         made.arranged = arranged
         return made
+
+
+class BlockStream:
+    """The products of a matrix in blocks on the residual stream (``ops/linear/stream_products.py``), of one row."""
+
+    def __init__(self, kernel: gguf_chain.GGUFChain, matrix: Matrix, bias: Tensor | None) -> None:
+        self._kernel, self._matrix, self._bias = kernel, matrix, bias
+
+    @property
+    def biased(self) -> bool:
+        """Only ``linear`` adds a bias."""
+        return self._bias is not None
+
+    @property
+    def leaves(self) -> object:
+        """The norm's input and its sums of squares, in the dtype of the stream."""
+        return BlockStream
+
+    def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
+        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
+        return wanted is None and gguf_chain.takes(x, sizes)
+
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+        beside = Beside(residual=residual, scale=scale)
+        total, scaled, squares = self._kernel(x, self._matrix, None, beside, dependent_launch=True)
+        assert scaled is not None and squares is not None
+        return Stream(total, scaled, squares, eps)
+
+    def linear(self, stream: Stream) -> Tensor:
+        beside = Beside(squares=stream.squares, eps=stream.eps)
+        return self._kernel(stream.scaled, self._matrix, self._bias, beside, dependent_launch=True)[0]
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self._kernel(x, self._matrix, dependent_launch=True)[0]
+
+    def gated(self, stream: Stream) -> Tensor:
+        beside = Beside(squares=stream.squares, eps=stream.eps)
+        return self._kernel(stream.scaled, self._matrix, None, beside, gated=True, dependent_launch=True)[0]
+
+    def stack(self, below: Sequence[StreamProduct | None]) -> BlockStream | None:
+        """Itself with other matrices below it, of other block types."""
+        parts = [self, *(each for each in below if isinstance(each, BlockStream))]
+        biases = [part._bias for part in parts if part._bias is not None]
+        matrix = tuple(block for part in parts for block in part._matrix)
+        if len(parts) <= len(below) or len(biases) not in (0, len(parts)) or gguf_chain.refusal(matrix) is not None:
+            return None
+        return BlockStream(self._kernel, matrix, torch.cat([bias.detach() for bias in biases]) if biases else None)
+
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
+        parts = [self, *(each for each in after if isinstance(each, BlockStream))]
+        if len(parts) < 4:
+            return None
+        o, gate_up, down, qkv = parts
+        matrices, bias, kernel = (o._matrix, gate_up._matrix, down._matrix, qkv._matrix), qkv._bias, self._kernel
+        if gguf_chain.sizes_refusal(matrices) is not None:
+            return None
+
+        def run(x: Tensor, residual: Tensor, norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> Any:
+            return kernel.chain(x, residual, ChainWeights(*matrices, norms, eps, bias), dependent_launch=True)
+
+        return run

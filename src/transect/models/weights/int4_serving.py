@@ -94,9 +94,14 @@ class Int4Stream:
         """Only ``linear`` adds a bias."""
         return self._weight.bias is not None
 
-    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
-        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes."""
-        if x.dtype != torch.bfloat16 or not 0 < len(x) <= int4_rows.ROWS[0]:
+    @property
+    def leaves(self) -> object:
+        """The norm's input and its sums of squares, in the dtype of the stream."""
+        return Int4Stream
+
+    def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
+        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
+        if wanted is not None or x.dtype != torch.bfloat16 or not 0 < len(x) <= int4_rows.ROWS[0]:
             return False
         gated = [(n, k) for n, k, gate in sizes if gate]
         return all(self._kernel.gates(len(x), n, k, self._weight.group, x.device) is not None for n, k in gated)

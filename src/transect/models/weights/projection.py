@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...ops.linear.stream_products import StreamProducts
 from ..storage import WeightFormat
-from .weight import Product, StreamProduct, Weight
+from .weight import Product, Stackable, StreamProduct, Weight
 
 
 class Half(nn.Module):
@@ -164,7 +164,10 @@ class Projection(Weight):
 
     def stream_product(self, products: StreamProducts) -> StreamProduct | None:
         whole = self.join()
-        return None if whole is None else whole.stream_product(products)
+        if whole is not None:
+            return whole.stream_product(products)
+        first, *below = (part.stream_product(products) for part in self.matrices)
+        return first.stack(below) if isinstance(first, Stackable) and "gate" not in self.names else None
 
     def extra_repr(self) -> str:
         return ", ".join(self.names)

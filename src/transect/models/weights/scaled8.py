@@ -3,8 +3,8 @@ outputs by 128 inputs; rounded when a model is loaded, or as a checkpoint holds 
 
 How a product is computed, on Hopper in bfloat16: up to 16 rows by ``scaled8_rows.py``, which streams the codes and does
 not round the input; more by ``scaled8_tiles.py``, which rounds each row to 8 bits and multiplies on tensor cores, where
-``rounds_inputs`` allows it. Elsewhere a Triton kernel decodes the codes (``scaled8.py``), and where there is none torch
-does, some outputs at a time.
+``rounds_inputs`` allows it. Where it is asked for, the norm and the gate before a product round for it (``Stream8``).
+Elsewhere a Triton kernel decodes the codes (``scaled8.py``); where there is none torch does, some outputs at a time.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed import scaled8_chain, scaled8_rows, scaled8_tiles
+from ...ops.linear.packed import scaled8_chain, scaled8_rounding, scaled8_rows, scaled8_tiles
 from ...ops.linear.packed.scaled8 import triton_scaled8
 from ...ops.linear.packed.scaled8_chain import ChainWeights, Matrix8
-from ...ops.linear.packed.scaled8_tiles import BLOCK
+from ...ops.linear.packed.scaled8_rounding import BLOCK, Rounded
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_scaled8
 from ...ops.opset import OpSet
@@ -61,15 +61,20 @@ class Products8:
     decoded for each product."""
 
     few: scaled8_rows.CudaRows8 | None = None
-    many: scaled8_tiles.Products8 | None = None
+    many: scaled8_tiles.Tiles8 | None = None
     dependent: bool = False
     """Launches begin while the kernel before still ends."""
     chain: scaled8_chain.CudaChain | None = None
     """A layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
-    def on(cls, device: torch.device | str, *, dependent: bool = False) -> Products8:
-        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
+    def on(cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True) -> Products8:
+        """The fastest that run on ``device``.
+
+        Args:
+            dependent: with dependent launch where the device has it.
+            fp8: there are weights in fp8: the kernel of the chain, which takes no others, is compiled too.
+        """
         device = torch.device(device)
         if device.type != "cuda" or not has_dependent_launch(device) or torch.cuda.get_device_capability(device)[0] > 9:
             return cls()
@@ -78,8 +83,8 @@ class Products8:
             few = scaled8_rows.CudaRows8(device)
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
-        chain = scaled8_chain.CudaChain(device) if few is not None and dependent else None
-        return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent, chain)
+        chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 else None
+        return cls(few, scaled8_tiles.Tiles8(dependent_launch=dependent), dependent, chain)
 
 
 class Scaled8(Weight):
@@ -178,8 +183,8 @@ class Scaled8(Weight):
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
-        few = self._products.few
-        return None if few is None or not self._products.dependent else Stream8(few, self)
+        few, many = self._products.few, self._products.many if products.rounding_norms else None
+        return None if few is None or not self._products.dependent else Stream8(few, many, self)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
         whole = not self.blocks or self.out_features // (len(starts) - 1) % BLOCK == 0
@@ -251,37 +256,62 @@ class Scaled8(Weight):
 
 
 class Stream8:
-    """The products of a matrix in 8 bits on the residual stream (``ops/linear/stream_products.py``)."""
+    """The products of a matrix in 8 bits on the residual stream (``ops/linear/stream_products.py``).
 
-    def __init__(self, kernel: scaled8_rows.CudaRows8, weight: Scaled8) -> None:
-        self._kernel, self._weight = kernel, weight
+    Up to 16 rows norms and gates are part of the products. With more, and with ``many``, a product ends as ``[T, O]``,
+    and one kernel makes the next one's input of it: residual add, norm and rounding, or gate and rounding.
+    """
+
+    def __init__(self, few: scaled8_rows.CudaRows8, many: scaled8_tiles.Tiles8 | None, weight: Scaled8) -> None:
+        self._few, self._many, self._weight = few, many if weight.rounds_inputs else None, weight
+        self._rounding, self._dependent = (weight.fp8, weight.blocks), weight._products.dependent
 
     @property
     def biased(self) -> bool:
         """Only ``linear`` adds a bias."""
         return self._weight.bias is not None
 
-    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool:
-        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes."""
-        whole = 2 * BLOCK if self._weight.blocks else 16
-        return (
-            x.dtype == torch.bfloat16
-            and 0 < len(x) <= scaled8_rows.MOST_ROWS
-            and all(k % 64 == 0 and n % (whole if gate else 16) == 0 for n, k, gate in sizes)
-        )
+    @property
+    def leaves(self) -> object:
+        """Codes of its own kind, where it rounds its input."""
+        return (Stream8, *self._rounding, self._many is None)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
+        """Whether a step on the stream x ``[M, D]`` with products of these sizes runs here, to its end for ``wanted``
+        rows."""
+        if x.dtype != torch.bfloat16 or not len(x):
+            return False
+        if len(x) > scaled8_rows.MOST_ROWS:
+            ends = not wanted or self.takes(x[:wanted], sizes)
+            return ends and self._many is not None and all(k % 16 == 0 for _, k, _ in sizes)
+        if wanted is not None:
+            return False
+        whole = 2 * BLOCK if self._weight.blocks else 16
+        return all(k % 64 == 0 and n % (whole if gate else 16) == 0 for n, k, gate in sizes)
+
+    def add(self, x: Tensor | Rounded, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+        if len(residual) > scaled8_rows.MOST_ROWS:
+            y = self._many_rows(x)
+            total, rounded = scaled8_rounding.norm_rounded(
+                y, residual, scale, eps, *self._rounding, dependent_launch=self._dependent
+            )
+            return Stream(total, rounded.codes, None, eps, rounded.scale)
         total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
         assert scaled is not None and squares is not None
         return Stream(total, scaled, squares, eps)
 
     def linear(self, stream: Stream) -> Tensor:
+        if len(stream.total) > scaled8_rows.MOST_ROWS:
+            return self._many_rows(_rows_of(stream), self._weight.bias)
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
 
-    def plain(self, x: Tensor) -> Tensor:
-        return self._run(x, Beside())[0]
+    def plain(self, x: Tensor | Rounded) -> Tensor:
+        return self._many_rows(x) if isinstance(x, Rounded) else self._run(x, Beside())[0]
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: Stream) -> Tensor | Rounded:
+        if len(stream.total) > scaled8_rows.MOST_ROWS:
+            both = self._many_rows(_rows_of(stream))
+            return scaled8_rounding.gate_rounded(both, *self._rounding, dependent_launch=self._dependent)
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
@@ -298,12 +328,26 @@ class Stream8:
         return lambda x, residual, norms, eps: call(x, residual, weights(norms, eps), dependent_launch=True)
 
     def _run(
-        self, x: Tensor, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
+        self, x: Tensor | Rounded, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Up to 16 rows, which are never rounded."""
+        assert isinstance(x, Tensor)
         weight = self._weight
-        return self._kernel.beside(
+        return self._few.beside(
             x, weight.codes, weight.scale, norm, bias, weight.fp8, gated=gated, dependent_launch=True
         )
+
+    def _many_rows(self, x: Tensor | Rounded, bias: Tensor | None = None) -> Tensor:
+        """The product alone of more than 16 rows."""
+        assert self._many is not None
+        if isinstance(x, Tensor):
+            x = scaled8_rounding.triton_rounded(x, *self._rounding, dependent_launch=self._dependent)
+        weight = self._weight
+        return self._many.product(*x, weight.codes, weight.scale, bias, weight.fp8, dtype=weight.dtype)
+
+
+def _rows_of(stream: Stream) -> Tensor | Rounded:
+    return stream.scaled if stream.row_scale is None else Rounded(stream.scaled, stream.row_scale)
 
 
 def kinds_of_8_bits(quantization: str, products: Products8 | None = None) -> Kinds:

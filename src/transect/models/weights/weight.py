@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,8 @@ Product = Callable[[Tensor], Tensor]
 Chain = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[float, float]], tuple[Tensor, Tensor]]
 """``(x, residual, weights of the two norms, their eps) -> (q with k and v of the next layer, residual stream)``."""
 Dimension = Literal["out", "in"]
+Gated = Any
+"""What a gate leaves for the product after it: ``[T, F]``, or these rows in 8 bits (``Rounded``)."""
 
 
 class StreamProduct(Protocol):
@@ -62,19 +64,36 @@ class StreamProduct(Protocol):
     @property
     def biased(self) -> bool: ...
 
-    def takes(self, x: Tensor, sizes: Sequence[Size]) -> bool: ...
+    @property
+    def leaves(self) -> object:
+        """Equal for products that can be on one stream: what they leave of it is what the others read."""
+        ...
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream: ...
+    def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
+        """Whether a step on the stream x ``[T, D]`` with products of these sizes runs on it. ``wanted``: how many of
+        its tokens the last layer ends for, where those are not all."""
+        ...
+
+    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> Stream: ...
 
     def linear(self, stream: Stream) -> Tensor: ...
 
-    def plain(self, x: Tensor) -> Tensor: ...
+    def plain(self, x: Gated) -> Tensor: ...
 
-    def gated(self, stream: Stream) -> Tensor: ...
+    def gated(self, stream: Stream) -> Gated: ...
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         """This product on a stream and the three after it (gate with up, down, q with k and v of the next layer) in one
         launch for one row; None where they are launches of their own."""
+        ...
+
+
+@runtime_checkable
+class Stackable(StreamProduct, Protocol):
+    """Products on a stream by a matrix that may be made of parts of several kinds."""
+
+    def stack(self, below: Sequence[StreamProduct | None]) -> StreamProduct | None:
+        """Those by this matrix and others below it as if they were one; None where there is no such kernel."""
         ...
 
 

@@ -5,7 +5,8 @@ Read in this order:
 * ``simd.h``       one vector type for AVX-512, AVX2 and plain machines; number formats; exp
 * ``pool.h``       the team of threads, its barriers and its shared work lists
 * ``kinds.h``      how packed weights lie in memory: 4-bit, 8-bit, blocks of GGUF files, bf16, float32
-* ``linear.h``     y = x W^T with W packed so
+* ``packed.h``     a weight that is packed so, its products and its rows
+* ``linear.h``     y = x W^T: the loops; ``linear.cpp`` compiles them for some kinds at a time
 * ``attention.h``  paged attention over a ragged batch
 * ``norm.h``       RMSNorm, LayerNorm, rotary embedding
 * ``stack.h``      all decoder layers in one call

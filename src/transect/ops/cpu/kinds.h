@@ -26,6 +26,7 @@ enum Kind : int32_t {
   Q4_HALF = 0, Q4_FLOAT = 1, Q8_HALF = 2, Q8_FLOAT = 3, Q8_FLOAT_G16 = 4, BF16 = 5, F32 = 6,
   Q4_0 = 7, Q5_0 = 8, Q5_1 = 9, Q8_0 = 10, Q4_K = 11, Q5_K = 12, Q6_K = 13,
 };
+constexpr int KINDS = 14;
 
 template <int I, int N, class F>
 inline void unrolled(F&& f) {
@@ -150,24 +151,35 @@ struct Dense {
   vf weight(vi word) const { return as_float(!HALF ? word : I == 0 ? word << 16 : word & int32_t(0xffff0000)); }
 };
 
-template <class F>
+template <class W>
+struct Is { using Weights = W; };
+template <int KIND>
+constexpr auto kind() {
+  if constexpr (KIND == Q4_HALF) return Is<Affine<4, 32, true>>();
+  else if constexpr (KIND == Q4_FLOAT) return Is<Affine<4, 32, false>>();
+  else if constexpr (KIND == Q8_HALF) return Is<Affine<8, 32, true>>();
+  else if constexpr (KIND == Q8_FLOAT) return Is<Affine<8, 32, false>>();
+  else if constexpr (KIND == Q8_FLOAT_G16) return Is<Affine<8, 16, false>>();
+  else if constexpr (KIND == BF16) return Is<Dense<true>>();
+  else if constexpr (KIND == F32) return Is<Dense<false>>();
+  else if constexpr (KIND == Q4_0) return Is<Blocks<4, 0, 32, 1, false, false, 8>>();
+  else if constexpr (KIND == Q5_0) return Is<Blocks<4, 1, 32, 1, false, false, 16>>();
+  else if constexpr (KIND == Q5_1) return Is<Blocks<4, 1, 32, 1, false, true, 0>>();
+  else if constexpr (KIND == Q8_0) return Is<Blocks<8, 0, 32, 1, false, false, 128>>();
+  else if constexpr (KIND == Q4_K) return Is<Blocks<4, 0, 32, 8, true, true, 0>>();
+  else if constexpr (KIND == Q5_K) return Is<Blocks<4, 1, 32, 8, true, true, 0>>();
+  else return Is<Blocks<4, 2, 16, 16, true, false, 32>>();
+}
+template <int KIND>
+using Weights = typename decltype(kind<KIND>())::Weights;
+
+// ``f`` with the type of a kind.
+template <int KIND = 0, class F>
 auto with_kind(int kind, F f) {
-  switch (kind) {
-    case Q4_HALF: return f.template operator()<Affine<4, 32, true>>();
-    case Q4_FLOAT: return f.template operator()<Affine<4, 32, false>>();
-    case Q8_HALF: return f.template operator()<Affine<8, 32, true>>();
-    case Q8_FLOAT: return f.template operator()<Affine<8, 32, false>>();
-    case Q8_FLOAT_G16: return f.template operator()<Affine<8, 16, false>>();
-    case BF16: return f.template operator()<Dense<true>>();
-    case Q4_0: return f.template operator()<Blocks<4, 0, 32, 1, false, false, 8>>();
-    case Q5_0: return f.template operator()<Blocks<4, 1, 32, 1, false, false, 16>>();
-    case Q5_1: return f.template operator()<Blocks<4, 1, 32, 1, false, true, 0>>();
-    case Q8_0: return f.template operator()<Blocks<8, 0, 32, 1, false, false, 128>>();
-    case Q4_K: return f.template operator()<Blocks<4, 0, 32, 8, true, true, 0>>();
-    case Q5_K: return f.template operator()<Blocks<4, 1, 32, 8, true, true, 0>>();
-    case Q6_K: return f.template operator()<Blocks<4, 2, 16, 16, true, false, 32>>();
-    default: return f.template operator()<Dense<false>>();
+  if constexpr (KIND + 1 < KINDS) {
+    if (kind != KIND) return with_kind<KIND + 1>(kind, f);
   }
+  return f.template operator()<Weights<KIND>>();
 }
 
 inline int64_t group_bytes(int kind, int k) {
@@ -180,6 +192,19 @@ inline void each_word(F&& f) {
   if constexpr (W::BY_PLACE) unrolled<0, W::WORDS>([&]<int J>() { f(std::integral_constant<int, J>{}); });
   else
     for (int j = 0; j < W::WORDS; j++) f(j);
+}
+
+// ``f`` with the numbers of a panel, in the order of k.
+template <class W, class F>
+inline void each_weight(const uint8_t* panel, int slice, F&& f) {
+  const W head(panel, slice);
+  for (int p = 0; p < W::GROUPS; p++) {
+    const auto group = head.group(panel, p, slice);
+    each_word<W>([&](auto j) {
+      const auto word = W::word(panel, p, j, slice);
+      unrolled<0, W::PER_WORD>([&]<int I>() { f(group.template weight<I>(word)); });
+    });
+  }
 }
 
 }  // namespace transect

@@ -6,19 +6,9 @@
 #include <algorithm>
 #include <array>
 #include <utility>
-#include "kinds.h"
-#include "pool.h"
+#include "packed.h"
 
 namespace transect {
-
-struct Packed {
-  int32_t kind = F32, n = 0, k = 0;  // k is a multiple of the panel
-  const uint8_t* data = nullptr;
-  const float* bias = nullptr;  // n floats, or null
-  int groups() const { return (n + GROUP_ROWS - 1) / GROUP_ROWS; }
-};
-
-enum Epilogue { STORE, ADD };  // y = result, or y += result (the residual stream)
 
 template <int MR>
 inline void finish(const vf* acc, const Packed& w, int row, float* y, int64_t ldy, Epilogue epilogue) {
@@ -98,22 +88,7 @@ void few_rows(const Packed& w, int group, const float* x, int64_t ldx, float* y,
 }
 
 // Many rows: decode one row group to float32 once, then run blocks of rows over it.
-constexpr int TILE_VECTORS = 2;
 constexpr int TILE_ROWS = LANES == 16 ? 8 : LANES == 8 ? 5 : 4;
-constexpr int TILE_GROUPS = TILE_VECTORS > SLICES ? TILE_VECTORS / SLICES : 1;  // row groups decoded together
-constexpr int TILE_COLUMNS = TILE_GROUPS * GROUP_ROWS;
-
-template <class W, class F>
-inline void each_weight(const uint8_t* panel, int slice, F&& f) {  // of a panel, in the order of k
-  const W head(panel, slice);
-  for (int p = 0; p < W::GROUPS; p++) {
-    const auto group = head.group(panel, p, slice);
-    each_word<W>([&](auto j) {
-      const auto word = W::word(panel, p, j, slice);
-      unrolled<0, W::PER_WORD>([&]<int I>() { f(group.template weight<I>(word)); });
-    });
-  }
-}
 
 template <class W>
 void decode_panel(const Packed& w, int group, int count, float* out) {  // out[k][TILE_COLUMNS]
@@ -154,9 +129,6 @@ void many_rows(const Packed& w, const float* panel, int row, const float* x, int
   for (; r < rows; r++) tile<NV, 1>(w, panel, row, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
 }
 
-constexpr int FEW = 32;         // up to here weights are decoded in registers
-constexpr int CHUNK_GROUPS = LANES == 16 ? 8 : 4;  // row groups in one work item at one row
-
 template <class W, int MR>
 void few_rows_span(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy, Epilogue e) {
   constexpr int NG = LANES == 4 ? 1 : LANES == 8 ? (MR == 1 ? 4 : MR == 2 ? 2 : 1) : MR <= 2 ? 4 : 2;
@@ -165,45 +137,26 @@ void few_rows_span(const Packed& w, int group, int count, const float* x, int64_
     for (; count > 0; group++, count--) few_rows<W, 1, MR>(w, group, x, ldx, y, ldy, e);
 }
 
-// Row groups group .. group+count-1 of y = x W^T for all rows of x; `scratch` holds k x TILE_COLUMNS floats.
-inline void linear_span(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy,
-                        int rows, Epilogue epilogue, float* scratch) {
-  with_kind(w.kind, [&]<class W>() {
-    if (rows > FEW) {
-      for (int g = 0; g < count; g += TILE_GROUPS) {
-        const int n = std::min(TILE_GROUPS, count - g);
-        decode_panel<W>(w, group + g, n, scratch);
-        for (int v = 0; v < n * SLICES; v += TILE_VECTORS) {
-          const int row = (group + g) * GROUP_ROWS + v * LANES;
-          if (n * SLICES - v >= TILE_VECTORS) many_rows<TILE_VECTORS>(w, scratch + v * LANES, row, x, ldx, y, ldy, rows, epilogue);
-          else many_rows<1>(w, scratch + v * LANES, row, x, ldx, y, ldy, rows, epilogue);
-        }
+template <class W>
+void linear_span_of(const Packed& w, int group, int count, const float* x, int64_t ldx, float* y, int64_t ldy, int rows,
+                    Epilogue epilogue, float* scratch) {
+  if (rows > FEW) {
+    for (int g = 0; g < count; g += TILE_GROUPS) {
+      const int n = std::min(TILE_GROUPS, count - g);
+      decode_panel<W>(w, group + g, n, scratch);
+      for (int v = 0; v < n * SLICES; v += TILE_VECTORS) {
+        const int row = (group + g) * GROUP_ROWS + v * LANES;
+        if (n * SLICES - v >= TILE_VECTORS) many_rows<TILE_VECTORS>(w, scratch + v * LANES, row, x, ldx, y, ldy, rows, epilogue);
+        else many_rows<1>(w, scratch + v * LANES, row, x, ldx, y, ldy, rows, epilogue);
       }
-      return;
     }
-    int r = 0;
-    for (; r + 8 <= rows; r += 8) few_rows_span<W, 8>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
-    if (r + 4 <= rows) { few_rows_span<W, 4>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 4; }
-    if (r + 2 <= rows) { few_rows_span<W, 2>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 2; }
-    if (r < rows) few_rows_span<W, 1>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
-  });
-}
-
-// How many row groups one work item takes: large enough for CHUNK_GROUPS chains, small enough that all threads are busy.
-inline int chunk_groups(int groups, int threads) {
-  int chunk = CHUNK_GROUPS;
-  while (chunk > 1 && (groups + chunk - 1) / chunk < 2 * threads) chunk = (chunk + 1) / 2;
-  return chunk;
-}
-
-// One row of W as float32: the gather of an embedding table.
-inline void decode_row(const Packed& w, int row, float* out) {
-  with_kind(w.kind, [&]<class W>() {
-    const int slice = row % GROUP_ROWS / LANES, lane = row % LANES;
-    const uint8_t* panel = w.data + int64_t(row / GROUP_ROWS) * (w.k / W::PANEL) * W::PANEL_BYTES;
-    for (int k0 = 0; k0 < w.k; k0 += W::PANEL, panel += W::PANEL_BYTES)
-      each_weight<W>(panel, slice, [&](vf weight) { *out++ = weight[lane]; });
-  });
+    return;
+  }
+  int r = 0;
+  for (; r + 8 <= rows; r += 8) few_rows_span<W, 8>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
+  if (r + 4 <= rows) { few_rows_span<W, 4>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 4; }
+  if (r + 2 <= rows) { few_rows_span<W, 2>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue); r += 2; }
+  if (r < rows) few_rows_span<W, 1>(w, group, count, x + r * ldx, ldx, y + r * ldy, ldy, epilogue);
 }
 
 }  // namespace transect

@@ -17,7 +17,7 @@ void transect_pool_free(Pool* pool) { delete pool; }
 
 int64_t transect_packed_bytes(int kind, int n, int k) { return group_bytes(kind, k) * ((n + GROUP_ROWS - 1) / GROUP_ROWS); }
 
-// codes [n][k] uint8, scale and zero [n][k / group] float32, into the layout of linear.h.
+// codes [n][k] uint8, scale and zero [n][k / group] float32, into the layout of kinds.h.
 void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const float* scale, const float* zero, uint8_t* out) {
   with_kind(kind, [&]<class W>() {
     if constexpr (requires { W::SCALE_BYTES; }) {
@@ -71,7 +71,7 @@ void transect_pack_blocks(int kind, int n, int k, const uint8_t* codes, const ui
   });
 }
 
-// Dense rows [n][k], bf16 (k even) or float32, into the layout of linear.h.
+// Dense rows [n][k], bf16 (k even) or float32, into the layout of kinds.h.
 void transect_pack_dense(int kind, int n, int k, const uint8_t* rows, uint8_t* out) {
   const int per_word = kind == BF16 ? 2 : 1, words = k / per_word, groups = (n + GROUP_ROWS - 1) / GROUP_ROWS;
   std::memset(out, 0, size_t(groups) * words * 64);

@@ -3,14 +3,15 @@
 #pragma once
 #include <memory>
 #include "attention.h"
-#include "linear.h"
 #include "norm.h"
+#include "packed.h"
+#include "pool.h"
 
 namespace transect {
 
 enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_EXACT = 2 };
 
-struct StackConfig {  // mirrored field by field in native.py
+struct StackConfig {  // mirrored field by field in library.py
   int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
   int32_t layer_norm, gated, activation, rotary_half, kv_bf16;
   float norm_eps, scale;
@@ -20,7 +21,7 @@ struct Rotation {  // cosines and sines [positions][rotary_half], or null where 
   const float *cosine, *sine;
 };
 
-struct Layer {  // mirrored field by field in native.py
+struct Layer {  // mirrored field by field in library.py
   const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *q_norm, *k_norm;
   const Packed *q, *k, *v, *o, *gate, *up, *down;
   int64_t window;

@@ -1,12 +1,12 @@
 """How kernels are written, compiled and found.
 
 * ``jit.py``         where Triton kernels run: a GPU, the interpreter, or nowhere; dependent launch
-* ``launches.py``    launches a kernel again without looking up again what it needs
 * ``tiles.py``       what Triton kernels on tiles share
 * ``gluon_language.py``  Gluon under one set of names for every Triton
 * ``philox.py``      random numbers from counters, the same on every device
 * ``cuda_build.py``  builds the ``.cu`` files with nvcc; ``cuda.py`` calls them through ctypes
 * ``collecting.py``  finds the Triton kernels that some work needs without launching one
 * ``parts.cuh``      compiles a source in parts; ``hopper.cuh``: Hopper's copies and barriers; ``wgmma.cuh``: its
-  products; ``few_rows.cuh``: what the kernels of a decode step share; ``peer_lines.cuh``: lines between ranks
+  products; ``few_rows.cuh``: what the kernels of a decode step share; ``peer_lines.cuh``: lines between ranks;
+  ``meeting.cuh``: blocks that wait for each other
 """

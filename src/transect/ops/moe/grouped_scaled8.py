@@ -25,7 +25,8 @@ from torch import Tensor
 from ..counting import touched
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
-from ..linear.packed.scaled8_tiles import BLOCK, dense
+from ..linear.packed.scaled8_rounding import BLOCK
+from ..linear.packed.scaled8_tiles import dense
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from . import grouped_linear

@@ -21,8 +21,10 @@ class ParallelConfig:
             gathered layer by layer. Each needs less memory and sends more.
         reduce: what gradients are summed in over these: ``float32`` or ``bfloat16``.
         sums: what carries gradients, and with ``zero`` 3 weights, between these: ``auto``, between GPUs of one host the
-            copy engines, beside the passes and without their multiprocessors, where that works; ``nccl``. ``zero`` 2
-            and offloaded runs always take NCCL.
+            copy engines, beside the passes and without their multiprocessors, where that works; ``fused``, the same,
+            and a sum, its copy for the other rank and the norm are one launch, and the gradient of a table that the
+            head shares travels in two parts, the head's as soon as it is there (not yet run on a GPU); ``nccl``.
+            ``zero`` 2 and offloaded runs always take NCCL.
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
         sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
             them, and their results are kept once.
@@ -47,7 +49,7 @@ class ParallelConfig:
         offload_path: a folder on a fast disk (NVMe) in place of host memory, where what is offloaded is in files while
             the run lasts (ZeRO-Infinity); empty: host memory.
         delayed_update: the processor takes a step while the device computes the next one, at weights that are one step
-            old. It is faster, and another method: losses differ a little.
+            old: another method, whose losses differ a little.
         timeout: seconds without progress of any rank after which a run that hangs is ended, with a message that says
             where each rank is; 0: never. A checkpoint, an evaluation and samples may take longer.
     """
@@ -57,7 +59,7 @@ class ParallelConfig:
     data: int = 1
     zero: Literal[0, 1, 2, 3] = 0
     reduce: Literal["float32", "bfloat16"] = "float32"
-    sums: Literal["auto", "nccl"] = "auto"
+    sums: Literal["auto", "fused", "nccl"] = "auto"
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1

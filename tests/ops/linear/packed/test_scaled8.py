@@ -10,7 +10,7 @@ from cuda_kernels import loaded
 from transect.ops.lang import cuda_build
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear.few_rows.cuda import SHARED, Beside, CudaTiling
-from transect.ops.linear.packed import scaled8_rows, scaled8_tiles
+from transect.ops.linear.packed import scaled8_rounding, scaled8_rows, scaled8_tiles
 
 FORMATS = ("fp8", "int8", "blocks")
 
@@ -19,7 +19,7 @@ def weight(name, n, k, device="cpu", seed=0):
     """(codes, scale) of random numbers."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(n, k, generator=generator)
-    codes, scale = scaled8_tiles.rounded(values, name != "int8")
+    codes, scale = scaled8_rounding.rounded(values, name != "int8")
     if name == "blocks":
         scale = torch.rand(-(-n // 128), -(-k // 128), generator=generator) / 64 + 1e-3
     return codes.to(device), scale.to(device)
@@ -71,8 +71,8 @@ def test_both_sides_in_eight_bits(name, m, n, k):
     """The kernels' own sums, of the codes that the reference rounds to."""
     codes, scale = weight(name, n, k)
     fp8, bias, x = name != "int8", rows_of(1, n)[0], rows_of(m, k)
-    a, s = scaled8_tiles.rounded(x, fp8, name == "blocks")
-    found = scaled8_tiles.Products8().product(a, s, codes, scale, bias, fp8, dtype=torch.float32)
+    a, s = scaled8_rounding.rounded(x, fp8, name == "blocks")
+    found = scaled8_tiles.Tiles8().product(a, s, codes, scale, bias, fp8, dtype=torch.float32)
     torch.testing.assert_close(found, scaled8_tiles.reference(x, codes, scale, bias, fp8), rtol=1e-5, atol=1e-4)
     wide = s[:, None] if s.ndim == 1 else s.repeat_interleave(128, 1)[:, :k]
     error = (a.view(torch.float8_e4m3fn).float() if fp8 else a.float()) * wide - x
@@ -84,8 +84,8 @@ def test_rows_are_rounded_as_by_torch():
     """But where the interpreter cuts fp8 off."""
     x = rows_of(5, 200)
     for fp8, blocks in ((True, False), (True, True), (False, False)):
-        codes, scale = scaled8_tiles.triton_rounded(x, fp8, blocks)
-        of_torch, scale_of_torch = scaled8_tiles.rounded(x, fp8, blocks)
+        codes, scale = scaled8_rounding.triton_rounded(x, fp8, blocks)
+        of_torch, scale_of_torch = scaled8_rounding.rounded(x, fp8, blocks)
         assert torch.equal(scale, scale_of_torch)
         assert codes.ne(of_torch).float().mean() <= (0.04 if fp8 else 0)
 
@@ -152,11 +152,11 @@ def test_gate_and_norms_beside_few_rows(few, name, m):
 def test_many_rows_in_eight_bits(name, m, n, k):
     codes, scale = weight(name, n, k, "cuda")
     x, fp8 = rows_of(m, k, "cuda", torch.bfloat16), name != "int8"
-    a, s = scaled8_tiles.triton_rounded(x, fp8, name == "blocks")
-    of_torch, scale_of_torch = scaled8_tiles.rounded(x, fp8, name == "blocks")
+    a, s = scaled8_rounding.triton_rounded(x, fp8, name == "blocks")
+    of_torch, scale_of_torch = scaled8_rounding.rounded(x, fp8, name == "blocks")
     torch.testing.assert_close(s, scale_of_torch)
     assert (a.int() - of_torch.int()).ne(0).float().mean() <= 0.01
-    found = scaled8_tiles.Products8()(x, codes, scale, None, fp8)
+    found = scaled8_tiles.Tiles8()(x, codes, scale, None, fp8)
     want = scaled8_tiles.reference(x.float(), codes, scale, None, fp8)
     assert (found.float() - want).norm() <= 0.01 * want.norm()
     want = exact(x, codes, scale, fp8)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from cuda_kernels import loaded
 
-from transect.ops.linear.packed import scaled8_chain, scaled8_tiles
+from transect.ops.linear.packed import scaled8_chain, scaled8_rounding, scaled8_tiles
 from transect.ops.linear.packed.scaled8_chain import ChainWeights, Matrix8
 
 
@@ -12,7 +12,7 @@ def weights_of(d, q, f, n, device="cpu", bias=False):
     generator = torch.Generator().manual_seed(d + f)
 
     def matrix(outputs, inputs):
-        codes, scale = scaled8_tiles.rounded(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, True)
+        codes, scale = scaled8_rounding.rounded(torch.randn(outputs, inputs, generator=generator) / inputs**0.5, True)
         return Matrix8(codes.to(device), scale.to(device))
 
     def vector(size):

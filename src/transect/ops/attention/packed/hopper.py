@@ -37,7 +37,7 @@ Counters, and what was tried and lost, are in ``docs/lab-notes/attention.md``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -509,6 +509,7 @@ def _columns(d: int) -> int:
     return 64 if d <= 64 else 128
 
 
+@cache
 def _layout() -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
 
@@ -517,6 +518,7 @@ def _descriptor(t: Tensor, rows: int) -> Any:
     return tensor_descriptor(t, [rows, 1, _columns(t.shape[2])], _layout())
 
 
+@cache
 def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
     """How many heads are worked on at a time: as many as have keys and values of 16 MB together, which leaves most of
     the L2 cache free, and at least those that share a key head."""
@@ -630,8 +632,9 @@ def kernels() -> Sequence[Kernel]:
     return made
 
 
+@cache
 def device_refusal() -> str | None:
-    """Why no input at all can run here, or None."""
+    """Why no input at all can run here, or None. It is asked in every layer, so the answer is kept."""
     if gluon is None:
         return f"the Hopper kernel needs Triton's Gluon: {GLUON_MISSING}"
     if INTERPRETED or not torch.cuda.is_available() or torch.version.hip is not None:

@@ -25,7 +25,7 @@ Bound by the tensor cores, as flash attention is; 4 d FLOPs for each visible pai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -400,6 +400,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 # --------------------------------------------------------------------------------------------------------- launcher
 
 
+@cache
 def _layout(rank: int) -> Any:
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 

@@ -9,10 +9,12 @@
 * ``scaled8_rows.py`` (``scaled8.cu``)            the same, and scales of blocks, up to 16 rows on Hopper
 * ``scaled8_chain.py`` (``scaled8_chain.cu``)    one row in fp8: the four products between two attentions in one launch
 * ``scaled8_tiles.py``    many rows on Hopper: both sides in 8 bits
+* ``scaled8_rounding.py`` their rows in 8 bits: alone, with the norm or with the gate before them
 * ``gguf_matmul.py``     block types of GGUF files: the operator, and which kernel runs
 * ``gguf_layout.py``     how such weights lie in memory
 * ``gguf_rows.py`` (``gguf_rows.cu``)             up to 8 rows on Hopper
 * ``gguf_tiles.py`` (``gguf_tiles.cu``)           up to 512 rows on Hopper
+* ``gguf_chain.py`` (``gguf_chain.cu``, ``gguf_bytes.cuh``)   one row: any product, or the four between two attentions
 * ``int4_codes.cuh``, ``int4_whole.cuh``, ``gguf_codes.cuh``: codes to numbers, and sums of whole numbers, for the
   CUDA C++ kernels
 """

@@ -5,7 +5,8 @@ r"""Product with a weight in a block type of GGUF files, in the file's own bits.
 ``gguf_layout.py`` says how the bits lie. On Hopper the weight is read in its own bits and decoded in registers: for up
 to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``gguf_tiles.MOST_ROWS`` by
 ``gguf_tiles.cu``. More rows, and other GPUs, rebuild the matrix in the activations' dtype for the time of the product
-(``dequantize``), and multiply by that.
+(``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch, where
+it is asked for: it has not run on a GPU yet.
 
 Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``FORMATS``, outputs O, bias ``[O]`` or None,
 result ``[T, O]`` in x's dtype. Inference only: no gradient.
@@ -30,7 +31,7 @@ from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
-from . import gguf_rows, gguf_tiles
+from . import gguf_chain, gguf_rows, gguf_tiles
 from .gguf_layout import COLUMNS, FORMATS, BlockFormat, arrange, dense
 
 log = logging.getLogger(__name__)
@@ -140,17 +141,22 @@ def rebuilt(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor |
 
 
 class Products:
-    """``reference`` on a device, whichever way is quicker for the number of rows; resolved once."""
+    """``reference`` on a device, whichever way is quicker for the number of rows; resolved once.
 
-    def __init__(self, device: torch.device | str, *, dependent: bool = False) -> None:
+    ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_chain.cu`` takes one row.
+    """
+
+    def __init__(self, device: torch.device | str, *, dependent: bool = False, chained: bool = False) -> None:
         device = torch.device(device)
         self.dependent = dependent
         self._rows: gguf_rows.GGUFRows | None = None
+        self.chain: gguf_chain.GGUFChain | None = None
         self._tiles: gguf_tiles.GGUFTiles | None = None
         self._triton = runs_triton(torch.empty(0, device=device))
         if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
             try:
                 self._rows, self._tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
+                self.chain = gguf_chain.GGUFChain(device) if chained else None
             except Unavailable as reason:
                 log.warning("blocks of GGUF files are rebuilt for each product, which is slower: %s", reason)
 
@@ -166,8 +172,22 @@ class Products:
             return None
         return self._tiles
 
+    def _alone(
+        self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None, gated: bool = False
+    ) -> Tensor | None:
+        """The product of one row by the kernel that also does several at once, where it takes it."""
+        if self.chain is None or not gguf_chain.takes(x, ((outputs, x.shape[-1], gated),)):
+            return None
+        part = gguf_chain.BlockPart(arranged, name, outputs)
+        if gguf_chain.refusal((part,)) is not None:
+            return None
+        return self.chain(x, (part,), bias, gated=gated, dependent_launch=self.dependent)[0]
+
     def __call__(self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
         """``reference``. Can be captured in a CUDA graph."""
+        alone = self._alone(x, arranged, name, outputs, bias)
+        if alone is not None:
+            return alone
         kernel = self.kernel(x, arranged, name, outputs, bias)
         if kernel is not None:
             return kernel(x, arranged, name, outputs, bias, dependent_launch=self.dependent)
@@ -178,6 +198,9 @@ class Products:
     def gated(self, x: Tensor, arranged: Tensor, name: str, outputs: int) -> Tensor | None:
         """``silu(gate) * up [T, O / 2]`` in one kernel, of a weight whose sixteens are gate and up in turn; None where
         none does that."""
+        alone = self._alone(x, arranged, name, outputs, gated=True)
+        if alone is not None:
+            return alone
         if self._rows is None or self.kernel(x, arranged, name, outputs) is not self._rows:
             return None
         return self._rows(x, arranged, name, outputs, gated=True, dependent_launch=self.dependent)

@@ -12,21 +12,7 @@
 #include "../../lang/few_rows.cuh"
 #include "int4_codes.cuh"
 
-// c += a b: a is 16 rows of the weight by 32 k, one byte each, b 32 k by 8 rows of x, one byte each; lanes as in
-// ``multiply``.
-template <bool SIGNED>
-__device__ __forceinline__ void multiply_bytes(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (SIGNED)
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-        "%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+using few_rows::multiply_bytes;
 
 // The larger of each half; NaN if either is.
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {

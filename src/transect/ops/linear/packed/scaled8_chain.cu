@@ -8,14 +8,15 @@
 //   for no result. So memory is busy while the blocks meet between two products, and while the kernel before ends.
 // * Codes become float16 (all fp8 numbers are float16 numbers) by the hardware's conversion. x becomes float16 too: a
 //   warp scales its part by the power of two that brings the largest below 2^15, so digits below 2^-39 of that are lost.
-// * Blocks meet at a counter in memory, whose highest bit changes when the last one has come. So nobody resets it. All
-//   blocks must run at once: there is one on each multiprocessor and no more.
+// * Blocks meet at a counter in memory (``meet``). All blocks must run at once: there is one on each multiprocessor and
+//   no more.
 
 #include <cuda.h>
 #include <cuda_fp16.h>
 
 #include "../../lang/few_rows.cuh"
 #include "../../lang/hopper.cuh"
+#include "../../lang/meeting.cuh"
 
 using namespace few_rows;
 using namespace hopper;
@@ -26,7 +27,6 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps, kProducts = 4, kMostStages = 5
 constexpr int kChunk = 128, kBox = 16 * kChunk, kItem = 2 * kBox;
 constexpr int kMostSteps = 16;                                                 // chunks of a warp in a row of W
 constexpr int kPart = kMostSteps * kChunk * 2, kSums = 2 * kWarps * 32 * 4;  // bytes: a warp's part of x; sums
-constexpr int kPolls = 1 << 23;  // some seconds: then a block is missing, and an error is better than to hang
 
 enum Step { ATTENDED = 0, GATE_UP = 1, DOWN = 2, QKV = 3 };
 
@@ -77,23 +77,6 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float times) {
 
 // The bits of the larger of two bfloat16 without their signs, as float32: of such numbers the larger has the larger bits.
 __device__ __forceinline__ uint32_t largest(uint32_t pair) { return max(pair << 16 & 0x7fff0000u, pair & 0x7fff0000u); }
-
-// All blocks of the launch have come here, and what they wrote before can be read. In all they add 2^31 to the counter.
-__device__ __forceinline__ void meet(unsigned* counter) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const unsigned found = atomicAdd(counter, blockIdx.x == 0 ? 0x80000000u - (gridDim.x - 1) : 1u);
-    unsigned now;
-    int polls = 0;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-      if (++polls == kPolls) __trap();
-    } while (!((now ^ found) & 0x80000000u));
-    __threadfence();
-  }
-  __syncthreads();
-}
 
 // The rows of a weight that are this block's, in sixteens (of the gate: in pairs of them), and how it goes through them.
 struct Share {

@@ -3,10 +3,9 @@ r"""Product of many rows with a weight of 8 bits where both sides are rounded to
     x_ti ~ s_t a_ti        y_to = s_t w_o sum_i a_ti c_oi + b_o        or, with scales of blocks of 128 rows by 128 k,
     x_ti ~ s_tg a_ti       y_to = sum_g s_tg w_og (sum over i in g of a_ti c_oi) + b_o
 
-The scale of a row of x (of 128 of its numbers, where the weight has scales of blocks) makes its largest number the
-largest code: 448 of fp8 (e4m3), 127 of whole numbers. Tensor cores multiply 8 bits at twice the rate of bfloat16. Their
-sums of fp8 products keep fewer digits than float32 within an instruction (Hopper: about 14 bits), as in other engines;
-those of whole numbers are exact.
+Rows of x are rounded by ``scaled8_rounding.py``, with scales of blocks where the weight has such. Tensor cores multiply
+8 bits at twice the rate of bfloat16. Their sums of fp8 products keep fewer digits than float32 within an instruction
+(Hopper: about 14 bits), as in other engines; those of whole numbers are exact.
 
 Shapes: x ``[T, I]``, codes int8 ``[O, I]`` (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]`` rounded
 up, bias ``[O]`` or None, result ``[T, O]`` in x's dtype. I a multiple of 16. Inference only. For few rows, where bytes
@@ -25,30 +24,14 @@ import torch
 from torch import Tensor
 
 from ... import shapes
-from ...lang.jit import INTERPRETED, available, kernel, multiprocessors, next_power_of_2, require, rows_of, tl
+from ...lang.jit import INTERPRETED, available, kernel, multiprocessors, tl
 from ...lang.tiles import INTERPRETS, after_previous, describe
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from ..few_rows.triton import Counters, add_parts
 from ..many_rows.triton import tile_of
-
-BLOCK = 128
-"""Numbers of a row, and rows, that share a scale where scales are of blocks."""
-MOST = {True: 448.0, False: 127.0}
-"""The largest code, of fp8 and of whole numbers."""
-
-
-def rounded(x: Tensor, fp8: bool, blocks: bool = False) -> tuple[Tensor, Tensor]:
-    """x ``[T, I]`` -> codes int8 ``[T, I]`` (of fp8 the bits), and scales float32 ``[T]`` or, with ``blocks``,
-    ``[T, I / 128]`` rounded up. By torch."""
-    wide = x.float()
-    grouped = wide[:, None]
-    if blocks:
-        grouped = torch.nn.functional.pad(wide, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-    scale = (grouped.abs().amax(-1) / MOST[fp8]).clamp(min=1e-12)
-    shares = (grouped / scale[..., None]).flatten(1)[:, : x.shape[1]]
-    codes = shares.to(torch.float8_e4m3fn).view(torch.int8) if fp8 else shares.round().to(torch.int8)
-    return codes, scale if blocks else scale[:, 0]
+from . import scaled8_rounding
+from .scaled8_rounding import BLOCK, rounded, triton_rounded
 
 
 def dense(codes: Tensor, scale: Tensor, fp8: bool, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -68,50 +51,6 @@ def reference(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = Non
     own = s[:, None] if s.ndim == 1 else s.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
     y = (shares * own.to(wide)) @ dense(codes, scale, fp8, wide).T
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
-
-
-@kernel
-def _round(  # type: ignore[no-untyped-def]
-    x, codes, scale, I, x_row, FP8: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
-):  # fmt: skip
-    """One row of x, up to GROUPS groups of SIZE numbers, each with a scale."""
-    after_previous(DEPENDENT_LAUNCH)
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, GROUPS)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    v = tl.load(x + row * x_row + i, i < I, 0.0).to(tl.float32)
-    most: tl.constexpr = 448.0 if FP8 else 127.0
-    s = tl.maximum(tl.max(tl.abs(v), 1) / most, 1e-12)
-    share = v / s[:, None]
-    if FP8:
-        code = share.to(tl.float8e4nv)
-    else:
-        code = ((share + 12582912.0) - 12582912.0).to(tl.int8)  # rounded to the nearest, of two as near to the even one
-    tl.store(codes + row * I + i, code, i < I)
-    g = tl.arange(0, GROUPS)
-    count = tl.cdiv(I, SIZE)
-    tl.store(scale + row * count + g, s, g < count)
-
-
-def triton_rounded(
-    x: Tensor, fp8: bool, blocks: bool = False, *, dependent_launch: bool = False
-) -> tuple[Tensor, Tensor]:
-    """``rounded`` in Triton."""
-    require("rounded", x)
-    x = rows_of(x)
-    tokens, inputs = x.shape
-    count = -(-inputs // BLOCK) if blocks else 1
-    codes = x.new_empty(tokens, inputs, dtype=torch.float8_e4m3fn if fp8 else torch.int8)
-    scale = x.new_empty((tokens, count) if blocks else (tokens,), dtype=torch.float32)
-    if codes.numel():
-        size = BLOCK if blocks else next_power_of_2(inputs)
-        warps = 8 if inputs > 4096 else 4
-        options: dict[str, Any] = {"launch_pdl": True} if dependent_launch else {}
-        _round[(tokens,)](
-            x, codes, scale, inputs, x.stride(0), FP8=fp8, GROUPS=next_power_of_2(count), SIZE=size,
-            DEPENDENT_LAUNCH=dependent_launch, num_warps=warps, **options,
-        )  # fmt: skip
-    return codes.view(torch.int8), scale
 
 
 @kernel
@@ -205,7 +144,7 @@ def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling:
     return Tiling(128, 128 if blocks else 256, 128, stages=4 if blocks else 3, flat=True)
 
 
-class Products8:
+class Tiles8:
     """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream."""
 
     def __init__(self, *, dependent_launch: bool = False) -> None:
@@ -241,7 +180,7 @@ class Products8:
         dtype: torch.dtype = torch.bfloat16,
         tiling: Tiling | None = None,
     ) -> Tensor:
-        """The product of rows that are rounded already: ``a`` and ``x_scale`` are what ``rounded`` gives."""
+        """The product of rows that are rounded already: ``a`` and ``x_scale`` as of ``scaled8_rounding.Rounded``."""
         if reason := refusal(a, codes, scale):
             raise ValueError(f"scaled8: {reason}")
         (m, k), n = a.shape, codes.shape[0]
@@ -305,10 +244,8 @@ def _kernels() -> list[Kernel]:
                       tiling.warps, tiling.stages, targets=("sm_90",))  # fmt: skip
 
     few, many = (choose_tiling(rows, 28672, 4096, False) for rows in (64, 4096))
-    types = {"x": "*bf16", "codes": "*fp8e4nv", "scale": "*fp32", "I": "i32", "x_row": "i32"}
-    row = {"FP8": True, "GROUPS": 1, "SIZE": 4096, "DEPENDENT_LAUNCH": False}
     return [
-        Kernel("rounding", _round, types, row, ("I", "x_row"), targets=("sm_90",)),
+        *scaled8_rounding.kernels(),
         tiles("8 bits, few rows", "fp8e4nv", few),
         tiles("8 bits, many rows", "fp8e4nv", many),
         tiles("8 bits, blocks", "fp8e4nv", choose_tiling(4096, 28672, 4096, True), True),
@@ -367,7 +304,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",)),
-            "triton": Implementation("triton", available(Products8()), ("sm_90",), refusal=_refusal),
+            "triton": Implementation("triton", available(Tiles8()), ("sm_90",), refusal=_refusal),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -1,9 +1,10 @@
-"""One engine whose ranks along the data axis share the experts of a model (expert parallel with data parallel).
+"""One engine whose ranks along the data axis have requests of their own (data parallel).
 
-The ranks along the tensor axis that stand at one place of the data axis are a *group*: it has requests, a scheduler and
-a KV cache of its own. But all groups compute every layer's experts together, so they take their steps together: rank 0
-says "step", and each rank runs the batch that its group plans or, where that has none, takes part without tokens
-(``Executor.idle``).
+The ranks that stand at one place of the data axis are a *group*: it has requests, a scheduler and a KV cache of its
+own. Groups may share the experts of a model (expert parallel), and compute every layer's experts together. So they
+take their steps together: rank 0 says "step", and each rank runs the batch that its group plans or, where that has
+none, takes part without tokens (``Executor.idle``). Groups that share nothing could do without, as the engines behind
+a server do (``replicas.py``); in one ``LLM`` they have one caller, who takes one step after another.
 
 Rank 0 has the callers. ``router.py`` says which group gets a request, and what the other groups have to say comes back
 after every step (``Report``).

@@ -1,0 +1,95 @@
+"""``start_name``: one name for all ranks of a start, which ``torchrun`` made for the first time or again.
+
+Ranks that are started again find the store of those before, and in it addresses of processes that are gone. So each
+start needs a name of its own to put before its keys. torchrun tells none that all hosts share: a host counts only the
+restarts that its own ranks have caused. So rank 0 makes one, and answers whoever asks. A question is new with every
+process, so nobody takes an answer that was meant for a rank before. No torch.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Protocol
+
+from .children import BEGIN_S, RankFailure
+
+PAUSE_S = 0.01
+
+
+class Store(Protocol):
+    """What is asked of a ``torch.distributed.Store``, which all ranks write to and read."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Write a value."""
+
+    def get(self, key: str, /) -> bytes:
+        """Read one."""
+        ...
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+        ...
+
+
+def start_name(store: Store, rank: int, size: int, patience: float = BEGIN_S) -> str:
+    """The same name on all ranks of this start, and on those of no other.
+
+    Args:
+        store: of this start's ranks and those before.
+        patience: seconds to wait for the others.
+
+    Raises:
+        RankFailure: a rank has not come in time.
+    """
+    until = time.monotonic() + patience
+    return _answer(store, size, until, patience) if rank == 0 else _ask(store, rank, until, patience)
+
+
+def _answer(store: Store, size: int, until: float, patience: float) -> str:
+    """On rank 0: answer all others until each has its answer."""
+    name = uuid.uuid4().hex
+    missing = list(range(1, size))
+    while True:
+        missing = [rank for rank in missing if not _answered(store, rank, name)]
+        if not missing:
+            return name
+        _wait(until, f"rank {missing[0]} has not come within {patience:.0f} s")
+
+
+def _answered(store: Store, rank: int, name: str) -> bool:
+    """Whether a rank has its answer; a question that is there is answered, be it of a process that is gone."""
+    if not store.check([_asks(rank)]):
+        return False
+    question = store.get(_asks(rank)).decode()
+    if not store.check([_given(question)]) or store.get(_given(question)).decode() != name:
+        store.set(_given(question), name)
+    return store.check([_taken(question, name)])
+
+
+def _ask(store: Store, rank: int, until: float, patience: float) -> str:
+    question = uuid.uuid4().hex
+    store.set(_asks(rank), question)
+    while not store.check([_given(question)]):
+        _wait(until, f"rank 0 has not come within {patience:.0f} s")
+    name = store.get(_given(question)).decode()
+    store.set(_taken(question, name), "")
+    return name
+
+
+def _wait(until: float, otherwise: str) -> None:
+    if time.monotonic() > until:
+        raise RankFailure(f"{otherwise}: see what that host says")
+    time.sleep(PAUSE_S)
+
+
+def _asks(rank: int) -> str:
+    return f"question of rank {rank}"
+
+
+def _given(question: str) -> str:
+    return f"answer to {question}"
+
+
+def _taken(question: str, name: str) -> str:
+    return f"{question} knows {name}"

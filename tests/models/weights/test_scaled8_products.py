@@ -1,0 +1,28 @@
+"""Which kernels are made for products in 8 bits on a GPU; their results are in ``tests/ops/linear/packed``."""
+
+import pytest
+import torch
+
+from transect.models.weights import kinds, scaled8
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The names of the kernels that a Hopper GPU with a compiler would have got."""
+    names = []
+    monkeypatch.setattr(scaled8, "has_dependent_launch", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(scaled8.scaled8_rows, "CudaRows8", lambda device: names.append("rows") or "rows")
+    monkeypatch.setattr(scaled8.scaled8_chain, "CudaChain", lambda device: names.append("chain") or "chain")
+    return names
+
+
+@pytest.mark.parametrize(("format", "wanted"), [("fp8", ["rows", "chain"]), ("int8", ["rows"])])
+def test_the_chain_is_compiled_where_weights_are_fp8(made, format, wanted):
+    kinds.kinds_for(format, "cuda", dependent_launch=True)
+    assert made == wanted
+
+
+def test_without_dependent_launch_there_is_no_chain(made):
+    kinds.kinds_for("fp8", "cuda")
+    assert made == ["rows"]
