@@ -173,6 +173,31 @@ def test_a_long_prompt_leaves_half_of_each_step_to_those_behind_it():
     assert sizes(core, 1)[0][-1] == 50
 
 
+def test_a_long_prompt_leaves_two_thirds_to_several_behind_it_also_in_longer_steps():
+    """Six more prompts wait, so steps are longer than the target; the long one would now fit into four of them."""
+    core = taught(itl_target=12e-3)
+    core.add(request("long", prompt=1700, first=7, max_tokens=2))
+    sizes(core, 2)
+    for index in range(6):
+        core.add(request(str(index), prompt=300, first=8 + index, max_tokens=2))
+    (step,) = sizes(core, 1)
+    room = sum(step[2:])
+    assert room > 250 and 4 * room > 1700, "a longer step"
+    assert step[2:] == [-(-room // 3)] * 2 + [room - 2 * -(-room // 3)]
+
+
+def test_one_long_prompt_is_no_long_queue():
+    """Streams feel no longer steps because one user's prompt is long; they do because many wait."""
+
+    def first_step(*prompts: int) -> int:
+        core = taught(itl_target=12e-3)
+        for index, prompt in enumerate(prompts):
+            core.add(request(str(index), prompt=prompt, first=7 + index, max_tokens=2))
+        return sum(sizes(core, 1)[0])
+
+    assert first_step(300) < first_step(2048) == first_step(3500) < first_step(3500, 3500)
+
+
 def test_outputs_are_the_same_however_steps_are_sized():
     def outputs(**limits):
         core = engine(**limits)
