@@ -11,6 +11,7 @@ from transect.models.config_hf import to_hf
 from transect.models.cost import Row, Storage
 from transect.models.presets import PRESETS
 from transect.models.resolve import resolve
+from transect.parallel.layout import Layout
 
 RATES = Rates(4.35e12, 750e12)
 
@@ -44,6 +45,21 @@ def test_the_throughput_protocol(model, rate):
     work = throughput_protocol()
     prefill, decode = batch_floor(PRESETS[model], [(len(each.prompt), each.output_tokens) for each in work], RATES)
     assert 133_966 / (prefill + decode).seconds == pytest.approx(rate, rel=0.001)
+
+
+def test_the_work_of_each_device_of_several():
+    """A rank of two has half of everything; a group of two half of the sequences and all weights; a stage half the
+    time."""
+    config, lengths = PRESETS["llama-3.1-8b"], [(512, 8)] * 4
+    one = sum(batch_floor(config, lengths, RATES), Floor()).seconds
+    half = sum(batch_floor(config, lengths[:2], RATES), Floor()).seconds
+    layouts = Layout(tensor=2), Layout(data=2), Layout(pipeline=2), Layout(data=2, pipeline=2)
+    found = [sum(batch_floor(config, lengths, RATES, None, layout), Floor()).seconds for layout in layouts]
+    assert found[1:] == pytest.approx([half, one / 2, half / 2])
+    assert one / 2 < found[0] < 0.51 * one  # norms are whole on both
+    assert half > 0.6 * one
+    with pytest.raises(ValueError, match="cannot be cut for 3 ranks"):
+        step_floor(config, [Row(1, 8)], RATES, ranks=3)
 
 
 def test_by_hand():

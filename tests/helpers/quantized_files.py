@@ -1,6 +1,11 @@
 """Matrices as other programs quantize them, written code by code: (values, tensors of a checkpoint)."""
 
+import json
+
 import torch
+import torch.nn.functional as F
+
+from transect.formats.nf4 import CODES
 
 GROUP = 16
 """Inputs that share a scale, where nothing else is said."""
@@ -82,3 +87,27 @@ def int8(weight):
     scale = weight.abs().amax(1, keepdim=True) / 127
     codes = (weight / scale).round().to(torch.int8)
     return codes.float() * scale, {"weight": codes, "weight_scale": scale}
+
+
+def bitsandbytes(weight, nested=True, block=64):
+    """4 bits of a table of 16 numbers; with ``nested`` the scales of blocks are 8 bits of another table."""
+    table = torch.tensor(CODES) if nested else torch.linspace(-1, 1, 16)
+    blocks = F.pad(weight.reshape(-1), (0, -weight.numel() % block)).view(-1, block)
+    absmax, told = blocks.abs().amax(1), {"shape": list(weight.shape), "blocksize": block, "quant_type": "nf4"}
+    parts = {"weight.quant_map": table}
+    if nested:
+        offset, scale_table = float(absmax.mean()), torch.linspace(-1, 1, 256)
+        wide = (absmax - offset).abs().max()
+        codes = ((absmax - offset)[:, None] / wide - scale_table).abs().argmin(1)
+        absmax = scale_table[codes] * wide + offset
+        groups = wide.expand(-(-len(absmax) // 256)).clone()
+        parts |= {"weight.absmax": codes.byte(), "weight.nested_absmax": groups, "weight.nested_quant_map": scale_table}
+        told |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+    else:
+        parts["weight.absmax"] = absmax
+    codes = ((blocks / absmax[:, None])[..., None] - table).abs().argmin(-1)
+    values = (table[codes] * absmax[:, None]).view(-1)[: weight.numel()].view(weight.shape)
+    pairs = codes.view(-1)[: weight.numel()].view(-1, 2)
+    parts["weight"] = (16 * pairs[:, :1] + pairs[:, 1:]).byte()
+    name = "weight.quant_state.bitsandbytes__nf4"
+    return values, parts | {name: torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8)}

@@ -1,21 +1,27 @@
 """Quantized checkpoints of other programs: written here code by code, read, served, and refused where damaged."""
 
+import base64
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
-from quantized_files import GROUP, awq, fp8, gptq, int8, packed
+from nf4_fixture import FILE, SHAPE, digest
+from quantized_files import GROUP, awq, bitsandbytes, fp8, gptq, int8, packed
 from safetensors.torch import load_file, save_file
 from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
+from transect.formats.nf4 import CODES
 from transect.models.config_hf import from_hf_directory
 from transect.models.load import load_model
 from transect.models.quantized_layouts import mxfp4_values, spread
 from transect.models.resolve import resolve
 from transect.models.weights_hf import stored_hf
+from transect.models.weights_hf_bnb import matrix
 
 Q = "model.layers.0.self_attn.q_proj"
+STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
 FORMATS = {
@@ -26,6 +32,8 @@ FORMATS = {
     "fp8-tensor": (lambda w: fp8(w, 999, 999), {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "fp8-channel": (lambda w: fp8(w, 1, 999), {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "fp8-block": (lambda w: fp8(w, 40, 40, "weight_scale_inv"), {"quant_method": "fp8", "weight_block_size": [40, 40]}),
+    "nf4": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}),
+    "fp4": (lambda w: bitsandbytes(w, nested=False), {"quant_method": "bitsandbytes", "load_in_4bit": True}),
     "int8": (int8, {"quant_method": "compressed-tensors", "format": "int-quantized"}),
 }  # fmt: skip
 
@@ -110,6 +118,33 @@ def test_served(checkpoints, name):
     assert list(answer.outputs[0].token_ids) == tokens[3:]
 
 
+def test_values_of_bitsandbytes_itself():
+    """What that program packed, and the digest of what it makes of it; also rows that begin within a block."""
+    kept = json.loads(FILE.read_text())
+
+    def tensor(name, dtype):
+        return torch.frombuffer(bytearray(base64.b64decode(kept[name])), dtype=dtype)
+
+    told = {"shape": SHAPE, "blocksize": 64, "nested_blocksize": 256}
+    told["nested_offset"] = float(tensor("offset", torch.float32)[0])
+    parts = {
+        "m.weight": tensor("codes", torch.uint8)[:, None],
+        "m.weight.absmax": tensor("scales", torch.uint8),
+        "m.weight.nested_absmax": tensor("nested", torch.float32),
+        "m.weight.nested_quant_map": tensor("map", torch.float32),
+        "m.weight.quant_map": torch.from_numpy(CODES),
+        f"m.{STATE}": torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8),
+    }
+    types = {torch.uint8: "U8", torch.float32: "F32"}
+    file = SimpleNamespace(get_tensor=parts.get, get_slice=parts.get)
+    found = {
+        n: SimpleNamespace(file=file, path="f", name=n, shape=t.shape, dtype=types[t.dtype]) for n, t in parts.items()
+    }
+    shape, rows = matrix(found, "m.weight")
+    assert shape == SHAPE and digest(rows(slice(None))) == kept["dense"]
+    assert torch.equal(rows(slice(3, 77)), rows(slice(None))[3:77])
+
+
 def test_mxfp4_is_that_of_transformers():
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -146,6 +181,11 @@ def damaged(folder, target, change):
         ("fp8-channel", lambda t: t.update({f"{Q}.weight_scale": torch.ones(3, 3, 3)}), r"q_proj\.weight_scale"),
         ("int8", lambda t: t.update({f"{Q}.weight_zero_point": torch.ones(64, 1)}), "quantized symmetrically"),
         ("fp8-tensor", lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf), r"scales of '.*q_proj\.weight'"),
+        ("nf4", lambda t: t.pop(f"{Q}.weight.absmax"), r"q_proj\.weight\.absmax' is missing"),
+        ("nf4", lambda t: t.pop(f"{Q}.{STATE}"), r"bitsandbytes__nf4' is missing"),
+        ("nf4", lambda t: t[f"{Q}.{STATE}"].fill_(65), r"bitsandbytes__nf4' does not say a matrix's shape"),
+        ("nf4", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:-1]}), r"q_proj\.weight' should have \d+ numbers"),
+        ("fp4", lambda t: t[f"{Q}.weight.absmax"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite"),
     ],
 )
 def test_damage_is_named(checkpoints, tmp_path, name, change, sentence):

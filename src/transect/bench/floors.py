@@ -18,6 +18,10 @@ from ..models.cost import Row, Storage, least_cost
 from ..models.layouts import held_layouts, storage_held
 from ..models.resolve import ModelSource
 from ..models.storage import storage_for
+from ..parallel.layout import Layout
+
+ALONE = Layout()
+"""One rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,30 +77,53 @@ def step_floor(
     rates: Rates,
     storage: Storage | None = None,
     logit_rows: int | None = None,
+    *,
+    ranks: int = 1,
 ) -> Floor:
     """One step of a ragged batch; ``logit_rows`` tokens go through the output head, by default one for each row. Where
-    layers stream, the host link may need longer for them than the device for everything else, which goes on beside."""
-    costs = least_cost(config, rows, storage=storage, logit_rows=logit_rows).values()
-    found = sum((Floor(cost.flops, cost.bytes, cost.floor(*rates.both)) for cost in costs), Floor())
+    layers stream, the host link may need longer for them than the device for everything else, which goes on beside.
+
+    Args:
+        ranks: devices between which every matrix is cut; the floor is that of one of them, without what goes between.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
+    found = Floor()
+    for name, cost in least_cost(config.local(ranks), rows, storage=storage, logit_rows=logit_rows).items():
+        share = ranks if name == "head" else 1
+        found += Floor(cost.flops / share, cost.bytes / share, cost.floor(*rates.both) / share)
     if storage is None or rates.host_bytes_per_second is None:
         return found
     return replace(found, seconds=max(found.seconds, storage.streamed / rates.host_bytes_per_second))
 
 
 def batch_floor(
-    config: ModelConfig, lengths: Iterable[tuple[int, int]], rates: Rates, storage: Storage | None = None
+    config: ModelConfig,
+    lengths: Iterable[tuple[int, int]],
+    rates: Rates,
+    storage: Storage | None = None,
+    layout: Layout = ALONE,
 ) -> tuple[Floor, Floor]:
     """(prefill, decode) of sequences of (prompt tokens, output tokens) that all run together.
 
     One prefill computes all prompts and draws every first token. Then each step decodes the sequences that still have
-    tokens to draw.
+    tokens to draw. With a ``layout`` each of its ranks has a device: groups along its data axis share the sequences,
+    and stages work at the same time.
+
+    Raises:
+        ValueError: the model cannot be cut so.
     """
-    lengths = list(lengths)
-    prefill = step_floor(config, [Row(prompt, prompt) for prompt, _ in lengths], rates, storage)
+    lengths = list(lengths)[:: layout.data]
+
+    def step(rows: list[Row]) -> Floor:
+        whole, stages = step_floor(config, rows, rates, storage, ranks=layout.tensor), layout.pipeline
+        return Floor(whole.flops / stages, whole.bytes / stages, whole.seconds / stages)
+
+    prefill = step([Row(prompt, prompt) for prompt, _ in lengths])
     decode = Floor()
     for drawn in range(1, max(new for _, new in lengths)):
-        rows = [Row(1, prompt + drawn) for prompt, new in lengths if new > drawn]
-        decode += step_floor(config, rows, rates, storage)
+        decode += step([Row(1, prompt + drawn) for prompt, new in lengths if new > drawn])
     return prefill, decode
 
 

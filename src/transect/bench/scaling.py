@@ -29,13 +29,13 @@ from typing import NamedTuple
 import torch
 
 from ..models.config import ModelConfig
-from ..models.cost import Row, Storage, least_cost
+from ..models.cost import Row, Storage
 from ..ops.sampling.sampling import GROUP
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
 from ..parallel.peer_sums import graph_seconds, shared_sums
 from ..parallel.world import World
-from .floors import Floor, Rates
+from .floors import Floor, Rates, step_floor
 
 JOB = "transect.bench.scaling:sum_times"
 REPEATS = 20
@@ -86,12 +86,7 @@ def rank_floor(
     Raises:
         ValueError: the model cannot be cut so.
     """
-    costs = least_cost(config.local(ranks), rows, storage=storage)
-    found = Floor()
-    for name, cost in costs.items():
-        share = ranks if name == "head" else 1
-        found += Floor(cost.flops / share, cost.bytes / share, cost.floor(*rates.both) / share)
-    return found
+    return step_floor(config, rows, rates, storage, ranks=ranks)
 
 
 def batch_rank_floor(

@@ -156,8 +156,13 @@ def _measure(
                 joules.append(measuring.result.joules)
     prefill_time, step_time = spread(prefills), spread([each.per_token for each in decodes])
     floors = {
-        "prefill": step_floor(about.config, [Row(prompt_tokens, prompt_tokens)] * batch, about.rates, about.storage),
-        "decode": step_floor(about.config, [Row(1, n) for n in decodes[0].middle], about.rates, about.storage),
+        name: step_floor(
+            about.config, rows[:: about.layout.data], about.rates, about.storage, ranks=about.layout.tensor
+        )
+        for name, rows in (
+            ("prefill", [Row(prompt_tokens, prompt_tokens)] * batch),
+            ("decode", [Row(1, n) for n in decodes[0].middle]),
+        )
     }
     result = {
         "batch": batch,

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..parallel.layout import Layout
+
 if TYPE_CHECKING:
     from ..bench.energy import EnergyMeter
     from ..bench.floors import Rates
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from ..engine.llm import LLM
     from ..models.config import ModelConfig
     from ..models.cost import Storage
+
+ALONE = Layout()
+"""One rank."""
 
 WIDTH = 132
 """Width of tables in a file or a narrow terminal: enough that no figure is broken in two."""
@@ -39,6 +44,8 @@ class Subject:
     storage: Storage
     measured: str = ""
     """How the rates are known."""
+    layout: Layout = ALONE
+    """The ranks that have a device each; on a CPU they share its cores, and are as one."""
 
     def explain(self, parts: Iterable[Mapping[str, float]]) -> None:
         """Say why, where a share of what the device can do is above 1."""
@@ -101,7 +108,8 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     stream = planned_stream(settings, source.config, storage, shard.shapes())
     if stream is not None:
         storage = dataclasses.replace(storage, streamed=stream.bytes)
-    return Subject(llm, source.config, rates, storage, str(measured))
+    spread = layout if device.type == "cuda" else ALONE
+    return Subject(llm, source.config, rates, storage, str(measured), spread)
 
 
 def device_type(device: str) -> str:

@@ -12,6 +12,7 @@ from .engine_options import (
     AsyncScheduling,
     CpuOffload,
     CudaGraphs,
+    DataParallel,
     DependentLaunch,
     Deterministic,
     Device,
@@ -73,6 +74,7 @@ def command(
     threads: Threads = None,
     tensor_parallel_size: TensorParallel = 1,
     pipeline_parallel_size: PipelineParallel = 1,
+    data_parallel_size: DataParallel = 1,
     enable_expert_parallel: ExpertParallel = False,
     native: Native = None,
     max_num_seqs: MaxNumSeqs = 256,
@@ -118,6 +120,7 @@ def command(
         threads=threads,
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
+        data_parallel_size=data_parallel_size,
         enable_expert_parallel=enable_expert_parallel,
         native=native,
         enable_prefix_caching=False,
@@ -146,7 +149,7 @@ def command(
             joules.append(measuring.result.per_token(tokens_in, tokens_out))
     time = spread(seconds)
     lengths = [(len(each.prompt), each.output_tokens) for each in work]
-    prefill, decode = batch_floor(about.config, lengths, about.rates, about.storage)
+    prefill, decode = batch_floor(about.config, lengths, about.rates, about.storage, about.layout)
     floor = prefill + decode
     shares = floor.compared(time["median"], about.rates)
     rate, floor_rate = tokens_out / time["median"], tokens_out / floor.seconds

@@ -89,7 +89,13 @@ PipelineParallel = Annotated[
     int, typer.Option("--pipeline-parallel-size", "-pp", min=1, help="Groups of devices, each with some of the layers.")
 ]
 DataParallel = Annotated[
-    int, typer.Option("--data-parallel-size", "-dp", min=1, help="Whole engines behind one server.")
+    int,
+    typer.Option(
+        "--data-parallel-size",
+        "-dp",
+        min=1,
+        help="Whole models, each with devices of its own: engines behind one server, or groups of ranks.",
+    ),
 ]
 ExpertParallel = Annotated[
     bool,

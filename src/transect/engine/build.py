@@ -161,7 +161,7 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         "quantization": config.quantization,
     }
     drawn = {"seed": config.seed or 0, "deterministic": config.deterministic, "stream": stream}
-    if mesh is None:
+    if mesh is None or (mesh.parts.size == 1 and not mesh.layout.expert):
         library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
         native = library is not None
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]

@@ -30,6 +30,7 @@ Weights and names:
   published models without files
 * ``weights_hf.py``: safetensors in and out (``safetensors_out.py``: their files);
   ``weights_hf_moe.py``: the names of experts there;
+  ``weights_hf_bnb.py``: those that bitsandbytes packed in 4 bits;
   ``weights_hf_quantized.py``: other programs' quantized matrices, in the layouts of ``quantized_layouts.py``;
   ``quantized_codes.py``: the same packed; ``layouts.py``: how a model's checkpoint packs its matrices;
   ``quantize_out.py`` writes such, on the 4-bit values of ``quantized_grid.py``; ``calibration.py``: what matrices are

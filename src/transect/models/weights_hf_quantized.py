@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..ops.linear.packed.gguf_layout import FORMATS
+from . import weights_hf_bnb
 from .config_quantized import check_method
 from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, side
 from .quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
@@ -153,6 +154,9 @@ def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callab
         if suffix == "qweight":
             kind = _gptq if settings.get("quant_method") == "gptq" else _awq
             matrix = (f"{prefix}.weight", *kind(found, prefix, settings))
+        elif weights_hf_bnb.is_packed(found, name):
+            shape, rows = weights_hf_bnb.matrix(found, name)
+            out[name] = make(QuantizedMatrix(rows, found[name].path, name), found[name].path, name, shape, "F32")
         elif suffix == "weight_packed":
             matrix = (f"{prefix}.weight", *_packed(found, prefix))
         elif suffix == "weight" and found[name].dtype in _CODES:
@@ -177,6 +181,8 @@ def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callab
 def _is_side(name: str, found: Mapping[str, Any]) -> bool:
     """Scales and the like, which belong to a matrix."""
     suffix = name.rpartition(".")[2]
+    if weights_hf_bnb.is_side(name):
+        return True
     if suffix.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in found:
         return True
     return suffix in _SUFFIXES
