@@ -282,6 +282,34 @@ def test_steps_that_take_long_to_launch_are_planned_earlier():
     assert core.scheduler.coming() == (303, False) and core.time_to_plan() == 0
 
 
+def test_what_takes_long_to_launch_counts_from_the_end_of_the_step_before():
+    """The step before ends while it is launched, and the host sees that only then: the launch is part of its time."""
+
+    class Slow(Device):
+        def submit(self, batch: ScheduledBatch) -> Pending:
+            handle = super().submit(batch)
+            self.clock.advance(30e-3 if batch.num_tokens > 64 else 0.0)
+            return handle
+
+    core = taught(lag=1, itl_target=90e-3, graph_tokens=64)
+    busy = core.executor.free_at
+    core.executor = Slow(core.scheduler.clock)
+    core.executor.free_at = busy
+    times, told = core.scheduler.times, []
+    learn = times.learn
+    times.learn = lambda load, seconds: (told.append((load.tokens, seconds)), learn(load, seconds))
+    for index in range(4):
+        core.add(request(f"large {index}", prompt=300 + 20 * index, first=7 + index, max_tokens=2))
+        for _ in range(6):
+            core.step()
+    large = [(tokens, seconds) for tokens, seconds in told if tokens > 64]
+    assert len(large) == 4
+    for tokens, seconds in large:
+        assert seconds == pytest.approx(BASE + EACH * tokens, rel=0.1)
+    small = [seconds for tokens, seconds in told if tokens <= 64]
+    assert min(small) > 0.7 * BASE and max(small) < 1.3 * (BASE + 3 * EACH)
+
+
 def test_there_is_nothing_to_wait_for_without_a_step_in_flight_or_a_target():
     assert engine(itl_target=0.0).time_to_plan() == 0
     assert taught(lag=0, itl_target=0.0).time_to_plan() == 0
