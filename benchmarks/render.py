@@ -115,6 +115,11 @@ def step_policies() -> str:
     return step_policy.table(_load("cpu/step_policy.json"))
 
 
+def step_policies_long() -> str:
+    """The same where long prompts come among short ones."""
+    return step_policy.long_table(_load("cpu/step_policy.json"))
+
+
 def lora() -> str:
     """LoRA fine-tuning against transformers + PEFT."""
     result = _load("cpu/lora.json")
@@ -260,6 +265,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "precisions": precision_table,
     "formats-quality": formats_by_quality,
     "step-policy": step_policies,
+    "step-policy-long": step_policies_long,
     "lora": lora,
     "lora-parts": lora_parts,
     "request-walk": walk,
