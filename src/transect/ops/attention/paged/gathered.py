@@ -97,6 +97,4 @@ def kernels() -> Sequence[Kernel]:
     pointers = caches | dict.fromkeys(("tables", "keys", "lengths"), "*i32")
     ints = dict.fromkeys(("rows", "table_b", "cache_b", "cache_k"), "i32")
     sizes = {"D": 128, "DP": 128, "K": 8, "BLOCK": 16, "TILE": 64}
-    return [
-        Kernel("gather", _gather, pointers | ints, sizes, ("cache_b", "cache_k"), targets=TRITON_TARGETS)
-    ]
+    return [Kernel("gather", _gather, pointers | ints, sizes, ("cache_b", "cache_k"), targets=TRITON_TARGETS)]
