@@ -3,7 +3,8 @@
     python benchmarks/formats_gpu.py bf16 fp8 int8 int4 [--model llama-3.1-8b] [--batches 1,8,64,256] [--out FILE]
     python benchmarks/formats_gpu.py products             one layer's matrices, times of their products by rows
 
-``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file.
+``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file;
+``q4_k_m-chained``: with ``GPUOptions(chained_blocks=True)``.
 
 Random weights of a true shape. Decode: prompts of 512 tokens; the wall time of a step as the caller of ``LLM.step``
 sees it. A format's floor is of the bytes that its own weights take, at the rates of ``engine_gpu.py``; arithmetic
@@ -56,9 +57,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
     "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},
+    "q4_k_m-chained": {"gpu": GPUOptions(chained_blocks=True)},
     "q8_0": {},
 }
 """Settings of the engine by format."""
+FILES = {"q4_k_m": "q4_k_m", "q4_k_m-chained": "q4_k_m", "q8_0": "q8_0"}
+"""Of formats of GGUF files, the file."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs of the matrices of a layer of Llama 3.1 8B."""
 
@@ -102,9 +106,9 @@ def hold_in_blocks(file: str, model: str) -> None:
 
 def storage(name: str) -> Storage:
     """What the numbers of an engine of this format take."""
-    if name in ("q4_k_m", "q8_0"):
+    if name in FILES:
         kinds = {each: BLOCK_FORMATS[each].bits for each in ("Q4_K", "Q6_K", "Q8_0")}
-        if name == "q8_0":
+        if FILES[name] == "q8_0":
             return replace(storage_for(2), linear=kinds["Q8_0"], head=kinds["Q8_0"])
         half = (kinds["Q4_K"] + kinds["Q6_K"]) / 2
         mixed = (("mlp.down", half), ("attention.v", half))
@@ -163,8 +167,8 @@ def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
 def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
     """All of one format."""
     started = time.perf_counter()
-    if name in ("q4_k_m", "q8_0"):
-        hold_in_blocks(name, options.model)
+    if name in FILES:
+        hold_in_blocks(FILES[name], options.model)
     llm = engine(options.model, **FORMATS[name])
     print(f"{name}: {llm.kernels}, built in {time.perf_counter() - started:.1f} s", flush=True)
     decode_steps(llm, prompts(16, 99), 8, 32)  # warm

@@ -115,6 +115,11 @@ def step_policies() -> str:
     return step_policy.table(_load("cpu/step_policy.json"))
 
 
+def step_policies_long() -> str:
+    """The same where long prompts come among short ones."""
+    return step_policy.long_table(_load("cpu/step_policy.json"))
+
+
 def lora() -> str:
     """LoRA fine-tuning against transformers + PEFT."""
     result = _load("cpu/lora.json")
@@ -260,6 +265,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "precisions": precision_table,
     "formats-quality": formats_by_quality,
     "step-policy": step_policies,
+    "step-policy-long": step_policies_long,
     "lora": lora,
     "lora-parts": lora_parts,
     "request-walk": walk,
@@ -308,6 +314,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
+    "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
+    "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
     "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),

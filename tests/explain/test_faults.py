@@ -1,5 +1,7 @@
 """Planted faults: the right one comes first, and the parts add up."""
 
+import gc
+
 import pytest
 import torch
 from effort import quick_first
@@ -12,9 +14,12 @@ STEADY = ["sleeping", "growing_tensor", "mostly_padding"]
 
 
 @pytest.fixture(autouse=True)
-def same_threads():
+def same_process():
+    """As many threads afterwards as before; and the collector leaves alone what other tests have made."""
     before = torch.get_num_threads()
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(before)
 
 

@@ -11,7 +11,8 @@ from transect.hardware.presets import preset
 
 FOLDER = Path(__file__).parent / "traces"
 SHARES = {"gpu_allocator_thrash": 0.91, "gpu_float32_products": 0.87, "gpu_repeated_upload": 0.92}
-SHARES |= {"gpu_unpinned_copies": 0.73, "recompilation": 0.83}
+SHARES |= {"gpu_unpinned_copies": 0.73, "recompilation": 0.83, "conversion_every_step": 0.56, "layout_copies": 0.84}
+SHARES |= {"gpu_sync_in_the_loop": 0.15, "small_batch": 0.975}
 """What the fix saved there, as a share of the program's time."""
 PROFILER_S = 6.7e-6
 """What a launch took longer there while it was profiled."""
@@ -26,3 +27,11 @@ def test_the_right_fault_comes_first_with_what_its_fix_saves(name):
     assert all(each.share < 0.05 for each in found.findings[1:]), str(found)
     assert found.split.on_gpu and sum(found.split.parts.values()) == pytest.approx(found.split.wall, rel=1e-6)
     assert found.split.share("unexplained") < 0.05
+
+
+def test_what_the_profilers_start_held_up_is_not_the_programs():
+    """Its first kernel began 16 ms after its launch; without the profiler the program took 20.3 ms."""
+    trace = read_trace(FOLDER / "conversion_every_step.json.gz")
+    split = explain_trace(trace, preset("h200").ceilings(), profiler_s=PROFILER_S).split
+    assert split.wall == pytest.approx(37.5e-3, rel=0.01) and split.own == pytest.approx(20.3e-3, rel=0.02)
+    assert split.parts["sync"] < 0.001

@@ -26,6 +26,8 @@ RECORDING_S = 1e-6
 """What autograd adds to an operator, where nothing is measured."""
 MANY = 16
 """Calls of the same work that make a loop."""
+VALUE_BYTES = 64
+"""A copy to the host of no more bytes is one of single values, as ``.item()`` makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,11 +129,13 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         last = max((float(trace.ts[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)), default=0.0)
         waits = [i for i in _runtime(split, WAITS) if trace.ts[i] + trace.dur[i] <= last]  # not those at the end
         waited = float(sum(trace.dur[i] for i in waits))
+        values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
+        read = sum(op.seconds for op in values if op.calls >= MANY)
         yield Finding(
             "sync",
             "the program waits for the GPU",
             f"{len(waits)} times, after which the GPU has nothing to do until it is given work again",
-            max(0.0, min(waited, split.own - max(split.busy, split.issuing))),
+            max(0.0, min(waited, split.own - max(split.busy - read, split.issuing))),
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )
         return
@@ -273,7 +277,7 @@ def conversions(material: Material) -> Iterator[Finding]:
 
 def wide_numbers(material: Material) -> Iterator[Finding]:
     """float64 where float32 would do; float32 products where a GPU has faster ones."""
-    double = [op for op in material.split.ops if "double" in op.key.types and op.name not in COPIES]
+    double = [op for op in material.split.ops if _has_doubles(op.key) and op.name not in COPIES]
     seconds = sum(op.seconds - (0.0 if op.operator else op.launch) for op in double)  # a kernel was called beforehand
     if seconds:
         most = max(double, key=lambda op: op.seconds)
@@ -301,6 +305,12 @@ def wide_numbers(material: Material) -> Iterator[Finding]:
             "torch.set_float32_matmul_precision('high'), or bfloat16",
             apply="tf32, bfloat16",
         )
+
+
+def _has_doubles(key: Key) -> bool:
+    """Whether a tensor among the inputs is in float64; a plain number of Python's is listed with that type too."""
+    shapes = key.shapes if isinstance(key.shapes, list) else []
+    return any(kind == "double" and shape != [] for kind, shape in zip(key.types, shapes, strict=False))
 
 
 def padding(material: Material) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ from ..hardware.device import detect
 from ..ops.cpu.ceilings import device_measurement
 from .findings import Finding, Material, find
 from .gaps import Named, name_gaps
-from .sampler import Sampler, Samples
+from .sampler import Samples, StackSampler
 from .split import WINDOW, Split, split_trace
 from .trace import RANGE, Trace
 from .trace_file import read_trace
@@ -93,7 +93,7 @@ class Explain:
     def __enter__(self) -> Self:
         self._overhead = profiler_seconds()
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._padding.look)
-        self._sampler = Sampler() if self._stacks else None
+        self._sampler = StackSampler() if self._stacks else None
         self._profiler = torch.profiler.profile(activities=_activities(), record_shapes=True)
         self._profiler.__enter__()
         if torch.cuda.is_available():

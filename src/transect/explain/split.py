@@ -20,7 +20,7 @@ import numpy as np
 
 from ..hardware.ceilings import Ceilings
 from .op_floor import floor
-from .trace import COPY, KERNEL, OP, RANGE, RUNTIME, SET, Key, Trace
+from .trace import COPY, KERNEL, OP, OVERHEAD, RANGE, RUNTIME, SET, Key, Trace
 
 WINDOW = "transect.explain"
 """The range that marks what is explained; without one it is the whole trace."""
@@ -54,6 +54,13 @@ ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
 """Calls by which an operator has to do with the GPU."""
 HOST_OP_S = 500e-6
 """An operator that takes longer without any such call computes on the host."""
+OWN_OVERHEAD = r"^(?:Activity Buffer Request|Instrumentation|Resource|CUPTI)"
+"""What the profiler does for itself; the driver's overhead (loading a kernel, say) is the program's."""
+GIVES = r"Launch|Memcpy|Memset"
+"""Calls that give the GPU something to do."""
+HELD_S = 200e-6
+"""A GPU that has nothing else to do begins within microseconds of a launch. If its first kernel under a profiler begins
+so much later, the profiler was setting itself up."""
 LOADING = re.compile(r"enumerate\(DataLoader\)|DataLoader.*__next__")
 COMPILING = re.compile(r"dynamo|inductor|compile_fx|convert_frame", re.I)
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
@@ -116,6 +123,10 @@ class Split:
     notes: list[str] = field(default_factory=list)
     profiling: float = 0.0
     """Seconds that the profiler added to the main thread's calls of a GPU's driver and the operators around them."""
+    held: float = 0.0
+    """Seconds in which a GPU had nothing to do because of the profiler."""
+    held_host: float = 0.0
+    """Those of them in which the host could not go on either."""
 
     @property
     def own(self) -> float:
@@ -135,7 +146,7 @@ class Split:
     @property
     def busy(self) -> float:
         """Seconds in which the GPU did something."""
-        return self.wall - sum(gap.seconds for gap in self.gaps)
+        return self.wall - _seconds(self.gaps) - self.held
 
     @property
     def issuing(self) -> float:
@@ -144,7 +155,7 @@ class Split:
         waits = [int(i) for i in trace.where(RUNTIME) if re.search(WAITS, trace.key_of(int(i)).name)]
         spans = ((float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in waits)
         waited = sum(max(0.0, min(last, end) - max(first, self.begin)) for first, last in spans)
-        return self.wall - waited - self.profiling
+        return self.wall - waited - self.profiling - self.held_host
 
     def named(self, *names: str) -> list[OpStat]:
         """Operators with these names, and kernels that they launched."""
@@ -162,6 +173,9 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
     begin, end, lane = _window(trace)
     if trace.on_gpu:
         ops, gaps, parts = _device(trace, ceilings, begin, end)
+        stopped = _own_overhead(trace, begin)
+        spans = sorted([*stopped, *_late_start(trace, begin)])
+        idle, gaps = _seconds(gaps), [piece for gap in gaps for piece in _without(gap, spans)]
     else:
         ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s)
     computed = parts["floor"] + parts["inefficiency"]
@@ -173,7 +187,43 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
         mine = trace.where(RUNTIME)
         inside = (trace.lane[mine] == lane) & (trace.ts[mine] >= begin) & (trace.ts[mine] < end)
         split.profiling = profiler_s * int(inside.sum())
+        split.held = idle - _seconds(gaps)
+        split.held_host = min(split.held, sum(min(last, end) - first for first, last in stopped if first < end))
+        parts["profiler"] += split.held
     return split
+
+
+def _seconds(gaps: Sequence[Gap]) -> float:
+    return sum(gap.seconds for gap in gaps)
+
+
+def _own_overhead(trace: Trace, begin: float) -> list[tuple[float, float]]:
+    """When the profiler was at work for itself."""
+    own = [i for i in trace.where(OVERHEAD) if re.search(OWN_OVERHEAD, trace.key_of(int(i)).name)]
+    return [(float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in own if trace.ts[i] >= begin]
+
+
+def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
+    """From the end of the first launch to the beginning of the first kernel, where that is long (``HELD_S``)."""
+    firsts = [float(trace.ts[i]) for kind in (KERNEL, COPY, SET) for i in trace.where(kind)[:1]]
+    calls = [int(i) for i in trace.where(RUNTIME) if re.search(GIVES, trace.key_of(int(i)).name)]
+    if not firsts or not calls or trace.ts[calls[0]] < begin:
+        return []
+    launched = float(trace.ts[calls[0]] + trace.dur[calls[0]])
+    return [(launched, min(firsts))] if min(firsts) - launched > HELD_S else []
+
+
+def _without(gap: Gap, spans: Sequence[tuple[float, float]]) -> Iterator[Gap]:
+    """The pieces of a gap that lie in none of these spans."""
+    at = gap.begin
+    for first, last in spans:
+        if last <= at or first >= gap.end:
+            continue
+        if first > at:
+            yield Gap(at, first)
+        at = max(at, last)
+    if at < gap.end:
+        yield Gap(at, gap.end)
 
 
 def _window(trace: Trace) -> tuple[float, float, int]:

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-OP, RANGE, PYTHON, RUNTIME, KERNEL, COPY, SET = range(7)
-"""Kinds of events. RANGE: ``record_function``; RUNTIME: a call of the driver's interface; SET: a memset."""
+OP, RANGE, PYTHON, RUNTIME, KERNEL, COPY, SET, OVERHEAD = range(8)
+"""Kinds of events. RANGE: ``record_function``; RUNTIME: a call of the driver's interface; SET: a memset; OVERHEAD: what
+the profiler says of itself and of the driver."""
 KINDS = {
     "cpu_op": OP,
     "operator": OP,
@@ -28,6 +29,7 @@ KINDS = {
     "memcpy": COPY,
     "gpu_memset": SET,
     "memset": SET,
+    "overhead": OVERHEAD,
 }
 """By ``cat``, in the spellings of the versions that there were."""
 

@@ -164,9 +164,9 @@ def load_model(
         seed: of the random weights that a source without weights gets.
         deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
             so always.
-        quantization: ``int4``: the layers' matrices are rounded to 4 bits when they are loaded. The C++ kernels keep
-            them so; plain torch computes with the values that the codes stand for. ``fp8``, ``int8``: they are rounded
-            to 8 bits, which plain torch keeps; the C++ kernels have neither.
+        quantization: ``int4``, ``int8`` or ``fp8``: the layers' matrices are rounded to 4 or 8 bits when they are
+            loaded. The C++ kernels keep them so; plain torch keeps those of 8 bits, and computes with the values that
+            codes of 4 bits stand for.
         stream: layers that live elsewhere and come in their turn; plain torch computes then.
 
     Raises:
@@ -185,11 +185,12 @@ def load_model(
     log.info("%s: %s", source.name, why)
     if library is None:
         return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization, stream)
-    int4 = quantization == "int4"
-    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=dtype == "auto", int4=int4)
-    packed_file = packed_path(source.path, f"{dtype}-int4" if int4 else dtype) if source.kind == "gguf" else None
+    half = dtype == "auto"
+    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=half, quantization=quantization)
+    stem = dtype if quantization is None else f"{dtype}-{quantization}"
+    packed_file = packed_path(source.path, stem) if source.kind == "gguf" else None
     beside = None
-    if source.adapter is not None and (int4 or source.kind == "gguf"):
+    if source.adapter is not None and (quantization is not None or source.kind == "gguf"):
         beside = read_adapter(source.adapter.path, source.config)
         if beside.replaced or {"embed", "head"} & set(beside.factors):
             packed_file = None  # its tables are not those of the file
@@ -256,12 +257,12 @@ def kernels(
             library = cpu_library.load(threads or torch.get_num_threads())
         except Unavailable as error:
             reason = str(error)
+    bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
     if library is not None:
-        kept = "weights as in the file" if quantization is None else "the layers' weights in 4 bits"
+        kept = "weights as in the file" if bits is None else f"the layers' weights in {bits}"
         return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
     if native:
         raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")
-    bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
     rounded_to = "" if bits is None else f", the layers' weights rounded to {bits}"
     return None, f"plain torch in {str(computed_in).removeprefix('torch.')}{rounded_to} ({reason})"
 

@@ -26,7 +26,6 @@ from .norm import LayerNorm, RMSNorm
 from .rope import Rope
 from .weights.int4_serving import PANEL
 from .weights.packed import Packed, PackedEmbedding
-from .weights.scaled8 import EIGHT_BITS
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
@@ -95,11 +94,12 @@ def refusal(config: ModelConfig, block_size: int, quantization: str | None = Non
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
     if config.beyond_stacks:
         return f"the C++ kernels do not have {config.beyond_stacks[0]}"
-    if quantization in EIGHT_BITS:
-        return f"the C++ kernels round to 4 bits alone, not to {quantization}"
     odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
-    if quantization == "int4" and odd:
-        return f"the C++ kernels take rows in 4 bits whose length is a multiple of {PANEL}, and this model has {odd[0]}"
+    if quantization is not None and odd:
+        return (
+            f"the C++ kernels take rows in {quantization} whose length is a multiple of {PANEL}, and this model has "
+            f"{odd[0]}"
+        )
     if config.head_dim % GROUP_ROWS:
         return (
             f"the C++ kernels need a head size that is a multiple of {GROUP_ROWS}, and this model has {config.head_dim}"
@@ -116,23 +116,23 @@ def native_model(
     block_size: int = 16,
     *,
     half: bool,
-    int4: bool = False,
+    quantization: str | None = None,
 ) -> Decoder:
     """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``.
 
     Args:
         kv_dtype: bfloat16 or float32, of the KV cache that the model will run on.
         half: dense matrices are kept in bfloat16.
-        int4: the layers' matrices are kept in 4 bits, whatever they come in.
+        quantization: the layers' matrices are rounded to this, whatever they come in.
 
     Raises:
         ValueError: ``refusal`` says why.
     """
-    reason = refusal(config, block_size, "int4" if int4 else None)
+    reason = refusal(config, block_size, quantization)
     if reason is not None:
         raise ValueError(reason)
     packed = partial(Packed, library=library, half=half)
-    in_layers = partial(packed, int4=int4)
+    in_layers = partial(packed, quantization=quantization)
     model = Decoder(config, "meta", torch.float32, kinds=lambda name: packed if name == "head" else in_layers)
     table = packed(config.vocab_size, config.dim)
     model.embed = PackedEmbedding(table)  # type: ignore[assignment]

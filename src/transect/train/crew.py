@@ -24,7 +24,7 @@ from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
-from ..parallel.parallelize import Parallel, Plan, parallelize
+from ..parallel.parallelize import Parallel, ParallelPlan, parallelize
 from ..parallel.pipeline import Pipeline
 from ..parallel.pulse import Pulse, default_store
 from ..parallel.refusals import Run, refusal
@@ -108,7 +108,7 @@ class Crew:
         if self.mesh is None:
             return trainable
         parallel = self.config.parallel
-        plan = Plan(
+        plan = ParallelPlan(
             zero=3 if parallel.sharded else parallel.zero,
             reduce_dtype=REDUCE[parallel.reduce],
             sequence=parallel.sequence,

@@ -64,6 +64,7 @@ def load(
         ValueError: a file of the model is at fault.
     """
     config, tricks = setup.config, setup.tricks
+    chained = config.gpu.chained_blocks and not config.deterministic
     work = warm_kernels.Work(
         config=setup.model,
         dtype=setup.dtype,
@@ -75,6 +76,7 @@ def load(
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
         gathered_keys=tricks["gathered_keys"],
+        chained_blocks=chained,
         quantization=config.quantization,
         layouts=setup.layouts,
         cache_dtype=setup.cache_dtype,
@@ -100,6 +102,7 @@ def load(
             setup.device,
             dependent_launch=config.gpu.dependent_launch,
             layouts=setup.layouts,
+            chained_blocks=chained,
         ),
         stream=setup.stream,
     )

@@ -20,7 +20,11 @@ class GPUOptions:
             pages (not where ``EngineConfig.deterministic``).
         prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
         gathered_keys: in steps of 1,024 tokens and more, prompts whose beginning is in the cache attend to a copy of
-            their keys that lie side by side (Hopper; it has not run on a GPU yet, so only where it is asked for).
+            their keys that lie side by side (Hopper; quicker for heads of 128 in one run, but not yet timed in turns
+            with keys in pages nor under load, so only where it is asked for).
+        chained_blocks: a step of one request on a model held in blocks of a GGUF file multiplies in whole numbers, the
+            four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``; it has
+            not run on a GPU yet, so only where it is asked for).
         rounding_norms: with matrices in fp8 or int8 and more than 16 rows, one kernel adds the residual, normalises and
             rounds, and another gates and rounds (Hopper; it has not run on a GPU yet, so only where it is asked for).
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
@@ -40,6 +44,7 @@ class GPUOptions:
     prompt_attention: bool = True
     prune_last_layer: bool = True
     gathered_keys: bool = False
+    chained_blocks: bool = False
     rounding_norms: bool = False
     copy_kernels: bool = True
     peer_sums: bool = True

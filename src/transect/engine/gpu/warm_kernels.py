@@ -53,6 +53,7 @@ class Work:
     fine_rows: bool = False
     copy_kernels: bool = False
     gathered_keys: bool = False
+    chained_blocks: bool = False
     quantization: str | None = None
     layouts: Layouts = ()
     cache_dtype: torch.dtype | None = None
@@ -105,7 +106,10 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
     config = dataclasses.replace(work.config, n_layers=1 + (ops.stream_products is not None), tied_embeddings=True)
     if len({work.config.layer_window(layer) for layer in range(work.config.n_layers)}) == 2:
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
-    kinds = kinds_for(work.quantization, device, dependent_launch=work.dependent_launch, layouts=work.layouts)
+    kinds = kinds_for(
+        work.quantization, device, dependent_launch=work.dependent_launch, layouts=work.layouts,
+        chained_blocks=work.chained_blocks,
+    )  # fmt: skip
     model = allocated(Decoder(config, "meta", work.dtype, ops=ops, kinds=kinds), device)
     stacks: list[FusedStack] = []
     if refusal(config) is None:

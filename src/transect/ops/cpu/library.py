@@ -39,6 +39,7 @@ class Kind(IntEnum):
     Q4_K = 11
     Q5_K = 12
     Q6_K = 13
+    FP8 = 14
 
 
 class _Packed(Structure):
@@ -159,7 +160,8 @@ class Library:
         return next(k for k in (1, 2, 4, 8, 16, 32, 256) if self._c.transect_packed_bytes(kind, GROUP_ROWS, k))
 
     def pack_affine(self, kind: Kind, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8."""
+        """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8. In
+        ``FP8`` codes are the bits of e4m3, and ``zero`` is not read."""
         n, k = codes.shape
         out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
         codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()

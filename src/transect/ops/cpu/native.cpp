@@ -17,7 +17,7 @@ void transect_pool_free(Pool* pool) { delete pool; }
 
 int64_t transect_packed_bytes(int kind, int n, int k) { return group_bytes(kind, k) * ((n + GROUP_ROWS - 1) / GROUP_ROWS); }
 
-// codes [n][k] uint8, scale and zero [n][k / group] float32, into the layout of kinds.h.
+// codes [n][k] uint8, scale and, where the kind has it, zero [n][k / group] float32, into the layout of kinds.h.
 void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const float* scale, const float* zero, uint8_t* out) {
   with_kind(kind, [&]<class W>() {
     if constexpr (requires { W::SCALE_BYTES; }) {
@@ -34,14 +34,14 @@ void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const fl
             for (int i = 0; i < W::PER_WORD; i++) word |= uint32_t(from[j * W::PER_WORD + i]) << (BITS * i);
             std::memcpy(to + 64 * j + 4 * r, &word, 4);
           }
-          const float pair[2] = {scale[(first + r) * panels + g], zero[(first + r) * panels + g]};
-          for (int s = 0; s < 2; s++) {
+          for (int s = 0; s < W::SCALES; s++) {
+            const float number = (s ? zero : scale)[(first + r) * panels + g];
             uint8_t* at = to + G / W::PER_WORD * 64 + s * W::SCALE_BYTES;
             if (W::SCALE_BYTES == 2 * GROUP_ROWS) {
-              const _Float16 half = _Float16(pair[s]);
+              const _Float16 half = _Float16(number);
               std::memcpy(at + 2 * r, &half, 2);
             } else {
-              std::memcpy(at + 4 * r, &pair[s], 4);
+              std::memcpy(at + 4 * r, &number, 4);
             }
           }
         }

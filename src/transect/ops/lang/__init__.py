@@ -1,7 +1,6 @@
 """How kernels are written, compiled and found.
 
 * ``jit.py``         where Triton kernels run: a GPU, the interpreter, or nowhere; dependent launch
-* ``launches.py``    launches a kernel again without looking up again what it needs
 * ``tiles.py``       what Triton kernels on tiles share
 * ``gluon_language.py``  Gluon under one set of names for every Triton
 * ``philox.py``      random numbers from counters, the same on every device

@@ -55,8 +55,7 @@ def test_what_the_kernel_does_not_take_is_said():
     assert "one part" in gguf_chain.chain_refusal(two)
 
 
-def test_it_is_chosen_for_one_row_of_whole_units(monkeypatch):
-    monkeypatch.setattr(gguf_chain, "MOST_ROWS", 1)
+def test_it_takes_one_row_of_whole_units():
     assert gguf_chain.takes(row(512), [(64, 512, False), (64, 256, True)])
     assert not gguf_chain.takes(row(512).expand(2, 512), [(64, 512, False)])
     assert not gguf_chain.takes(row(512).float(), [(64, 512, False)])

@@ -13,7 +13,7 @@ columns of 256; all but units in bfloat16. Of every 256 columns x is taken as wh
 two: digits below 2^-14 of the largest of them are lost (``gguf_bytes.cuh``). Those meet the codes in products of bytes,
 whose sums over a group are exact; the others are in float32. Inference only.
 
-Bound by bytes: 0.33 to 1.06 for each weight.
+Bound by bytes: 0.33 to 1.06 for each weight. It has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from ...lang.jit import multiprocessors
 from ..few_rows.cuda import SHARED, Beside
 from .gguf_layout import COLUMNS, FORMATS, ROWS, arranged_shape, dense
 
-MOST_ROWS = 0
-"""Rows of x for which it is chosen."""
 COUNTERS = 96
 MOST_PARTS = 3
 MOST_STAGES = 8
@@ -111,9 +109,8 @@ def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tupl
 
 
 def takes(x: Tensor, sizes: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether it is chosen for products of rows x with matrices of these sizes: rows, columns, whether there is a
-    gate."""
-    if not 0 < len(x) <= MOST_ROWS or x.dtype != torch.bfloat16 or not x.is_contiguous() or x.data_ptr() % 16:
+    """Whether it takes products of rows x with matrices of these sizes: rows, columns, whether there is a gate."""
+    if len(x) != 1 or x.dtype != torch.bfloat16 or not x.is_contiguous() or x.data_ptr() % 16:
         return False
     return all(n % (2 * ROWS if gate else ROWS) == 0 and k % COLUMNS == 0 for n, k, gate in sizes)
 

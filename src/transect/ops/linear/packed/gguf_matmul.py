@@ -5,7 +5,8 @@ r"""Product with a weight in a block type of GGUF files, in the file's own bits.
 ``gguf_layout.py`` says how the bits lie. On Hopper the weight is read in its own bits and decoded in registers: for up
 to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``gguf_tiles.MOST_ROWS`` by
 ``gguf_tiles.cu``. More rows, and other GPUs, rebuild the matrix in the activations' dtype for the time of the product
-(``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch.
+(``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch, where
+it is asked for: it has not run on a GPU yet.
 
 Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``FORMATS``, outputs O, bias ``[O]`` or None,
 result ``[T, O]`` in x's dtype. Inference only: no gradient.
@@ -140,9 +141,12 @@ def rebuilt(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor |
 
 
 class Products:
-    """``reference`` on a device, whichever way is quicker for the number of rows; resolved once."""
+    """``reference`` on a device, whichever way is quicker for the number of rows; resolved once.
 
-    def __init__(self, device: torch.device | str, *, dependent: bool = False) -> None:
+    ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_chain.cu`` takes one row.
+    """
+
+    def __init__(self, device: torch.device | str, *, dependent: bool = False, chained: bool = False) -> None:
         device = torch.device(device)
         self.dependent = dependent
         self._rows: gguf_rows.GGUFRows | None = None
@@ -152,7 +156,7 @@ class Products:
         if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9:
             try:
                 self._rows, self._tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
-                self.chain = gguf_chain.GGUFChain(device)
+                self.chain = gguf_chain.GGUFChain(device) if chained else None
             except Unavailable as reason:
                 log.warning("blocks of GGUF files are rebuilt for each product, which is slower: %s", reason)
 
