@@ -146,10 +146,10 @@ def _application() -> Any:
     )
     for module in commands:
         application.command(module.__name__.rsplit(".", 1)[-1], cls=settings.Command)(module.command)
-    application.add_typer(bench.application, name="bench")
-    application.add_typer(data.application, name="data")
-    application.add_typer(plan.application, name="plan")
-    application.add_typer(explain.application, name="explain")
+    application.add_typer(bench.application, name="bench", cls=settings.Group)
+    application.add_typer(data.application, name="data", cls=settings.Group)
+    application.add_typer(plan.application, name="plan", cls=settings.Group)
+    application.add_typer(explain.application, name="explain", cls=settings.Group)
     return application
 
 
