@@ -5,10 +5,10 @@ products (two where the weight is frozen), of attention 3.5 times the forward pa
 three times. Each is divided by the rate of the machine and the share of it that training reaches. What a rank
 does besides is the same for every layout: it steps the optimizer over what it owns, and exchanges what its axes ask.
 
-Data ranks sum gradients while the backward pass runs, between GPUs of one host by copy engines, which slow it less. What
-comes last, the embedding's bucket, has nothing beside it; with fused sums, where the head shares its table, only rows of
-the tokens come last (``parallel/table_rows.py``).
-ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each layer beside the one before, twice in a micro-batch.
+Data ranks sum gradients while the backward pass runs, between GPUs of one host by copy engines, which slow it less.
+What comes last, the embedding's bucket, has nothing beside it; with fused sums, where the head shares its table, only
+rows of the tokens come last (``parallel/table_rows.py``). ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each
+layer beside the one before, twice in a micro-batch.
 Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention, and wait for their
 gradients; their attention is counted like that of one rank. The slowest stage of a pipeline waits for one micro-batch
 of each other stage, v times less where each rank has v runs of layers (Narayanan et al. 2021, arXiv:2104.04473).
