@@ -161,6 +161,17 @@ def test_steps_that_take_long_to_launch_are_for_long_queues():
     assert sum(sizes(core, 1)[0]) > 512
 
 
+def test_a_step_that_has_a_graph_takes_no_more_prompts_than_the_graph_has_rows_for():
+    def steps(prompt: int) -> list[list[int]]:
+        core = engine(itl_target=0.0, graph_tokens=256, graph_prompts=3)
+        for index in range(7):
+            core.add(request(str(index), prompt=prompt, first=7 + index, max_tokens=9))
+        return sizes(core, 3)
+
+    assert steps(20) == [[20] * 3, [1] * 3 + [20] * 3, [1] * 6 + [20]]
+    assert steps(120)[0] == [120] * 7, "more tokens than a graph has"
+
+
 def test_a_long_prompt_leaves_half_of_each_step_to_those_behind_it():
     core = taught(itl_target=30e-3)
     core.add(request("long", prompt=3000, first=7, max_tokens=2))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from effort import quick_first
 from parallel_runs import STEPS, curve, same_runs, tensors_of
+from tokenizers import Tokenizer
 from training_runs import tiny_run
 
 from transect.models.decoder import Decoder
@@ -144,6 +145,17 @@ def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2 if rough else 2e-5)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tokens_that_are_new_have_rows_on_all_ranks(pair, tmp_path, zero):
+    """Each rank grows the model before it is cut; the checkpoint has the tokenizer of one."""
+    how = {"steps": 2, "accumulate": 2, "new_tokens": ["<tool>"], "data": {"seq_len": 32, "micro_batch": 64}}
+    one = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how))
+    two = curve(pair, spread(tmp_path, zero, **how))
+    same_runs(one, two)
+    tokenizer = Tokenizer.from_file(str(two[1].path / "tokenizer.json"))
+    assert tokenizer.token_to_id("<tool>") == len(tensors_of(two[1])["model.embed_tokens.weight"]) - 1
+
+
 @pytest.mark.parametrize("zero", quick_first([0, 3, "all", None, 1, 2, "disk"], 4))
 def test_offloaded_states_are_cut_as_others_are(pair, tmp_path, zero):
     """The steps of one rank without; and on from there without, on one rank."""
@@ -216,6 +228,7 @@ def test_each_rank_keeps_its_part(pair, tmp_path):
         ({"optimizer": {"name": "zero_one_adam"}, "parallel": {"data": 2, "zero": 1}}, r"or parallel\.zero to 0"),
         ({"optimizer": {"name": "zero_one_adam"}, "precision": "bfloat16"}, 'set precision to "mixed"'),
         ({"parallel": {"data": 1, "zero": 1}}, r"set parallel\.data to 2 or more"),
+        ({"parallel": {"data": 2, "zero": 3, "sums": "fused"}}, r"set parallel\.zero to 0, 1 or 2"),
         ({}, "2 ranks .*and 1 were started"),
     ],
 )

@@ -31,6 +31,7 @@ from .core import EngineCore
 from .decision_setup import decision_log
 from .gpu.build import build_gpu, device_for
 from .gpu.compilers import Compilers
+from .gpu.step_sizes import FEWEST_ROWS
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
 from .offload import stream_plan
 from .runner import Runner
@@ -124,6 +125,7 @@ def build_engine(
             fill_tokens=fill_tokens,
             itl_target=config.step_seconds,
             graph_tokens=graph_tokens,
+            graph_prompts=FEWEST_ROWS if graph_tokens and config.step_seconds is not None else None,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
