@@ -68,7 +68,9 @@ COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c
 
 @dataclass(slots=True)
 class OpStat:
-    """All calls of one operator with the same shapes. Times are seconds inside it, without the operators it calls."""
+    """All calls of one operator with the same shapes. Times are seconds inside it, without the operators it calls.
+
+    On a GPU all launches of one kernel by such an operator; several kernels of an operator share its floor."""
 
     key: Key
     calls: int = 0
@@ -84,6 +86,14 @@ class OpStat:
     def name(self) -> str:
         """The operator's name; a kernel has that of the operator that launched it, where that is known."""
         return self.operator or self.key.name
+
+    @property
+    def title(self) -> str:
+        """What to call it: an operator, or the kernel's name without its templates behind that of its operator."""
+        if not self.operator:
+            return self.key.name
+        kernel = re.split(r"[<(]", self.key.name.removeprefix("void "))[0]
+        return f"{self.operator}: {kernel.rpartition('::')[2][:60]}"
 
     @property
     def launch(self) -> float:
@@ -347,7 +357,7 @@ def _device(
     trace: Trace, ceilings: Ceilings, begin: float, end: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
     """What the GPU did. A kernel's shapes are those of the operator that launched it; where one operator launched
-    several kernels, its floor is theirs together."""
+    several kernels, its floor is theirs together, and each has as much of it as it has of their time."""
     launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):
@@ -373,7 +383,8 @@ def _device(
             live.pop(index, None)
     parts = dict.fromkeys(PARTS, 0.0)
     stats: dict[tuple[str, int], OpStat] = {}
-    ops_seen: dict[tuple[str, int], set[int]] = defaultdict(set)
+    ops_seen: dict[int, set[int]] = defaultdict(set)
+    of_operator: dict[int, float] = defaultdict(float)
     for index, seconds in owned.items():
         rank = _rank(trace, index)
         if rank == 1:
@@ -395,7 +406,9 @@ def _device(
         stat.seconds += seconds
         stat.last = float(trace.ts[index])
         if op is not None:
-            ops_seen[mark].add(op)
+            ops_seen[mark[1]].add(op)
+            if rank == 0:
+                of_operator[mark[1]] += seconds
     for mark, stat in stats.items():
         if COMMUNICATION.search(stat.key.name) or mark[0].startswith(("Memcpy", "Memset")):
             continue
@@ -405,7 +418,9 @@ def _device(
         if stat.floor is None:
             parts["unrated"] += stat.seconds
             continue
-        least = min(stat.seconds, len(ops_seen[mark]) * stat.floor)
+        share = stat.seconds / (of_operator[mark[1]] or 1.0)
+        stat.floor *= share * len(ops_seen[mark[1]]) / stat.calls
+        least = min(stat.seconds, stat.calls * stat.floor)
         parts["floor"] += least
         parts["inefficiency"] += stat.seconds - least
     return list(stats.values()), gaps, parts
