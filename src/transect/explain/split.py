@@ -91,9 +91,8 @@ class OpStat:
     def title(self) -> str:
         """What to call it: an operator, or the kernel's name without its templates behind that of its operator."""
         if not self.operator:
-            return self.key.name
-        kernel = re.split(r"[<(]", self.key.name.removeprefix("void "))[0]
-        return f"{self.operator}: {kernel.rpartition('::')[2][:60]}"
+            return kernel_name(self.key.name, templates=True)
+        return f"{self.operator}: {kernel_name(self.key.name)}"
 
     @property
     def launch(self) -> float:
@@ -101,6 +100,35 @@ class OpStat:
         floor = self.floor or 0.0
         most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
         return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
+
+
+def kernel_name(name: str, *, templates: bool = False) -> str:
+    """A kernel's name without what it returns, its namespaces and its parameters, and those of its template unless
+    ``templates``; names that are none of C++ stay as they are.
+
+    >>> kernel_name("void at::native::(anonymous namespace)::copy<float, 4>(int, f<float>)")
+    'copy'
+    """
+    if not name.endswith(")") or name.startswith("Mem"):
+        return name
+    name = name.replace("(anonymous namespace)::", "")
+    plain, depth = "", 0
+    for letter in name:
+        if letter == "(" and not depth:
+            break
+        depth += (letter == "<") - (letter == ">")
+        if not depth and letter != ">":
+            plain += letter
+    word = plain.split()[-1] if plain.split() else name
+    if not templates:
+        return word.rpartition("::")[2] if "::kernel" not in word else word
+    begin = name.find(word)
+    depth = 0
+    for end in range(begin, len(name)):
+        depth += (name[end] == "<") - (name[end] == ">")
+        if name[end] == "(" and not depth:
+            return name[begin:end]
+    return name
 
 
 @dataclass(slots=True)
