@@ -349,6 +349,12 @@ async def test_a_hung_engine_is_told_from_a_live_one_and_ctrl_c_does_not_reach_i
     await state_becomes(engine, "ok")
 
 
+async def test_a_layout_that_cannot_be_is_refused_before_a_process_is_started(tiny, monkeypatch):
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", None)
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 31"):
+        await AsyncEngine.start(model=tiny, pipeline_parallel_size=31)
+
+
 async def test_a_start_that_fails_is_one_clean_exception(tiny, capfd):
     with pytest.raises(ValueError, match="max_model_len is 100000"):
         await AsyncEngine.start(model=tiny, **SETTINGS, max_model_len=100000)

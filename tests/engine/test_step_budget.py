@@ -197,6 +197,18 @@ def test_a_long_prompt_leaves_two_thirds_to_several_behind_it_also_in_longer_ste
     assert step[2:] == [-(-room // 3)] * 2 + [room - 2 * -(-room // 3)]
 
 
+def test_a_prompt_longer_than_the_largest_step_leaves_room_where_nobody_decodes():
+    core = engine(itl_target=20e-3)
+    core.add(request("long", prompt=3500, max_tokens=2))
+    assert sizes(core, 1) == [[1000]]
+    core.add(request("short", prompt=100, first=3, max_tokens=2))
+    assert sizes(core, 1) == [[500, 100]]
+    alike = engine(itl_target=20e-3)
+    for index in range(2):
+        alike.add(request(str(index), prompt=3500, first=3 + index, max_tokens=2))
+    assert sizes(alike, 3) == [[1000]] * 3, "of two that are alike the first is not held up"
+
+
 def test_one_long_prompt_is_no_long_queue():
     """Streams feel no longer steps because one user's prompt is long; they do because many wait."""
 

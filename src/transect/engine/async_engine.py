@@ -26,6 +26,7 @@ import zmq
 import zmq.asyncio
 
 from ..models.resolve import resolve
+from ..parallel.shards import first_shard
 from ..text.model_text import ModelText, load_text, text_settings
 from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
@@ -109,6 +110,7 @@ class AsyncEngine:
             resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
         )
         source = await asyncio.to_thread(find)
+        first_shard(source.config, config.layout)  # before processes are started for what cannot be
         directory = make_socket_folder()
         loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
         context = zmq.asyncio.Context()

@@ -27,9 +27,10 @@ AUTO_RATIO = 2.5
 PATIENCE = 8
 """Steps for which prompts may wait before steps become longer than the target."""
 LONG = 4
-"""A prompt that needs more such steps than this leaves room for others that wait: it gets half of each, ..."""
+"""A prompt that needs more such steps than this leaves room for shorter ones that wait: it gets half of each, ..."""
 SHARES = 3
-"""... or a third where two wait or more."""
+"""... or a third where two or more wait. Where nobody decodes, steps are as large as any, and one that needs more than
+one of them does so."""
 FELT = 2048
 """So many tokens of a prompt count as waiting. A longer one is no longer queue: one user waits for it, and the streams
 of all others would feel longer steps."""
@@ -97,7 +98,10 @@ class StepBudget:
             cut: the step before left a prompt unfinished.
         """
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
-            return Budget(self._config.max_num_batched_tokens, self._chunk)
+            most = self._config.max_num_batched_tokens
+            prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
+            timed = self._config.itl_target is not None
+            return Budget(most, self._share_of(most, most, prompts, waiting) if timed else self._chunk)
         if not (len(waiting) or cut):
             return Budget(self._mixed, self._chunk)
         if self._config.itl_target is not None:
@@ -141,10 +145,18 @@ class StepBudget:
         if tokens <= rows:  # the decodes alone take longer than the target: prompts must not wait until they end
             tokens = max(rows, min(rows + -(-waits // PATIENCE), most))
         room = tokens - rows
-        others = len(prompts) + len(waiting) - 1
-        if others and any(count > LONG * (usual if usual > 0 else room) for count, _ in prompts):
-            return Budget(tokens, min(self._chunk, max(1, -(-room // min(1 + others, SHARES)))))
-        return Budget(tokens, self._chunk)
+        long = LONG * (usual if usual > 0 else room)
+        return Budget(tokens, self._share_of(room, long, [count for count, _ in prompts], waiting))
+
+    def _share_of(self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue) -> int:
+        """What one prompt may take of a step's ``room``: less where others, no more than half as long, wait beside one
+        of more than ``long`` tokens. ``prompts``: tokens that are left of those that have begun."""
+        longest = max(prompts, default=0)
+        if longest <= long:
+            return self._chunk
+        half = longest // 2
+        short = sum(count <= half for count in prompts) + sum(seq.length <= half for seq in waiting.in_order())
+        return min(self._chunk, max(1, -(-room // min(1 + short, SHARES))))
 
     def _cheap(self, most: int, beside: StepLoad) -> int:
         """``most`` tokens, or the largest number below at which each for a prompt costs much less."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import runpy
 import sys
 import tempfile
@@ -73,6 +74,7 @@ class Explain:
         cores: that the program could use; None: all that this process may run on.
         decisions: of an engine that runs inside (``LLM.decisions``): its steps have floors, though no trace has the
             shapes of what graphs and C++ kernels compute.
+        floor_s: seconds that everything inside needs at the least, where you know that and the trace does not.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Explain:
         trace: str | Path | None = None,
         cores: int | None = None,
         decisions: DecisionRing | None = None,
+        floor_s: float = 0.0,
     ) -> None:
+        self._floor_s = floor_s
         self._cores = cores or usable_cores()
         self.ceilings = ceilings or machine_ceilings()
         self.result: Explanation | None = None
@@ -133,6 +137,7 @@ class Explain:
             profiler_s=self._overhead,
             facts=facts,
             steps_s=self._steps_floor(),
+            floor_s=self._floor_s,
         )
 
     def _steps_floor(self) -> float:
@@ -167,9 +172,10 @@ def explain_trace(
     profiler_s: float = 0.0,
     facts: dict[str, Any] | None = None,
     steps_s: float = 0.0,
+    floor_s: float = 0.0,
 ) -> Explanation:
     """Split a trace and find what to change. ``steps_s``: the least time of what has no shapes in the trace, where an
-    engine's decision log says it."""
+    engine's decision log says it; ``floor_s``: of everything, where the caller does."""
     facts = dict(facts or {})
     facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
     padded = float(facts.get("padding", 0.0))
@@ -178,6 +184,9 @@ def explain_trace(
     if steps_s:
         split.rate(steps_s)
         split.notes.append("floors of kernels without shapes are those of the engine's steps")
+    elif floor_s:
+        split.rate(max(0.0, floor_s - split.parts["floor"]))
+        split.notes.append("kernels without shapes have what the others leave of the floor that was given")
     if trace.truncated:
         split.notes.append("the trace ends in the middle: what came after is missing")
     if not any(key.shapes for key in trace.keys):
@@ -263,6 +272,7 @@ def autograd_seconds(on_gpu: bool) -> float:
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:
     """All that there are on this machine."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints
     every = torch.profiler.ProfilerActivity
     return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
 

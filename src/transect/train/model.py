@@ -20,7 +20,7 @@ from ..models.load import fill, stored_weights
 from ..models.resolve import ModelSource, resolve, with_adapter
 from ..models.stored import StoredWeights
 from ..models.weights.dropout import Moment
-from ..models.weights_hf import save_hf
+from ..models.weights_hf_out import save_hf
 from ..ops.opset import OpSet, resolve_ops
 from ..parallel.parallelize import Parallel
 from ..text.chat_template import ChatTemplate
