@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import runpy
 import sys
 import tempfile
@@ -281,6 +282,7 @@ def autograd_seconds(on_gpu: bool) -> float:
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:
     """All that there are on this machine."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints
     every = torch.profiler.ProfilerActivity
     return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
 
