@@ -80,6 +80,17 @@ def test_what_the_profiler_does_before_it_begins_is_not_the_programs(tmp_path):
     assert sync.evidence.startswith("19 times") and sync.gain < 1.2e-3
 
 
+def test_a_program_without_kernels_is_none_of_a_gpu(tmp_path):
+    """Though the profiler launched one before it."""
+    events = [event("kernel", "neg", 100, 10, tid=7), event("user_annotation", "transect.explain", 3000, 2000)]
+    events += [event("cpu_op", "aten::mm", 3100, 1500, **{"Input Dims": [[8, 8], [8, 8]], "Input type": ["float"] * 2})]
+    trace = read_trace(write(tmp_path / "p.json", events))
+    assert trace.on_gpu
+    found = explain_trace(trace, ceilings())
+    assert not trace.on_gpu and not found.split.on_gpu and found.split.wall == pytest.approx(2e-3)
+    assert found.split.ops[0].key.name == "aten::mm" and len(trace.latest_ends()) == 2
+
+
 def test_compiling_is_no_operator_on_the_host(tmp_path):
     """torch.compile works for milliseconds without a call of the driver, and operators that it runs are its own."""
     events = []
@@ -256,7 +267,7 @@ def test_a_large_trace_is_read_in_little_memory(tmp_path):
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
 
 
-def test_the_commands(gpu_trace, tmp_path):
+def test_the_commands(gpu_trace, tmp_path, capfd):
     figures = tmp_path / "out.json"
     done = run_here("explain", "trace", str(gpu_trace), "--preset", "h200", "--json", str(figures))
     assert done.returncode == 0 and "synchronisation" in done.stdout and "100.0%" in done.stdout
@@ -265,6 +276,7 @@ def test_the_commands(gpu_trace, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys, torch\nx = torch.ones(200, 200)\nfor _ in range(int(sys.argv[1])):\n    x @ x\n")
     done = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script), "9")
+    assert "profiler_start" not in capfd.readouterr().err  # of torch's own log
     assert done.returncode == 0 and "aten::mm" in done.stdout
     script.write_text("raise KeyError('x')")
     failed = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script))

@@ -155,7 +155,7 @@ class Crew:
         """
         shapes = {name: parameter.shape for name, parameter in trainable.parameters.items()}
         if self.parallel is not None and self.parallel.pipeline is not None:
-            self._token_loss = token_loss(trainable.device)
+            self._token_loss = token_loss(trainable.device, trainable.source.config.logit_softcap)
         if self.parallel is None:
             return trainable.parameters, shapes
         if self.parallel.cut:
