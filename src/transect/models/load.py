@@ -147,6 +147,7 @@ def load_model(
     deterministic: bool = False,
     quantization: str | None = None,
     stream: StreamPlan | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
 
@@ -168,6 +169,7 @@ def load_model(
             loaded. The C++ kernels keep them so; plain torch keeps those of 8 bits, and computes with the values that
             codes of 4 bits stand for.
         stream: layers that live elsewhere and come in their turn; plain torch computes then.
+        kv_cache_dtype: what the KV cache will hold, as ``EngineConfig`` names it.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -181,6 +183,7 @@ def load_model(
         threads=threads,
         block_size=block_size,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     log.info("%s: %s", source.name, why)
     if library is None:
@@ -205,7 +208,7 @@ def load_model(
         log.info("the adapter stays beside packed weights: layers run operator by operator")
         put_beside(model, beside)
         return model
-    return run_natively(model, library, kv_dtype(dtype), block_size)
+    return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)
 
 
 def kv_dtype(dtype: str) -> torch.dtype:
@@ -236,6 +239,7 @@ def kernels(
     threads: int | None = None,
     block_size: int = 16,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[cpu_library.Library | None, str]:
     """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
 
@@ -250,6 +254,8 @@ def kernels(
         reason = f"the C++ kernels are for the CPU, not {device}"
     elif dtype not in ("auto", "float32"):
         reason = f"the C++ kernels compute in float32, not {dtype}"
+    elif kv_cache_dtype == "int8":
+        reason = "the C++ kernels have no KV cache in int8, only in fp8"
     else:
         reason = refusal(config, block_size, quantization)
     if reason is None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.cache import cache_folder
-from ..ops.cpu.library import GROUP_ROWS, Library, StackLayer, empty_cache
+from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackLayer, empty_cache
 from ..ops.cpu.packing import read_packed, write_packed
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext
@@ -40,7 +40,8 @@ class NativeStack:
         self._rope: Rope | None = model.rope
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._kv_dtype, self._block_size = kv_dtype, block_size
-        self._stack = library.stack(
+        self._stack: LayerStack | None = None
+        self._made = lambda: library.stack(
             [_stack_layer(layer, config.layer_window(i), library) for i, layer in enumerate(model.layers)],
             dim=config.dim,
             heads=config.n_heads,
@@ -52,7 +53,7 @@ class NativeStack:
             gated=int(config.gated_mlp),
             activation=ACTIVATIONS[config.activation],
             rotary_half=config.head_dim // 2,
-            kv_bf16=int(kv_dtype == torch.bfloat16),
+            kv=KV_DTYPES[kv_dtype],
             norm_eps=config.norm_eps,
             scale=config.attention_scale,
         )
@@ -68,6 +69,8 @@ class NativeStack:
         x_TD = x_TD.to(torch.float32).contiguous()
         batch = context.batch
         rotation = self._cos_sin(int(positions_T.max()) + 1) if positions_T.numel() else None
+        if self._stack is None:  # scales of keys and values may come after the weights
+            self._stack = self._made()
         self._stack.run(
             *(x_TD, positions_T, context.k_cache, context.v_cache),
             *(batch.block_tables, batch.query_starts, batch.seq_lens, rotation),
@@ -121,7 +124,7 @@ def native_model(
     """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``.
 
     Args:
-        kv_dtype: bfloat16 or float32, of the KV cache that the model will run on.
+        kv_dtype: one of ``KV_DTYPES``, of the KV cache that the model will run on.
         half: dense matrices are kept in bfloat16.
         quantization: the layers' matrices are rounded to this, whatever they come in.
 
@@ -209,4 +212,6 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         k_norm=scale(attention.k_norm),
         **cast(dict[str, Any], {"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),
         window=window or 0,
+        k_scale=None if attention.kv_scales is None else attention.kv_scales.keys,
+        v_scale=None if attention.kv_scales is None else attention.kv_scales.values,
     )

@@ -113,7 +113,7 @@ def test_threads_do_not_change_the_bits() -> None:
     assert torch.equal(one.linear(x, weight), three.linear(x, weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"),
     [(9, 3, 64, None), (4, 4, 32, 17), (16, 1, 128, None), (8, 2, 96, 40), (2, 1, 16, 300)],

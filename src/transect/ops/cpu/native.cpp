@@ -98,7 +98,7 @@ void transect_rows(const Packed* w, const int64_t* rows, int count, float* out) 
 }
 
 // out [T][heads][head_dim] = attention of q over K and V already in the cache (see attention.h)
-void transect_paged_attention(Pool* pool, int kv_bf16, const float* q, float* out, int heads, int kv_heads, int head_dim,
+void transect_paged_attention(Pool* pool, int kv, const float* q, float* out, int heads, int kv_heads, int head_dim,
                               int block_size, void* k, void* v, int rows, const int32_t* query_starts,
                               const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, float scale,
                               int window) {
@@ -107,8 +107,9 @@ void transect_paged_attention(Pool* pool, int kv_bf16, const float* q, float* ou
   for (int b = 0; b < rows; b++) longest = std::max(longest, seq_lens[b]);
   std::vector<float> partials(Attention<float>::partial_floats(head_dim, heads, longest));
   pool->run([&](int) {
-    if (kv_bf16) Attention<bf16>{batch, {(bf16*)k, (bf16*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
-    else Attention<float>{batch, {(float*)k, (float*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
+    with_kv(kv, [&]<class E>() {
+      Attention<E>{batch, {(E*)k, (E*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
+    });
   });
 }
 
