@@ -80,6 +80,17 @@ def test_what_the_profiler_does_before_it_begins_is_not_the_programs(tmp_path):
     assert sync.evidence.startswith("19 times") and sync.gain < 1.2e-3
 
 
+def test_a_program_without_kernels_is_none_of_a_gpu(tmp_path):
+    """Though the profiler launched one before it."""
+    events = [event("kernel", "neg", 100, 10, tid=7), event("user_annotation", "transect.explain", 3000, 2000)]
+    events += [event("cpu_op", "aten::mm", 3100, 1500, **{"Input Dims": [[8, 8], [8, 8]], "Input type": ["float"] * 2})]
+    trace = read_trace(write(tmp_path / "p.json", events))
+    assert trace.on_gpu
+    found = explain_trace(trace, ceilings())
+    assert not trace.on_gpu and not found.split.on_gpu and found.split.wall == pytest.approx(2e-3)
+    assert found.split.ops[0].key.name == "aten::mm" and len(trace.latest_ends()) == 2
+
+
 def test_compiling_is_no_operator_on_the_host(tmp_path):
     """torch.compile works for milliseconds without a call of the driver, and operators that it runs are its own."""
     events = []

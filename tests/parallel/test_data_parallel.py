@@ -16,6 +16,7 @@ import pytest
 import torch
 from effort import quick_first
 from parallel_runs import STEPS, curve, same_runs, tensors_of
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from training_runs import tiny_run
 
@@ -28,7 +29,9 @@ from transect.parallel.launch import Ranks
 from transect.parallel.replicas import Replicas
 from transect.parallel.sharded import Sharded
 from transect.train import checkpoint
+from transect.train.crew import Crew
 from transect.train.follow import JOB, Run, started_again
+from transect.train.health import TrainingStopped, first_bad_number
 from transect.train.stored_state import StoredTensors, write_tensors
 from transect.train.trainer import Trainer
 
@@ -235,6 +238,36 @@ def test_each_rank_keeps_its_part(pair, tmp_path):
 def test_what_cannot_be_spread_is_refused_with_what_can(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         Trainer(tiny_run(tmp_path, **{"accumulate": 2, "parallel": {"data": 2}} | changes))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_number_that_is_not_finite_is_named(pair, tmp_path, zero):
+    """By whoever has it: with 1 and 3 one of the ranks."""
+    config = spread(tmp_path, zero, steps=2, accumulate=2)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.inf
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TrainingStopped, match=r"step 1 .*not finite is the weight layers\.1\.mlp\.up\.weight"):
+        curve(pair, config)
+
+
+def test_the_first_of_what_ranks_have_found():
+    order = {"embed": 0, "a": 1, "head": 2}
+    fine, bad = torch.ones(3), torch.tensor([1.0, torch.nan])
+    assert first_bad_number(order, {"a": fine}, {"a": fine}) is None
+    mine = first_bad_number(order, {"a": fine}, {"a": bad, "embed": bad, "head": fine})
+    assert mine[1] == "the gradient of a" and mine < first_bad_number(order, {}, {"embed": bad})
+    assert first_bad_number(order, {"head": bad}, {}) < mine
+
+    def said(*found):
+        world = SimpleNamespace(exchange=lambda own: list(found))
+        return Crew.first(SimpleNamespace(world=world), found[0])
+
+    assert said(mine, mine) == "the gradient of a"
+    assert said(None, mine) == "the gradient of a, on rank 1"
+    assert said((-1, "the weight b"), mine) == "the weight b, on rank 0"
+    assert "no rank keeps" in said(None, None)
 
 
 @pytest.mark.prove

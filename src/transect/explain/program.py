@@ -127,7 +127,7 @@ class Explain:
         facts = {"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share}
         if trace.recorded:
             facts["autograd_s"] = autograd_seconds(trace.on_gpu)
-        marked = [i for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
+        marked = _marks(trace)
         offset = float(trace.ts[marked[0]]) - self._began if marked else 0.0
         self.result = explain_trace(
             trace,
@@ -154,13 +154,22 @@ class Explain:
         return sum(work.floor(step.rows).seconds for step in log.steps if begin <= (step.at or 0.0) <= end)
 
     def _trace(self) -> Trace:
-        if self._file is not None:
-            self._profiler.export_chrome_trace(str(self._file))
-            return read_trace(self._file)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
+            path = Path(folder) / "trace.json" if self._file is None else Path(self._file)
             self._profiler.export_chrome_trace(str(path))
-            return read_trace(path)
+            return _from_mark(read_trace(path))
+
+
+def _marks(trace: Trace) -> list[int]:
+    """The ranges that mark what is explained."""
+    return [int(i) for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
+
+
+def _from_mark(trace: Trace) -> Trace:
+    """The trace without what ended before the mark: ``_first_launches`` is not the program's."""
+    for index in _marks(trace)[:1]:
+        trace.drop_before(float(trace.ts[index]))
+    return trace
 
 
 def explain_trace(
@@ -176,6 +185,7 @@ def explain_trace(
 ) -> Explanation:
     """Split a trace and find what to change. ``steps_s``: the least time of what has no shapes in the trace, where an
     engine's decision log says it; ``floor_s``: of everything, where the caller does."""
+    trace = _from_mark(trace)
     facts = dict(facts or {})
     facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
     padded = float(facts.get("padding", 0.0))

@@ -270,7 +270,7 @@ def _torch_model(
 def _packed_model(
     source: ModelSource, shard: Shard, mesh: Mesh, library: Library, *, half: bool, quantization: str | None
 ) -> Decoder:
-    packed = partial(Packed, library=library, half=half)
+    packed = partial(Packed, library=library, half=half, whole=shard.ranks == 1)
     in_layers = partial(packed, quantization=quantization)
     kinds = sharded_kinds(lambda name: packed if name == "head" else in_layers, shard, mesh.tensor)
     model = Decoder(shard.local, "meta", torch.float32, kinds=kinds)

@@ -318,6 +318,15 @@ class Crew:
         self.at("the question whether to go on")
         return flag if self.world is None else any(self.world.exchange(flag))
 
+    def first(self, mine: tuple[int, str] | None) -> str:
+        """The first of what ranks have found (``health.first_bad_number``), and on which of them; all ask together."""
+        everybody = [mine] if self.world is None else self.world.exchange(mine)
+        found = [(*each, rank) for rank, each in enumerate(everybody) if each is not None]
+        if not found:
+            return "one of a forward pass, which no rank keeps (a run on one rank looks for it)"
+        _, what, rank = min(found)
+        return what if all(each == mine for each in everybody) else f"{what}, on rank {rank}"
+
     def mean(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
         """The mean of each number over the ranks that have it; all ask together."""
         if self.world is None:

@@ -158,7 +158,7 @@ def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
 
 
 def _check_cap(config: TrainConfig) -> None:
-    """Of a model whose logits are capped: whether what the run asks for knows of that.
+    """Whether what the run asks for knows a model's cap on logits.
 
     Raises:
         ValueError: it does not.

@@ -31,7 +31,7 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 class Packed(Weight):
     """Without values until it is loaded or ``take`` is called. ``half``: dense matrices are kept in bfloat16, not as
     they come; ``quantization``: all are rounded to ``int4`` (``int4_serving.py``), ``int8`` or ``fp8``, these with a
-    scale for each row."""
+    scale for each row; ``whole``: it is no part of a matrix, so a checkpoint's scales of blocks are whole too."""
 
     def __init__(
         self,
@@ -42,12 +42,14 @@ class Packed(Weight):
         library: Library,
         half: bool = False,
         quantization: str | None = None,
+        whole: bool = True,
         ops: OpSet | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(out_features, in_features)
         self._library, self._half, self._quantization = library, half, quantization
+        self._whole = whole
         self._matrix: PackedWeight | None = None
         self.add_bias(bias, "cpu", torch.float32)
 
@@ -59,6 +61,7 @@ class Packed(Weight):
     def takes(self, layout: Layout) -> bool:
         return (
             self._quantization is None
+            and (self._whole or not layout.blocks)
             and (
                 layout.format in ("int8", "fp8")
                 or (layout.format == "int4" and not layout.ordered and layout.group % PANEL == 0)
