@@ -125,12 +125,16 @@ def recommender(device: str) -> Callable[[], object]:
     return lambda: example.slow(*request)
 
 
-def training(work: str) -> Callable[[], object]:
-    """Two steps of the trainer, on random tokens."""
-    from train_gpu import trainer
+def training(work: str) -> tuple[Callable[[], object], float]:
+    """Two steps of the trainer, on random tokens, and their floor in seconds: a trace does not say what merged layers
+    compute."""
+    from train_gpu import ROWS, SEQUENCE, WORK, trainer
+    from transect.train.flops import flops_per_token
 
-    run = trainer(work)
-    return lambda: [run.step() for _ in range(2)]
+    run, steps = trainer(work), 2
+    each = flops_per_token(run.trainable.source.config, SEQUENCE, frozen=WORK[work][1] != "pretrain")
+    least = steps * ROWS * SEQUENCE * each / machine_ceilings().rate("bfloat16")
+    return lambda: [run.step() for _ in range(steps)], least
 
 
 def table(result: dict[str, Any]) -> str:
@@ -198,7 +202,8 @@ def main() -> None:
     result["work"]["recommender"] = look("recommender", recommender("cuda" if gpu else "cpu"), options.traces)
     record.write(options.out, result)
     if options.train:
-        result["work"][f"training, {options.train}"] = look("training", training(options.train), options.traces)
+        steps, least = training(options.train)
+        result["work"][f"training, {options.train}"] = look("training", steps, options.traces, floor_s=least)
         record.write(options.out, result)
 
 

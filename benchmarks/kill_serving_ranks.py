@@ -1,13 +1,14 @@
 """Kills a rank of a server on two at random moments under load: every client gets one clean end, and nothing is left.
 
-    python benchmarks/kill_serving_ranks.py [--kills 10] [--device cuda] [--seed 20] [--add FILE ...] [--out FILE]
+    python benchmarks/kill_serving_ranks.py [--kills 10] [--rank 1] [--device cuda] [--seed 20] [--add FILE ...]
+        [--out FILE]
 
 Each time a server (``transect serve --tensor-parallel-size 2``, random weights) is started anew, which shows that a
-restart works after the kill before. Clients ask for long answers, half of them as streams; meanwhile the second rank is
-killed with SIGKILL. Then each client must have one end (an answer or one error), ``/health`` be red, the server exit
-with 1 by itself and say one error, no process of its family be left, and on GPUs no memory be held. Writes
-benchmarks/results/cpu/kill_serving_ranks.json, or what ``--out`` says; with ``--add`` also the kills that other files
-have (``--kills 0``: those alone).
+restart works after the kill before. Clients ask for long answers, half of them as streams; meanwhile the second rank
+(or, with ``--rank 0``, the first, which is the engine's process) is killed with SIGKILL. Then each client must have
+one end (an answer or one error), ``/health`` be red, the server exit with 1 by itself and say one error, no process
+of its family be left, and on GPUs no memory be held. Writes benchmarks/results/cpu/kill_serving_ranks.json, or what
+``--out`` says; with ``--add`` also the kills that other files have (``--kills 0``: those alone).
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def gpu_memory() -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
-def one_kill(model: Path, device: str, delay: float) -> dict[str, Any]:
-    """Start a server, load it, kill its second rank; what came of it."""
+def one_kill(model: Path, device: str, rank: int, delay: float) -> dict[str, Any]:
+    """Start a server, load it, kill one of its two ranks; what came of it."""
     before = gpu_memory()
     command = [sys.executable, "-m", "transect", "serve", str(model), "--port", "0", "--served-model-name", "m"]
     command += ["--tensor-parallel-size", "2", "--load-format", "dummy", "--device", device, "--threads", "1"]
@@ -113,7 +114,8 @@ def one_kill(model: Path, device: str, delay: float) -> dict[str, Any]:
         assert " ready on " in ready, "".join(said)
         started = time.monotonic() - began
         url, family = ready.split(" ready on ")[1].split()[0], children(server.pid)
-        ranks = [pid for pid in family if "transect.parallel.rank" in Path(f"/proc/{pid}/cmdline").read_text()]
+        module = "transect.parallel.rank" if rank else "transect.engine.process"
+        ranks = [pid for pid in family if module in Path(f"/proc/{pid}/cmdline").read_text()]
         assert len(ranks) == 1, ranks
         with concurrent.futures.ThreadPoolExecutor(CLIENTS) as clients:
             answers = [clients.submit(end_of, url, bool(i % 2)) for i in range(CLIENTS)]
@@ -139,6 +141,7 @@ def one_kill(model: Path, device: str, delay: float) -> dict[str, Any]:
         time.sleep(0.5)
         after = gpu_memory()
     result: dict[str, Any] = {
+        "rank": rank,
         "ends": {kind: found.count(kind) for kind in sorted(set(found))},
         "told_after_s": round(told, 3),
         "health_red": red,
@@ -159,6 +162,7 @@ def one_kill(model: Path, device: str, delay: float) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--rank", type=int, choices=[0, 1], default=1, help="which is killed")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--seed", type=int, default=20, help="of the moments")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further kill begins then")
@@ -176,7 +180,7 @@ def main() -> None:
         for _ in range(options.kills):
             if time.monotonic() - begun > options.seconds:
                 break
-            found.append(one_kill(Path(name), options.device, moments.uniform(0.0, 1.0)))
+            found.append(one_kill(Path(name), options.device, options.rank, moments.uniform(0.0, 1.0)))
             print(found[-1], flush=True)
             record.write(options.out, summed(options.device, found, [*made, record.environment()]))
 

@@ -115,6 +115,11 @@ def step_policies() -> str:
     return step_policy.table(_load("cpu/step_policy.json"))
 
 
+def step_policies_long() -> str:
+    """The same where long prompts come among short ones."""
+    return step_policy.long_table(_load("cpu/step_policy.json"))
+
+
 def lora() -> str:
     """LoRA fine-tuning against transformers + PEFT."""
     result = _load("cpu/lora.json")
@@ -228,8 +233,14 @@ def _kills(found: dict[str, Any]) -> str:
     gpus = len(found["each"][0]["gpu_mib_more"])
     held = " and no memory of a GPU was held" if gpus else ""
     where = f"{gpus} NVIDIA H200" if gpus else found["runs"][-1]["processor"]
+    first = sum(not each.get("rank", 1) for each in found["each"])
+    which = (
+        f"one of which was killed under load ({first} times the first)"
+        if first
+        else "the second of which was killed under load"
+    )
     return (
-        f"`{found['command']}`: {found['kills']} servers on two ranks, the second of which was killed under load, "
+        f"`{found['command']}`: {found['kills']} servers on two ranks, {which}, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {math.ceil(10 * found['slowest_told_s']) / 10} s{others}, `/health` was red, the "
         f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
@@ -260,6 +271,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "precisions": precision_table,
     "formats-quality": formats_by_quality,
     "step-policy": step_policies,
+    "step-policy-long": step_policies_long,
     "lora": lora,
     "lora-parts": lora_parts,
     "request-walk": walk,

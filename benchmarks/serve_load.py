@@ -1,14 +1,15 @@
 """A server with its default settings under requests that come one by one: what their senders feel, and why.
 
     python benchmarks/serve_load.py [--rates 8,24,40,inf] [--seeds 0,1,2] [--requests 400]
-        [--shape FOLDER_OR_PRESET] [--generator transect|sglang] [--work random|prefixes,chats,short]
+        [--shape FOLDER_OR_PRESET] [--generator transect|sglang] [--work random|prefixes,chats,short,long]
     python benchmarks/serve_load.py --merge FILE FILE ... --out FILE
 
 Random weights of a model's shape, a vocabulary of made-up words (each is one token, so text of any length can be made
 and every token has text), no prefix cache. Requests of 600 tokens in and 150 out, each of them 60% more or less, arrive
 at random (Poisson), from this project's generator or from one of others (``load_generators.py``). Beside the table
 stand vLLM's figures for the same work, measured apart. Other work, with the prefix cache: prompts that begin alike,
-chats of several turns (``load_chats.py``), and prompts of one token, whose TTFT is what a request takes on its way.
+chats of several turns (``load_chats.py``), prompts of one token, whose TTFT is what a request takes on its way, and
+long prompts among short ones (``load_long.py``).
 
 The engine's decision log tells why tokens came late: for every gap between two steps how long was planned, launched,
 waited for the device, and what had been predicted (``step_timeline.py``); and where the time to each request's first
@@ -50,6 +51,7 @@ from load_generators import (
     text,
     word,
 )
+from load_long import LONG, of_short, with_long
 from request_stages import STAGES, request_stages, stages_line
 from step_timeline import timeline
 from transect.bench.levels import Level, Result
@@ -81,6 +83,7 @@ WORKS = {
     "prefixes": f", {GROUPS} prefixes of {PREFIX:,} tokens before {QUESTION} of their own",
     "chats": f", chats of {TURNS} turns",
     "short": ", prompts of one token",
+    "long": f", a prompt of {LONG:,} tokens every second among them",
 }
 """Kinds of work, and what a page says of them."""
 FOUND, ASKED = "prefix_cache_hit_tokens", "prefix_cache_query_tokens"
@@ -164,8 +167,11 @@ def run(
         summary = summarize(found)
         result = Result(Level("requests/s", rate, []), summary, found.records, found.began)
     else:
-        lengths = (1, 1) if work == "short" else PROMPT
-        result = asyncio.run(own(url, own_level(rate, requests, seed, vocab - 1, lengths)))
+        level = own_level(rate, requests, seed, vocab - 1, (1, 1) if work == "short" else PROMPT)
+        if work == "long":
+            level = with_long(level, seed, [text([number]) for number in range(1, vocab)])
+        result = asyncio.run(own(url, level))
+        result = of_short(result) if work == "long" else result
         summary = result.summary
     after = counters(url)
     changed = {name: after[name] - before[name] for name in after}
@@ -273,6 +279,12 @@ def page(result: dict[str, Any]) -> str:
         lines.append(
             f"\n{sum(each[FOUND] for each in counts) / asked:.0%} of the prompts' tokens were in the prefix cache."
         )
+    long = [each["result"]["long_ttft"] for each in result["levels"] if "long_ttft" in each["result"]]
+    if long:
+        middle = statistics.median(each["p50"] for each in long) * 1e3
+        lines.append(
+            f"\nThe prompts of {LONG:,} tokens: TTFT p50 {middle:.0f} ms. They are not among the others above."
+        )
     machine = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     made = record.made_at([machine | each for each in result["levels"]])
@@ -311,7 +323,7 @@ def main() -> None:
     parser.add_argument(
         "--work",
         default="random",
-        help="random, prefixes, chats or short; several, but for random: from one server, each to a file of its own",
+        help="random, prefixes, chats, short or long; several, but random: from one server, each to a file of its own",
     )
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--shape", default="llama-3.1-8b", help="a preset, or a folder with a config.json")
@@ -327,14 +339,16 @@ def main() -> None:
         return
     works = options.work.split(",")
     if set(works) - WORKS.keys() or ("random" in works and len(works) > 1):
-        parser.error("--work is random, or some of prefixes, chats and short, which share a server with a prefix cache")
+        parser.error(
+            "--work is random, or some of prefixes, chats, short and long, which share a server with a prefix cache"
+        )
     outs = [options.out.with_stem(f"{options.out.stem}_{work}") for work in works] if works[1:] else [options.out]
     measure(options, {work: (empty(options, work), out) for work, out in zip(works, outs, strict=True)})
 
 
 def empty(options: argparse.Namespace, work: str) -> dict[str, Any]:
-    """A result without levels. Prefixes come from SGLang's generator, chats and short prompts from this project's."""
-    sglang = {"prefixes": True, "chats": False, "short": False}.get(work, options.generator == "sglang")
+    """A result without levels. Prefixes come from SGLang's generator, other work but random from this project's."""
+    sglang = work == "prefixes" or (work == "random" and options.generator == "sglang")
     return {
         "command": "python benchmarks/serve_load.py"
         + (f" --work {work}" if work != "random" else " --generator sglang" if sglang else ""),

@@ -3,7 +3,8 @@
 400 requests of Llama-3.1-8B's shape, 600 tokens in and 150 out (each +-60%), arrive at random times (Poisson). A step
 takes what steps of its size took in a server on an H200 under such load (``step_timeline.sizes``), with as much noise
 as was seen; the host needs time to hand it over, and the server to read a request. What is compared: the policies that
-decide how many tokens a step has, and planning late.
+decide how many tokens a step has, and planning late. Then the same where a prompt of 12,000 tokens comes every second:
+what those with short prompts feel of it.
 
 This is a simulation. It says which policy is better and why, not what a server will show.
 
@@ -53,6 +54,8 @@ MEASURED = ("serve_load_sglang.json",)
 FEWEST = 3
 """Steps of a size that say what it takes."""
 REQUESTS, INPUT, OUTPUT, SPREAD = 400, 600, 150, 0.6
+LONG_INPUT, LONG_EVERY_S, LONG_RATE = 12_000, 1.0, 8.0
+"""Long prompts among others, which come at a rate of their own."""
 
 POLICIES: dict[str, tuple[dict[str, Any], bool]] = {
     "whole prompts": ({}, False),
@@ -135,28 +138,42 @@ def length(rng: random.Random, mean: int) -> int:
     return rng.randint(round(mean * (1 - SPREAD)), round(mean * (1 + SPREAD)))
 
 
-def simulate(sizes: Sizes, limits: dict[str, Any], late: bool, rate: float, seed: int) -> dict[str, float]:
-    """One run; times in milliseconds. ``rate`` 0: all requests at once."""
+def simulate(
+    sizes: Sizes,
+    limits: dict[str, Any],
+    late: bool,
+    rate: float,
+    seed: int,
+    *,
+    requests: int = REQUESTS,
+    long_every: float = 0.0,
+) -> dict[str, float]:
+    """One run; times in milliseconds. ``rate`` 0: all requests at once. ``long_every``: seconds between long prompts,
+    whose times are not among those of the others; 0: there are none."""
     rng = random.Random(seed)
-    times = random_arrivals(REQUESTS, rate, seed=seed) if rate else [0.0] * REQUESTS
+    times = random_arrivals(requests, rate, seed=seed) if rate else [0.0] * requests
     clock = VirtualClock()
     config = SchedulerConfig(
-        num_blocks=50_000, max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=8192, seed=0,
+        num_blocks=50_000, max_num_seqs=512, max_num_batched_tokens=8192, max_model_len=16384, seed=0,
         enable_prefix_caching=False, graph_tokens=GRAPH_TOKENS, **limits,
     )  # fmt: skip
     core = EngineCore(Scheduler(config, clock), Device(clock, sizes, seed), lag=1)
-    arrivals, comes = [(at, length(rng, INPUT), length(rng, OUTPUT)) for at in times], []
-    for at in times:
+    arrivals = [(at, length(rng, INPUT), length(rng, OUTPUT)) for at in times]
+    if long_every:
+        count = int(times[-1] / long_every)
+        arrivals = sorted(arrivals + [((1 + index) * long_every, LONG_INPUT, OUTPUT) for index in range(count)])
+    comes: list[float] = []
+    for at, *_ in arrivals:
         comes.append(max(at + SERVER_S, comes[-1] if comes else 0.0) + READ_S)
-    seen: dict[str, list[float]] = {str(index): [] for index in range(REQUESTS)}
+    seen: dict[str, list[float]] = {str(index): [] for index in range(len(arrivals))}
     coming = 0
-    while coming < REQUESTS or core.has_work:
-        while coming < REQUESTS and comes[coming] <= clock.now():
+    while coming < len(arrivals) or core.has_work:
+        while coming < len(arrivals) and comes[coming] <= clock.now():
             at, prompt, output = arrivals[coming]
             params = SamplingParams(max_tokens=output, ignore_eos=True)
             core.add(Request(str(coming), tuple(range(prompt)), params, arrival_time=at))
             coming += 1
-        until = comes[coming] - clock.now() if coming < REQUESTS else float("inf")
+        until = comes[coming] - clock.now() if coming < len(arrivals) else float("inf")
         if not core.has_work:
             clock.advance(until)
             continue
@@ -165,40 +182,62 @@ def simulate(sizes: Sizes, limits: dict[str, Any], late: bool, rate: float, seed
             continue
         for news in core.step():
             seen[news.request_id] += [clock.now()] * len(news.new_token_ids)
-    return figures(arrivals, seen, clock.now())
+    return figures(arrivals, list(seen.values()), clock.now())
 
 
-def figures(arrivals: list[tuple[float, int, int]], seen: dict[str, list[float]], end: float) -> dict[str, float]:
+def figures(arrivals: list[tuple[float, int, int]], seen: list[list[float]], end: float) -> dict[str, float]:
     """The figures of the tables of load tests, in milliseconds."""
-    ttft, tpot, itl, whole = [], [], [], []
-    for (at, *_), tokens in zip(arrivals, seen.values(), strict=True):
+    ttft, tpot, itl, whole, longs = [], [], [], [], []
+    for (at, prompt, _), tokens in zip(arrivals, seen, strict=True):
+        if prompt == LONG_INPUT:
+            longs.append(tokens[0] - at)
+            continue
         gaps = [after - before for before, after in pairwise(tokens)]
         ttft.append(tokens[0] - at)
         tpot.append(statistics.fmean(gaps))
         itl += gaps
         whole.append(tokens[-1] - at)
-    found = {"tokens_per_second": sum(map(len, seen.values())) / end}
+    found = {"tokens_per_second": sum(map(len, seen)) / end}
     for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", itl), ("e2e", whole)):
         cuts = statistics.quantiles(values, n=100, method="inclusive")
         found |= {f"{name}_p50": 1e3 * cuts[49], f"{name}_p99": 1e3 * cuts[98]}
-    return found
+    return found | ({"long_ttft_p50": 1e3 * statistics.median(longs)} if longs else {})
+
+
+NAMES = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
 
 
 def table(result: dict[str, Any]) -> str:
     """For the page on the engine."""
-    names = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2e": "E2E"}
-    heads = [f"{name} {share}" for name in names.values() for share in ("p50", "p99")]
+    heads = [f"{name} {share}" for name in NAMES.values() for share in ("p50", "p99")]
     lines = [f"| arrivals | policy | tokens/s | {' | '.join(heads)} |", "|---" * (3 + len(heads)) + "|"]
     for row in result["rows"]:
-        cells = [f"{row[f'{name}_{share}']:,.1f}" for name in names for share in ("p50", "p99")]
         rate = f"{row['rate']:g}/s" if row["rate"] else "all at once"
-        lines.append(f"| {rate} | {row['policy']} | {row['tokens_per_second']:,.0f} | {' | '.join(cells)} |")
+        lines.append(f"| {rate} | {row['policy']} | {row['tokens_per_second']:,.0f} | {cells(row)} |")
+    return "\n".join([*lines, origin(result)])
+
+
+def long_table(result: dict[str, Any]) -> str:
+    """The same where long prompts come: what those with short ones feel, and when the long ones begin to answer."""
+    heads = [f"{name} {share}" for name in NAMES.values() for share in ("p50", "p99")]
+    lines = [f"| policy | {' | '.join(heads)} | TTFT p50 of 12,000 tokens |", "|---" * (2 + len(heads)) + "|"]
+    for row in result["long_rows"]:
+        lines.append(f"| {row['policy']} | {cells(row)} | {row['long_ttft_p50']:,.0f} |")
+    return "\n".join([*lines, origin(result)])
+
+
+def cells(row: dict[str, Any]) -> str:
+    """Times of a row."""
+    return " | ".join(f"{row[f'{name}_{share}']:,.1f}" for name in NAMES for share in ("p50", "p99"))
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Where a table comes from."""
     made = record.made_at([result["environment"]])
-    lines.append(
+    return (
         f"\n`{result['command']}`: simulated, Llama-3.1-8B's shape on an H200, {REQUESTS} requests, milliseconds, "
         f"median of {result['seeds']} seeds, {made}.\n"
     )
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -206,20 +245,21 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="+", default=[8, 24, 40, 0], help="requests a second; 0: at once")
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    rows = []
     results = [json.loads((record.RESULTS / "h200" / name).read_text()) for name in MEASURED]
     sizes = Sizes(results)
-    for rate in options.rates:
+    rows: dict[float, list[dict[str, Any]]] = {0.0: [], LONG_EVERY_S: []}
+    for rate, every in [*((rate, 0.0) for rate in options.rates), (LONG_RATE, LONG_EVERY_S)]:
         for name, (limits, late) in POLICIES.items():
-            runs = [simulate(sizes, limits, late, rate, seed) for seed in range(options.seeds)]
+            runs = [simulate(sizes, limits, late, rate, seed, long_every=every) for seed in range(options.seeds)]
             row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            rows.append({"rate": rate, "policy": name} | row)
+            rows[every].append({"rate": rate, "policy": name} | row)
             print(f"{rate:5g}/s {name:24}" + " ".join(f"{key} {value:8.1f}" for key, value in row.items()), flush=True)
     result = {
         "command": " ".join(["python", "benchmarks/step_policy.py", *sys.argv[1:]]),
         "environment": record.environment(),
         "seeds": options.seeds,
-        "rows": rows,
+        "rows": rows[0.0],
+        "long_rows": rows[LONG_EVERY_S],
     }
     record.write(record.RESULTS / "cpu" / "step_policy.json", result)
 

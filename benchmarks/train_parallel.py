@@ -42,6 +42,7 @@ SHAPES = {"1b": "llama-3.2-1b", "3b": "llama-3.2-3b", "8b": "llama-3.1-8b", "moe
 WAYS: dict[str, dict[str, Any]] = {
     "one": {},
     "ddp": {"parallel": {"zero": 0, "reduce": "bfloat16"}},
+    "ddp fused": {"parallel": {"zero": 0, "reduce": "bfloat16", "sums": "fused"}},
     "ddp nccl": {"parallel": {"zero": 0, "reduce": "bfloat16", "sums": "nccl"}},
     "ddp float32 sums": {"parallel": {"zero": 0}},
     "zero 1": {"parallel": {"zero": 1, "reduce": "bfloat16"}},

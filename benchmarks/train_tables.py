@@ -90,6 +90,7 @@ def slow_links(result: dict[str, Any]) -> str:
 WAYS = {
     "one": "Transect, one GPU",
     "ddp": "Transect, `data = 2`",
+    "ddp fused": 'Transect, `data = 2, sums = "fused"`',
     "ddp nccl": 'Transect, `data = 2, sums = "nccl"`',
     "zero 1": "Transect, `data = 2, zero = 1`",
     "zero 2": "Transect, `data = 2, zero = 2`",

@@ -141,3 +141,12 @@ def test_docstrings_are_sentences() -> None:
         f"{file}:{text[: m.end()].count(chr(10)) + 1}" for file, text in texts.items() for m in begins.finditer(text)
     ]
     assert not found
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "extend").glob("*.md")), ids=lambda page: page.stem)
+def test_what_a_guide_changes_is_there(page) -> None:
+    """The changes that a guide shows can be applied to the sources as they are."""
+    for change in re.findall(r"```diff\n(.*?)```", page.read_text(), re.DOTALL):
+        command = ["git", "apply", "--check", "-"]
+        done = subprocess.run(command, input=change, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, f"{done.stderr}make the change again, and put `git diff -U1` into {page.name}"

@@ -136,11 +136,11 @@ def training(model: str, ceilings: Ceilings) -> dict[str, Any]:
         trainer = Trainer(TrainConfig.from_dict(settings))
         for _ in range(3):
             trainer.step()
-        with Explain(ceilings) as run:
+        flops = STEPS * ROWS * SEQUENCE * flops_per_token(trainer.trainable.source.config, SEQUENCE, frozen=False)
+        with Explain(ceilings, floor_s=flops / ceilings.rate("bfloat16")) as run:
             for _ in range(STEPS):
                 trainer.step()
         assert run.result is not None
-        flops = STEPS * ROWS * SEQUENCE * flops_per_token(trainer.trainable.source.config, SEQUENCE, frozen=False)
     return row(f"{model}, training", run.result, flops, ceilings, "bfloat16", "cuda")
 
 

@@ -4,7 +4,7 @@
 import pytest
 from commands import run_here
 
-from transect.bench.collectives import Plan, bus_factor, sizes_between
+from transect.bench.collectives import Sweep, bus_factor, sizes_between
 
 
 def test_bandwidths_are_those_of_nccl_tests():
@@ -36,4 +36,4 @@ def test_what_cannot_be_measured_is_said_before_ranks_start(options, words):
 
 
 def test_plans_know_their_collectives():
-    assert Plan(("all_reduce",), (8,)).dtype == "float32"
+    assert Sweep(("all_reduce",), (8,)).dtype == "float32"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from scripted_server import answer
 
+from transect.bench.levels import run_levels
 from transect.bench.load import Record
 from transect.bench.target import Target
 from transect.engine.decisions import Added, Done, Header, Planned, _framed
@@ -24,6 +25,7 @@ def modules(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import load_chats
     import load_generators
+    import load_long
     import request_stages
     import serve_load
     import step_timeline
@@ -33,9 +35,18 @@ def modules(monkeypatch):
         step_timeline=step_timeline,
         load_chats=load_chats,
         load_generators=load_generators,
+        load_long=load_long,
         request_stages=request_stages,
     )
-    for name in ("serve_load", "step_timeline", "load_generators", "load_chats", "request_stages", "sglang_driver"):
+    for name in (
+        "serve_load",
+        "step_timeline",
+        "load_generators",
+        "load_chats",
+        "load_long",
+        "request_stages",
+        "sglang_driver",
+    ):
         sys.modules.pop(name, None)
     sys.modules.pop("record", None)
 
@@ -261,3 +272,20 @@ def test_a_vocabulary_is_asked_for_once(modules):
     one, other = Tokenizer(), Tokenizer()
     assert [one.get_vocab() for _ in range(3)] == [{"a": 1}] * 3 and other.get_vocab() == {"a": 1}
     assert one.asked == 1
+
+
+async def test_figures_with_long_prompts_among_short_ones_are_those_of_the_short(modules, server, monkeypatch):
+    long, generators = modules.load_long, modules.load_generators
+    monkeypatch.setattr(long, "EVERY_S", 0.05)
+    monkeypatch.setattr(long, "LONG", 300)
+    level = generators.own_level(60.0, 9, 0, 299, (20, 40))
+    mixed = long.with_long(level, 0, [" a", " b"])
+    count = len(mixed.work) - 9
+    assert count == int(level.work[-1].at / 0.05) > 0 and mixed.work == sorted(mixed.work, key=lambda each: each.at)
+    assert [each for each in mixed.work if each in level.work] == level.work
+    server.script = lambda body: answer(4, body["prompt"].count(" "))
+    (result,) = await run_levels(Target(server.url, "m", timeout_s=20.0), [mixed])
+    found = long.of_short(result)
+    assert (result.summary["requests"], found.summary["requests"], len(found.records)) == (9 + count, 9, 9)
+    assert found.summary["input_tokens"] == sum(each.prompt.count(" ") for each in level.work)
+    assert found.summary["long_ttft"]["p50"] > 0

@@ -106,6 +106,14 @@ def test_generate_into_a_closed_pipe_is_quiet(model):
         assert process.wait(PATIENCE_S) == 1 and not errors
 
 
+def test_help_into_a_closed_pipe_is_quiet():
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*TRANSECT, "bench"], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 1 and not done.stderr
+
+
 @pytest.mark.parametrize("after", ["the start", "the first text"])
 def test_ctrl_c_is_quiet(model, after):
     command = [*TRANSECT, "generate", model, "Once upon a time", "--max-tokens", "1500"]

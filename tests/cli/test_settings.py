@@ -189,3 +189,12 @@ def test_models_of_the_hub_s_cache(monkeypatch, tmp_path):
     assert (entry.name, entry.kind, entry.size) == ("org/name", "hub", 2)
     monkeypatch.setattr(huggingface_hub, "scan_cache_dir", lambda: scan(tmp_path / "none"))
     assert models_command._hub_models() == []
+
+
+@pytest.mark.parametrize("group", [[], ["bench"], ["explain"], ["plan"], ["data"]])
+def test_what_a_command_does_is_said_in_whole(run, group):
+    """A list of commands does not cut sentences off, in a narrow terminal neither."""
+    code, out, _ = run(*group, "--help")
+    assert code == 0
+    listed = out.partition("Commands:\n")[2]
+    assert "..." not in listed.replace("warps, stages, ...)", "") and listed.count(".") >= 2

@@ -30,12 +30,14 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
 
-    def measured(product: search.Product, rows: list[int], *how: Any) -> Iterator[search.Measured]:
+    def measured(
+        product: search.Product, rows: list[int], multiply: Any, timer: Any, race: Any, *device: Any
+    ) -> Iterator[search.Measured]:
         for count in rows:
             before, tiling = Choice("cublas"), search.hopper_tilings(48, 4096, 4096, False)[0]
             best, seconds = (tiling, 8e-6) if count == 48 else (before, 1e-5)
             finals = [search.Final(before, 9e-6, 1e-5), search.Final(tiling, 9e-6, 8e-6)]
-            yield search.Measured(product, count, before, 1e-5, best, seconds, 7, finals)
+            yield search.Measured(product, count, before, 1e-5, best, seconds, 7, finals if race else ())
 
     monkeypatch.setattr(search, "search", measured)
     monkeypatch.setattr(search, "multiplier", lambda: None)
@@ -51,7 +53,7 @@ def tune(*arguments: str) -> None:
 
 
 def test_shows_and_keeps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tune(str(model), "--rows", "16,48", "--json", str(model / "found.json"))
+    tune(str(model), "--rows", "16,48", "--load", "--json", str(model / "found.json"))
     said = capsys.readouterr().out
     assert "qkv, 64 by 128,  48 rows:    10.0 us (cublas) ->     8.0 us, by hopper: 1.25 times as fast; 7 tried" in said
     assert (
@@ -72,6 +74,7 @@ def test_begins_nothing_after_the_limit(
     monkeypatch.setattr(tune_model, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
     tune(str(model), "--rows", "16,48", "--seconds", "4", "--no-keep")
     said = capsys.readouterr().out
+    assert "7 tried\n" in said and "under load" not in said
     assert "no time was left for o with 48 rows: --seconds" in said and "for head with 16, 48 rows" in said
     assert "products of a step" not in said  # of no number of rows all were measured
     assert not (model / "tuned").exists()

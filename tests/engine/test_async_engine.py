@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -18,8 +19,9 @@ from effort import proving
 from tiny_llm import CONTEXT, save_tiny_llm
 
 from transect import LLM, AsyncEngine, SamplingParams
-from transect.engine.async_engine import EngineDeadError, _first_tokens_first
-from transect.engine.outputs import EngineOutput, RequestTimes
+from transect.engine import wire
+from transect.engine.async_engine import EngineDeadError
+from transect.engine.outputs import EngineOutput, RequestTimes, first_tokens_first
 from transect.engine.waiting_queue import QueueFull
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -136,7 +138,7 @@ async def test_first_tokens_are_handed_out_before_others():
     goes_on = EngineOutput("old", 0, [1])
     ends = EngineOutput("ends", 0, [2], finish_reason="length", times=times)
     begins = [EngineOutput(name, 0, [3], times=times) for name in ("new", "newer")]
-    found = _first_tokens_first([goes_on, ends, begins[0], begins[1]])
+    found = first_tokens_first([goes_on, ends, begins[0], begins[1]])
     assert [each.request_id for each in found] == ["new", "newer", "old", "ends"]
 
 
@@ -347,6 +349,27 @@ async def test_a_hung_engine_is_told_from_a_live_one_and_ctrl_c_does_not_reach_i
         os.kill(engine.pid, signal.SIGCONT)
     assert len((await asyncio.wait_for(stream, PATIENCE_S)).outputs[0].token_ids) == 5
     await state_becomes(engine, "ok")
+
+
+async def test_messages_on_their_way_to_an_engine_that_dies_end_with_it():
+    """Nobody is there to take them: a request that waits for that hears why, and one whose client left is cancelled."""
+    engine = AsyncEngine.__new__(AsyncEngine)
+    loop = asyncio.get_running_loop()
+    engine._socket = SimpleNamespace(send=lambda message: loop.create_future())
+    engine._death, engine._streams, engine._stats_waiters, engine._sending = None, {}, [], set()
+    waiting, left = (asyncio.create_task(engine._send(wire.StatsQuery())) for _ in range(2))
+    await asyncio.sleep(0)
+    left.cancel()
+    engine._die("it was killed")
+    found = await asyncio.gather(waiting, left, return_exceptions=True)
+    assert isinstance(found[0], EngineDeadError) and "it was killed" in str(found[0])
+    assert isinstance(found[1], asyncio.CancelledError) and not engine._sending
+
+
+async def test_a_layout_that_cannot_be_is_refused_before_a_process_is_started(tiny, monkeypatch):
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", None)
+    with pytest.raises(ValueError, match="pipeline_parallel_size is 31"):
+        await AsyncEngine.start(model=tiny, pipeline_parallel_size=31)
 
 
 async def test_a_start_that_fails_is_one_clean_exception(tiny, capfd):

@@ -32,17 +32,18 @@ def tiny(tmp_path_factory):
     return str(folder)
 
 
-def tokens(model, **settings):
-    llm = LLM(model, quantization="int4", max_model_len=64, kv_cache_tokens=512, device="cpu", **settings)
+def tokens(model, quantization="int4", **settings):
+    llm = LLM(model, quantization=quantization, max_model_len=64, kv_cache_tokens=512, device="cpu", **settings)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)], llm.kernels
 
 
-def test_the_kernels_and_plain_torch_agree(tiny):
-    native, line = tokens(tiny, native=True, dtype="float32")
-    plain, other = tokens(tiny, native=False, dtype="float32")
+@pytest.mark.parametrize(("quantization", "bits"), [("int4", "4 bits"), ("fp8", "fp8"), ("int8", "int8")])
+def test_the_kernels_and_plain_torch_agree(tiny, quantization, bits):
+    native, line = tokens(tiny, quantization, native=True, dtype="float32")
+    plain, other = tokens(tiny, quantization, native=False, dtype="float32")
     assert native == plain
-    assert line.endswith("the layers' weights in 4 bits")
-    assert other == "plain torch in float32, the layers' weights rounded to 4 bits (native=False)"
+    assert line.endswith(f"the layers' weights in {bits}")
+    assert other == f"plain torch in float32, the layers' weights rounded to {bits} (native=False)"
 
 
 def test_matrices_are_held_in_4_bits_and_the_head_as_it_was(tiny):

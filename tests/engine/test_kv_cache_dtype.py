@@ -134,5 +134,5 @@ def test_names_and_refusals():
         EngineConfig(model="m", kv_cache_dtype="int4")
     with pytest.raises(ValueError, match="int8 is not for deterministic"):
         EngineConfig(model="m", kv_cache_dtype="int8", deterministic=True)
-    with pytest.raises(ValueError, match="fp8 is not for native=True"):
-        EngineConfig(model="m", kv_cache_dtype="fp8", native=True)
+    with pytest.raises(ValueError, match="int8 is not for native=True"):
+        EngineConfig(model="m", kv_cache_dtype="int8", native=True)

@@ -161,6 +161,17 @@ def test_steps_that_take_long_to_launch_are_for_long_queues():
     assert sum(sizes(core, 1)[0]) > 512
 
 
+def test_a_step_that_has_a_graph_takes_no_more_prompts_than_the_graph_has_rows_for():
+    def steps(prompt: int) -> list[list[int]]:
+        core = engine(itl_target=0.0, graph_tokens=256, graph_prompts=3)
+        for index in range(7):
+            core.add(request(str(index), prompt=prompt, first=7 + index, max_tokens=9))
+        return sizes(core, 3)
+
+    assert steps(20) == [[20] * 3, [1] * 3 + [20] * 3, [1] * 6 + [20]]
+    assert steps(120)[0] == [120] * 7, "more tokens than a graph has"
+
+
 def test_a_long_prompt_leaves_half_of_each_step_to_those_behind_it():
     core = taught(itl_target=30e-3)
     core.add(request("long", prompt=3000, first=7, max_tokens=2))
@@ -171,6 +182,43 @@ def test_a_long_prompt_leaves_half_of_each_step_to_those_behind_it():
     assert step[2] >= 100, "and the long one goes on"
     core.add(request("also short", prompt=50, first=9, max_tokens=2))
     assert sizes(core, 1)[0][-1] == 50
+
+
+def test_a_long_prompt_leaves_two_thirds_to_several_behind_it_also_in_longer_steps():
+    """Six more prompts wait, so steps are longer than the target; the long one would now fit into four of them."""
+    core = taught(itl_target=12e-3)
+    core.add(request("long", prompt=1700, first=7, max_tokens=2))
+    sizes(core, 2)
+    for index in range(6):
+        core.add(request(str(index), prompt=300, first=8 + index, max_tokens=2))
+    (step,) = sizes(core, 1)
+    room = sum(step[2:])
+    assert room > 250 and 4 * room > 1700, "a longer step"
+    assert step[2:] == [-(-room // 3)] * 2 + [room - 2 * -(-room // 3)]
+
+
+def test_a_prompt_longer_than_the_largest_step_leaves_room_where_nobody_decodes():
+    core = engine(itl_target=20e-3)
+    core.add(request("long", prompt=3500, max_tokens=2))
+    assert sizes(core, 1) == [[1000]]
+    core.add(request("short", prompt=100, first=3, max_tokens=2))
+    assert sizes(core, 1) == [[500, 100]]
+    alike = engine(itl_target=20e-3)
+    for index in range(2):
+        alike.add(request(str(index), prompt=3500, first=3 + index, max_tokens=2))
+    assert sizes(alike, 3) == [[1000]] * 3, "of two that are alike the first is not held up"
+
+
+def test_one_long_prompt_is_no_long_queue():
+    """Streams feel no longer steps because one user's prompt is long; they do because many wait."""
+
+    def first_step(*prompts: int) -> int:
+        core = taught(itl_target=12e-3)
+        for index, prompt in enumerate(prompts):
+            core.add(request(str(index), prompt=prompt, first=7 + index, max_tokens=2))
+        return sum(sizes(core, 1)[0])
+
+    assert first_step(300) < first_step(2048) == first_step(3500) < first_step(3500, 3500)
 
 
 def test_outputs_are_the_same_however_steps_are_sized():
@@ -244,6 +292,34 @@ def test_steps_that_take_long_to_launch_are_planned_earlier():
     assert core.time_to_plan() > 0
     core.add(request("another", prompt=300, first=8, max_tokens=2))
     assert core.scheduler.coming() == (303, False) and core.time_to_plan() == 0
+
+
+def test_what_takes_long_to_launch_counts_from_the_end_of_the_step_before():
+    """The step before ends while it is launched, and the host sees that only then: the launch is part of its time."""
+
+    class Slow(Device):
+        def submit(self, batch: ScheduledBatch) -> Pending:
+            handle = super().submit(batch)
+            self.clock.advance(30e-3 if batch.num_tokens > 64 else 0.0)
+            return handle
+
+    core = taught(lag=1, itl_target=90e-3, graph_tokens=64)
+    busy = core.executor.free_at
+    core.executor = Slow(core.scheduler.clock)
+    core.executor.free_at = busy
+    times, told = core.scheduler.times, []
+    learn = times.learn
+    times.learn = lambda load, seconds: (told.append((load.tokens, seconds)), learn(load, seconds))
+    for index in range(4):
+        core.add(request(f"large {index}", prompt=300 + 20 * index, first=7 + index, max_tokens=2))
+        for _ in range(6):
+            core.step()
+    large = [(tokens, seconds) for tokens, seconds in told if tokens > 64]
+    assert len(large) == 4
+    for tokens, seconds in large:
+        assert seconds == pytest.approx(BASE + EACH * tokens, rel=0.1)
+    small = [seconds for tokens, seconds in told if tokens <= 64]
+    assert min(small) > 0.7 * BASE and max(small) < 1.3 * (BASE + 3 * EACH)
 
 
 def test_there_is_nothing_to_wait_for_without_a_step_in_flight_or_a_target():

@@ -6,6 +6,7 @@ import pytest
 from planted_faults import load
 
 from transect.explain.program import explain_trace
+from transect.explain.roofline import points_of_trace
 from transect.explain.trace_file import read_trace
 from transect.hardware.presets import preset
 
@@ -35,3 +36,18 @@ def test_what_the_profilers_start_held_up_is_not_the_programs():
     split = explain_trace(trace, preset("h200").ceilings(), profiler_s=PROFILER_S).split
     assert split.wall == pytest.approx(37.5e-3, rel=0.01) and split.own == pytest.approx(20.3e-3, rel=0.02)
     assert split.parts["sync"] < 0.001
+
+
+def test_two_kernels_of_an_operator_share_its_floor():
+    """The product adds its parts up in a second kernel: both together are one point of the roofline."""
+    limits = preset("h200").ceilings()
+    found = explain_trace(read_trace(FOLDER / "conversion_every_step.json.gz"), limits, profiler_s=PROFILER_S)
+    first, second = (op for op in found.split.ops if op.operator == "aten::mm")
+    assert first.calls * first.floor / first.seconds == pytest.approx(second.calls * second.floor / second.seconds)
+    least = 60 * max(2 * 16 * 8192**2 / limits.rate("float32"), 4 * 8192**2 / limits.copy_bytes_per_second)
+    assert first.calls * first.floor + second.calls * second.floor == pytest.approx(least, rel=0.02)
+    (point,) = (each for each in points_of_trace(found.split, limits) if each.name == "aten::mm x60")
+    assert point.flops == 60 * 2 * 16 * 8192**2 and point.seconds == pytest.approx(first.seconds + second.seconds)
+    assert first.title.startswith("aten::mm: sm80_xmma_gemm") and "aten::copy_: unrolled_elementwise_kernel" in str(
+        found
+    )

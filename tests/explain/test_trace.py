@@ -11,6 +11,7 @@ from planted_faults import ceilings
 from transect.explain.gaps import doing_of
 from transect.explain.program import explain_trace
 from transect.explain.sampler import Frame, Sample, Samples
+from transect.explain.split import kernel_name
 from transect.explain.trace_file import PIECE, read_trace
 from transect.hardware.presets import preset
 
@@ -79,6 +80,17 @@ def test_what_the_profiler_does_before_it_begins_is_not_the_programs(tmp_path):
     assert sync.evidence.startswith("19 times") and sync.gain < 1.2e-3
 
 
+def test_a_program_without_kernels_is_none_of_a_gpu(tmp_path):
+    """Though the profiler launched one before it."""
+    events = [event("kernel", "neg", 100, 10, tid=7), event("user_annotation", "transect.explain", 3000, 2000)]
+    events += [event("cpu_op", "aten::mm", 3100, 1500, **{"Input Dims": [[8, 8], [8, 8]], "Input type": ["float"] * 2})]
+    trace = read_trace(write(tmp_path / "p.json", events))
+    assert trace.on_gpu
+    found = explain_trace(trace, ceilings())
+    assert not trace.on_gpu and not found.split.on_gpu and found.split.wall == pytest.approx(2e-3)
+    assert found.split.ops[0].key.name == "aten::mm" and len(trace.latest_ends()) == 2
+
+
 def test_compiling_is_no_operator_on_the_host(tmp_path):
     """torch.compile works for milliseconds without a call of the driver, and operators that it runs are its own."""
     events = []
@@ -89,6 +101,33 @@ def test_compiling_is_no_operator_on_the_host(tmp_path):
     found = explain_trace(read_trace(write(tmp_path / "c.json", events)), preset("h200").ceilings())
     assert [each.kind for each in found.findings] == ["recompilation"], str(found)
     assert found.findings[0].gain == pytest.approx(0.75 * found.split.parts["recompilation"])
+
+
+@pytest.mark.parametrize(
+    ("name", "short", "whole"),
+    [
+        ("void at::native::(anonymous namespace)::pick<float, 2>(f<int>, int)", "pick", "at::native::pick<float, 2>"),
+        ("std::enable_if<!(false), void>::type gemvx::kernel<int>(P<float>)", "gemvx::kernel", "gemvx::kernel<int>"),
+        ("void small_rows<(Format)0, 2>(float const*)", "small_rows", "small_rows<(Format)0, 2>"),
+        ("nvjet_sm90_tst_256x128", "nvjet_sm90_tst_256x128", "nvjet_sm90_tst_256x128"),
+        ("Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH (Device -> Pinned)", "Memcpy DtoH (Device -> Pinned)"),
+    ],
+)
+def test_kernels_have_short_names(name, short, whole):
+    assert kernel_name(name) == short and kernel_name(name, templates=True) == whole
+
+
+def test_what_an_unknown_operator_computes_is_not_guessed(tmp_path):
+    """Its kernel has no floor, and neither is it said to be above one; who knows the least of it all can say so."""
+    events = launched("aten::mul", [[1 << 20], [1 << 20]], ["float", "float"], 0, 50, 1)
+    events += launched("_NodeBackward", [[64, 64], [64, 64]], ["float", "float"], 100, 100, 2)
+    events += launched("transect::linear_cross_entropy", [[64, 64], [64, 64]], ["float", "float"], 250, 50, 3)
+    trace, limits = read_trace(write(tmp_path / "u.json", events)), preset("h200").ceilings()
+    parts = explain_trace(trace, limits).split.parts
+    assert parts["unrated"] == pytest.approx(150e-6) and 0 < parts["floor"] < 5e-6
+    told = explain_trace(trace, limits, floor_s=80e-6).split.parts
+    assert told["floor"] == pytest.approx(80e-6) and told["unrated"] == 0
+    assert told["inefficiency"] == pytest.approx(200e-6 - 80e-6)
 
 
 def test_python_between_kernels_is_named_by_samples(tmp_path):
@@ -228,7 +267,7 @@ def test_a_large_trace_is_read_in_little_memory(tmp_path):
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
 
 
-def test_the_commands(gpu_trace, tmp_path):
+def test_the_commands(gpu_trace, tmp_path, capfd):
     figures = tmp_path / "out.json"
     done = run_here("explain", "trace", str(gpu_trace), "--preset", "h200", "--json", str(figures))
     assert done.returncode == 0 and "synchronisation" in done.stdout and "100.0%" in done.stdout
@@ -237,6 +276,7 @@ def test_the_commands(gpu_trace, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import sys, torch\nx = torch.ones(200, 200)\nfor _ in range(int(sys.argv[1])):\n    x @ x\n")
     done = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script), "9")
+    assert "profiler_start" not in capfd.readouterr().err  # of torch's own log
     assert done.returncode == 0 and "aten::mm" in done.stdout
     script.write_text("raise KeyError('x')")
     failed = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script))

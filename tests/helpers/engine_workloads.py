@@ -128,6 +128,7 @@ def workloads(
         fill_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
         itl_target=draw(st.sampled_from((None, None, 0.0, 1.5))),
         graph_tokens=draw(st.sampled_from((None, None, 4, 12))),
+        graph_prompts=draw(st.sampled_from((None, None, 1, 2))),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
         policy=policy,  # type: ignore[arg-type]

@@ -82,7 +82,8 @@ def loud(tmp_path_factory):
 
 
 def chances(model, **settings):
-    llm = LLM(str(model), device="cpu", max_model_len=64, dtype="bfloat16", kv_cache_tokens=256, **settings)
+    settings = {"device": "cpu", "max_model_len": 64, "dtype": "bfloat16", "kv_cache_tokens": 256, **settings}
+    llm = LLM(str(model), **settings)
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=5, ignore_eos=True)
     prompt = [5, 6, 7, 9, 11] * 4
     llm.generate([prompt[:16]], params)
@@ -113,6 +114,18 @@ def test_from_the_command_line_to_the_engine(loud, tmp_path):
     cut_off, kernels = chances(out, kv_cache_dtype="fp8")
     assert "scales" not in kernels
     assert apart(exact, scaled) < 0.3 * apart(exact, cut_off)
+
+
+def test_the_c_kernels_cache_in_fp8_with_scales(loud, tmp_path):
+    """In float32 beside plain torch over the same cache: the same codes, but for rounding next to a half."""
+    plain, text = loud
+    out = tmp_path / "out"
+    run_here("quantize", str(plain), "-o", str(out), "--format", "int8", "--kv-scales", "--calibrate", str(text))
+    exact, _ = chances(out, dtype="float32", native=False)
+    torch_, _ = chances(out, dtype="float32", native=False, kv_cache_dtype="fp8")
+    ours, kernels = chances(out, dtype="float32", native=True, kv_cache_dtype="fp8")
+    assert "C++ kernels" in kernels and "KV cache in fp8, with the checkpoint's scales" in kernels
+    assert 0 < apart(exact, ours) < 0.5 and apart(torch_, ours) < 0.2 * apart(exact, torch_)
 
 
 def test_what_is_wrong_is_said(loud, tmp_path):

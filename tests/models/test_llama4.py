@@ -12,7 +12,8 @@ from transect.models.cost import Row, least_attention
 from transect.models.load import load_model
 from transect.models.resolve import resolve
 from transect.models.storage import Storage
-from transect.models.weights_hf import save_hf, stored_hf
+from transect.models.weights_hf import stored_hf
+from transect.models.weights_hf_out import save_hf
 from transect.train.flops import TrainingFlops
 
 TOKENS = [5, 9, 77, 42, 13, 8, 31, 60, 2, 2, 19]

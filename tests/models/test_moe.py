@@ -19,7 +19,7 @@ from transect.models.load import load_model
 from transect.models.resolve import resolve
 from transect.models.shapes import active_parameter_count, parameter_count, weight_shapes
 from transect.models.weights.packed import Packed
-from transect.models.weights_hf import save_hf
+from transect.models.weights_hf_out import save_hf
 from transect.ops.cpu import library as cpu_library
 from transect.ops.opset import resolve_ops
 

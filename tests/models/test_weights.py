@@ -11,7 +11,8 @@ from transect.formats.ggml_quantize import quantize as ggml_quantize
 from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.staging import Staging
-from transect.models.storage import int4_format
+from transect.models.storage import Layout, int4_format
+from transect.models.stored import Codes8
 from transect.models.weights import int4_serving
 from transect.models.weights.adapted import Adapted
 from transect.models.weights.dense import Dense
@@ -159,7 +160,7 @@ def test_served_in_4_bits_means_the_same_numbers_everywhere(inputs):
     gpu = ServingInt4(32, inputs, products=products(), dtype=torch.float32)
     gpu.load(weight, CPU)
     assert torch.equal(gpu.dense(), rounded(weight))
-    cpu = Packed(32, inputs, library=library(), int4=True)
+    cpu = Packed(32, inputs, library=library(), quantization="int4")
     cpu.load(weight, CPU)
     torch.testing.assert_close(cpu.dense(), gpu.dense(), rtol=1e-6, atol=0)
     assert cpu.format.name == "Q4_HALF"
@@ -169,6 +170,26 @@ def test_served_in_4_bits_means_the_same_numbers_everywhere(inputs):
     assert (rounded(weight) - weight).abs().max() <= 0.51 * step
     with pytest.raises(ValueError, match="whose length is a multiple of 32, not 20"):
         affine_groups(weight[:, :20])
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_rounded_to_8_bits_on_the_c_kernels_as_on_torch(name):
+    """A scale for each row; and of fp8 codes of a checkpoint with scales of blocks."""
+    weight, x = values(0, 40, 160) / 10, values(1, 5, 160)
+    torch_ = Scaled8(40, 160, fp8=name == "fp8", dtype=torch.float32)
+    torch_.load(weight, CPU)
+    cpu = Packed(40, 160, library=library(), quantization=name)
+    cpu.load(weight, CPU)
+    assert cpu.format.name == {"fp8": "FP8", "int8": "Q8_FLOAT"}[name]
+    torch.testing.assert_close(cpu.dense(), torch_.dense(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(cpu(x), torch_(x), rtol=1e-4, atol=1e-4)
+    if name == "fp8":
+        codes = Codes8(Layout("fp8", blocks=True), torch_.codes, values(2, 1, 2).abs())
+        cpu = Packed(40, 160, library=library())
+        assert cpu.takes(codes.layout)
+        cpu.load(codes, CPU)
+        wide = codes.scale.repeat_interleave(128, 1)[:, :160]
+        torch.testing.assert_close(cpu.dense(), torch_.codes.view(torch.float8_e4m3fn).float() * wide)
 
 
 CONFIG = ModelConfig("llama", 61, 256, 2, 4, 2, 16, 128, 64, qkv_bias=True)

@@ -14,7 +14,8 @@ from tiny_checkpoints import FAMILIES, make_model
 from transect.models.config_hf import from_hf_directory
 from transect.models.shapes import weight_shapes
 from transect.models.stored import read_all
-from transect.models.weights_hf import save_hf, stored_hf
+from transect.models.weights_hf import stored_hf
+from transect.models.weights_hf_out import save_hf
 
 
 def read(directory):

@@ -2,12 +2,12 @@
 
 import pytest
 
-from transect.bench.collectives import COLLECTIVES, JOB, Plan, measure
+from transect.bench.collectives import COLLECTIVES, JOB, Sweep, measure
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_are_right(pair, dtype):
-    plan = Plan(tuple(COLLECTIVES), (8, 4096), dtype, iterations=2)
+    plan = Sweep(tuple(COLLECTIVES), (8, 4096), dtype, iterations=2)
     pair.call(JOB, plan)
     rows = measure(pair.world, plan)
     forms = [(row.collective, row.in_place) for row in rows if row.bytes == 4096]
@@ -17,6 +17,6 @@ def test_results_are_right(pair, dtype):
 
 
 def test_wrong_numbers_are_counted(pair):
-    plan = Plan(tuple(COLLECTIVES), (4096,), iterations=1)
+    plan = Sweep(tuple(COLLECTIVES), (4096,), iterations=1)
     pair.call("parallel_jobs:measure_with_other_numbers", plan)
     assert all(row.wrong > 0 for row in measure(pair.world, plan))

@@ -16,6 +16,8 @@ import pytest
 import torch
 from effort import quick_first
 from parallel_runs import STEPS, curve, same_runs, tensors_of
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from training_runs import tiny_run
 
 from transect.models.decoder import Decoder
@@ -27,7 +29,9 @@ from transect.parallel.launch import Ranks
 from transect.parallel.replicas import Replicas
 from transect.parallel.sharded import Sharded
 from transect.train import checkpoint
+from transect.train.crew import Crew
 from transect.train.follow import JOB, Run, started_again
+from transect.train.health import TrainingStopped, first_bad_number
 from transect.train.stored_state import StoredTensors, write_tensors
 from transect.train.trainer import Trainer
 
@@ -144,6 +148,17 @@ def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2 if rough else 2e-5)
 
 
+@pytest.mark.parametrize("zero", [0, 3])
+def test_tokens_that_are_new_have_rows_on_all_ranks(pair, tmp_path, zero):
+    """Each rank grows the model before it is cut; the checkpoint has the tokenizer of one."""
+    how = {"steps": 2, "accumulate": 2, "new_tokens": ["<tool>"], "data": {"seq_len": 32, "micro_batch": 64}}
+    one = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how))
+    two = curve(pair, spread(tmp_path, zero, **how))
+    same_runs(one, two)
+    tokenizer = Tokenizer.from_file(str(two[1].path / "tokenizer.json"))
+    assert tokenizer.token_to_id("<tool>") == len(tensors_of(two[1])["model.embed_tokens.weight"]) - 1
+
+
 @pytest.mark.parametrize("zero", quick_first([0, 3, "all", None, 1, 2, "disk"], 4))
 def test_offloaded_states_are_cut_as_others_are(pair, tmp_path, zero):
     """The steps of one rank without; and on from there without, on one rank."""
@@ -216,12 +231,43 @@ def test_each_rank_keeps_its_part(pair, tmp_path):
         ({"optimizer": {"name": "zero_one_adam"}, "parallel": {"data": 2, "zero": 1}}, r"or parallel\.zero to 0"),
         ({"optimizer": {"name": "zero_one_adam"}, "precision": "bfloat16"}, 'set precision to "mixed"'),
         ({"parallel": {"data": 1, "zero": 1}}, r"set parallel\.data to 2 or more"),
+        ({"parallel": {"data": 2, "zero": 3, "sums": "fused"}}, r"set parallel\.zero to 0, 1 or 2"),
         ({}, "2 ranks .*and 1 were started"),
     ],
 )
 def test_what_cannot_be_spread_is_refused_with_what_can(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         Trainer(tiny_run(tmp_path, **{"accumulate": 2, "parallel": {"data": 2}} | changes))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 3])
+def test_a_number_that_is_not_finite_is_named(pair, tmp_path, zero):
+    """By whoever has it: with 1 and 3 one of the ranks."""
+    config = spread(tmp_path, zero, steps=2, accumulate=2)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.inf
+    save_file(tensors, file, {"format": "pt"})
+    with pytest.raises(TrainingStopped, match=r"step 1 .*not finite is the weight layers\.1\.mlp\.up\.weight"):
+        curve(pair, config)
+
+
+def test_the_first_of_what_ranks_have_found():
+    order = {"embed": 0, "a": 1, "head": 2}
+    fine, bad = torch.ones(3), torch.tensor([1.0, torch.nan])
+    assert first_bad_number(order, {"a": fine}, {"a": fine}) is None
+    mine = first_bad_number(order, {"a": fine}, {"a": bad, "embed": bad, "head": fine})
+    assert mine[1] == "the gradient of a" and mine < first_bad_number(order, {}, {"embed": bad})
+    assert first_bad_number(order, {"head": bad}, {}) < mine
+
+    def said(*found):
+        world = SimpleNamespace(exchange=lambda own: list(found))
+        return Crew.first(SimpleNamespace(world=world), found[0])
+
+    assert said(mine, mine) == "the gradient of a"
+    assert said(None, mine) == "the gradient of a, on rank 1"
+    assert said((-1, "the weight b"), mine) == "the weight b, on rank 0"
+    assert "no rank keeps" in said(None, None)
 
 
 @pytest.mark.prove

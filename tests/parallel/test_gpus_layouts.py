@@ -101,4 +101,5 @@ def test_experts_of_four_bits_stay_so_on_each(gpus, tmp_path):
         tokens = result.prompt_token_ids[1:]
         found.append([entry[t].logprob for entry, t in zip(result.prompt_logprobs[1:], tokens, strict=True)])
         llm.close()
-    assert found[1] == pytest.approx(found[0], abs=0.15)
+    off = [abs(a - b) for a, b in zip(*found, strict=True)]
+    assert sum(off) / len(off) < 0.08  # bfloat16 makes 0.016 on a CPU; without the other half of experts it is 0.9

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from thread_group import on_threads
 
 from transect.models.decoder import Decoder
 from transect.models.presets import PRESETS
 from transect.ops.comm.copy_engine import HostCopies
-from transect.parallel import peer_copies, peer_pieces
+from transect.parallel import peer_copies, peer_pieces, replicas
 from transect.parallel.group import Group
 from transect.parallel.peer_copies import PeerCopies, memory_bytes, shared_copies
 from transect.parallel.peer_pieces import SIGNALS, PeerPieces, room, shared_pieces
@@ -52,7 +53,7 @@ def test_every_rank_has_the_sum_to_the_bit(ranks, dtype):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_squares_of_all_ranks_are_those_of_the_sum(ranks):
-    sizes = [1, 100, 5000, 40_001]
+    sizes = [1, 100, 9000]
     parts = [[torch.randn(n, generator=torch.Generator().manual_seed(9 * n + r)) for n in sizes] for r in range(ranks)]
 
     def work(copies, rank):
@@ -83,6 +84,44 @@ def test_each_rank_has_its_part_of_the_sum(ranks):
 
     expected = sum(parts[1:], parts[0].clone())
     assert torch.equal(torch.cat(together(ranks, work)), expected)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_norm_comes_with_the_sums_where_they_are_fused(monkeypatch, fused):
+    """Three buckets, of which the last is summed by torch, and a parameter without a gradient on one rank."""
+    monkeypatch.setattr(replicas, "COPIED_BUCKET_BYTES", 4 * 6000)
+
+    def done(_):
+        """Nothing to wait for."""
+
+    monkeypatch.setattr(replicas.dist, "all_reduce", lambda x, group, async_op: done(group.all_reduce(x)))
+    memory = [ctypes.create_string_buffer(memory_bytes(2, CHUNK)) for _ in range(2)]
+    addresses = [ctypes.addressof(each) for each in memory]
+    sizes = {"a": 7, "b": 9000, "c": 40, "d": 20_001}
+    drawn = [
+        {n: torch.randn(size, generator=torch.Generator().manual_seed(9 * size + r)) for n, size in sizes.items()}
+        for r in range(2)
+    ]
+
+    def work(group):
+        group.group = group
+        parameters = {name: torch.nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
+        copies = PeerCopies(addresses, group.rank, HostCopies(), chunk_bytes=CHUNK, fused=fused)
+        spread = replicas.Replicas(group, parameters, reduce_dtype=torch.float32, copies=copies)
+        with spread.last():
+            mine = (n for n in sizes if n != "c" or group.rank)
+            sum((parameters[n] * drawn[group.rank][n]).sum() for n in mine).backward()
+        return spread.reduce(), spread.square
+
+    (one, square), (two, other) = on_threads(2, work)
+    for name in sizes:
+        expected = drawn[1][name] + (0 if name == "c" else drawn[0][name])
+        assert torch.equal(one[name], expected) and torch.equal(two[name], expected)
+    if not fused:
+        assert square is None
+        return
+    assert torch.equal(square, other)
+    torch.testing.assert_close(square, sum(gradient.square().sum() for gradient in one.values()))
 
 
 def test_pieces_are_read_when_all_have_stepped():

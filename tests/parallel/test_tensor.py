@@ -1,12 +1,15 @@
 """Tensor parallelism gives the tokens of one device: every family, every way in which an engine runs."""
 
 import gc
+import json
 from dataclasses import dataclass
 
 import parallel_jobs
 import pytest
 import torch
 from effort import proving
+from quantized_files import fp8
+from safetensors.torch import load_file, save_file
 from tiny_checkpoints import EXPERTS, FAMILIES, make_model, write_gguf
 from tiny_llm import save_tiny_llm_text
 
@@ -138,6 +141,33 @@ def quantized(tmp_path_factory):
 def test_blocks_of_a_file_stay_packed(quantized, checkpoints, pair, settings):
     _, spread = assert_same(quantized, pair, block_size=16, tokenizer=checkpoints("llama"), **ONCE, **settings)
     assert ("C++ kernels" in spread.kernels) == settings["native"]
+
+
+def test_8_bits_over_ranks_are_for_the_c_kernels(pair, tmp_path):
+    """Plain torch would round them to 4."""
+    make_model("llama", hidden_size=64, head_dim=64, intermediate_size=256).save_pretrained(tmp_path)
+    save_tiny_llm_text(tmp_path)
+    how = {"ranks": pair, "tensor_parallel_size": 2, **SETTINGS, "quantization": "fp8", "block_size": 16}
+    with pytest.raises(ValueError, match=r"fp8 over several ranks on a CPU is for the C\+\+ kernels"):
+        LLM(str(tmp_path), **how | {"native": False})
+    llm = LLM(str(tmp_path), **how | {"native": True})
+    assert "the layers' weights in fp8" in llm.kernels and llm.generate(PROMPTS[:1])[0].outputs[0].token_ids
+    llm.close()
+
+
+def test_blocks_of_fp8_that_ranks_part_become_numbers(pair, tmp_path):
+    """Each rank has 96 of 192 rows, and scales are of 128 rows by 128 columns."""
+    make_model("llama", hidden_size=64, head_dim=64, intermediate_size=192).save_pretrained(tmp_path)
+    save_tiny_llm_text(tmp_path)
+    made = {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        parts = fp8(weight.float(), 128, 128, "weight_scale_inv")[1] if "_proj" in name else {"weight": weight}
+        made |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+    save_file(made, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_same(str(tmp_path), pair, native=True, block_size=16, **ONCE)
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -1,21 +1,27 @@
 """What a rank needs to train: parts add up to the whole, and the account is what the allocator hands out."""
 
+import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from allocated import shape_of, watched
 from training_runs import tiny_run
 
+from transect.models.memory.fit import first_that_fits
+from transect.models.memory.terms import parse_bytes
 from transect.models.memory.training import training
 from transect.models.memory.training_plan import TrainingPlan
 from transect.models.presets import PRESETS
 from transect.models.shapes import parameter_count
 from transect.parallel.layout import owners
 from transect.parallel.spread import Spread
-from transect.parallel.training_memory import training_ranks
+from transect.parallel.training_memory import estimator, training_ranks
+from transect.train.config import TrainConfig
 from transect.train.follow import JOB, Run
+from transect.train.memory import plan_of, spread_of
 
 LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]
 PLAN = TrainingPlan(precision="mixed", micro_batch=8192, seq_len=4096, accumulate=8)
@@ -28,6 +34,47 @@ def terms(stage):
 def only(plan=PLAN, model=LLAMA_8B, **spread):
     (found,) = training_ranks(model, plan, Spread(**spread))
     return found
+
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks/results/h200"
+ON_TWO = {
+    "one": {},
+    "ddp": {"data": 2},
+    "tensor sequence": {"tensor": 2, "sequence": True},
+    "mixed zero 3": {"data": 2, "zero": 3},
+}
+
+
+def account_of(model, parallel, limit=140e9, **changes):
+    """The peak of a run as ``benchmarks/train_parallel.py`` and ``train_offload.py`` start it on H200s."""
+    data = {"train": ["random.tokens"], "seq_len": 4096, "micro_batch": 8192 * parallel.get("tensor", 1)}
+    values = {"model": model, "task": "pretrain", "steps": 9, "data": data, "parallel": parallel, **changes}
+    config, gpu = TrainConfig.from_dict(values), torch.device("cuda")
+    plan, account = plan_of(config, PRESETS[model], gpu), estimator(spread_of(config, gpu))
+    fitted = first_that_fits(PRESETS[model], plan, int(limit), account)
+    return (account(PRESETS[model], plan) if config.checkpointing != "auto" else fitted[1]).peak
+
+
+def test_peaks_that_were_measured_on_two_gpus():
+    models = {"1b": "llama-3.2-1b", "8b": "llama-3.1-8b"}
+    rows = json.loads((RESULTS / "train_parallel_again.json").read_text())["rows"]
+    assert {row["way"] for row in rows} == set(ON_TWO)
+    for row in rows:
+        parallel, precision = ON_TWO[row["way"]], "mixed" if row["way"].startswith("mixed") else "bfloat16"
+        how = {"accumulate": parallel.get("data", 1), "precision": precision, "checkpointing": "none"}
+        spread = parallel | ({"reduce": "bfloat16"} if "data" in parallel else {})
+        found = account_of(models[row["work"]], spread, **how)
+        assert found == pytest.approx(max(row["peak_bytes"]), rel=0.1), row["way"]
+
+
+@pytest.mark.parametrize("part", ["memory", "accumulate", "delayed", "all", "disk"])
+def test_peaks_that_were_measured_with_states_elsewhere(part):
+    row = json.loads((RESULTS / f"train_offload_{part}.json").read_text())
+    parallel = {"offload": "all" if row.get("all") else "optimizer", "delayed_update": row.get("delayed", False)}
+    parallel |= {"offload_path": "states"} if row["part"] == "disk" else {}
+    how = {"accumulate": row.get("accumulate", 1), "checkpointing": "full" if row.get("all") else "auto"}
+    found = account_of(row["model"], parallel, parse_bytes(row["limit"]), precision="mixed", **how)
+    assert found == pytest.approx(row["peak_bytes"], rel=0.1)
 
 
 def test_one_rank_is_the_account_of_one_device():

@@ -34,6 +34,25 @@ def test_steps_that_were_measured_on_one_gpu():
         assert expected.seconds == pytest.approx(rows[work]["step_seconds"]["median"], rel=0.10)
 
 
+def test_steps_that_were_measured_on_two_gpus():
+    """Data parallel by copy engines and by NCCL, and with everything cut over the ranks."""
+    plan = replace(PLAN, accumulate=2)
+    ways = {
+        "ddp": {"zero": 0}, "ddp nccl": {"zero": 0, "copies": False}, "zero 1": {"zero": 1}, "zero 3": {"zero": 3},
+        "mixed zero 3": {"zero": 3},
+    }  # fmt: skip
+    seen = 0
+    for model, name in ((LLAMA_1B, "1b"), (PRESETS["llama-3.2-3b"], "3b"), (LLAMA_8B, "8b")):
+        for row in json.loads((RESULTS.parent / f"train_parallel_{name}.json").read_text())["rows"]:
+            if row["way"] in ways:
+                precision = "mixed" if row["way"].startswith("mixed") else "bfloat16"
+                spread = Spread(data=2, reduce=2, **ways[row["way"]])
+                expected = predict(model, replace(plan, precision=precision), spread, H200)
+                assert expected.seconds == pytest.approx(row["step_seconds"]["median"], rel=0.10), (name, row["way"])
+                seen += 1
+    assert seen == 7
+
+
 def test_parts_add_up_and_tokens_are_all_ranks():
     found = predict(LLAMA_1B, replace(PLAN, accumulate=8), Spread(data=4, zero=2), H200)
     assert found.seconds == sum(found.parts.values())

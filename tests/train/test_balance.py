@@ -137,10 +137,12 @@ def test_adapters_on_experts_are_refused_with_what_to_do(tmp_path):
     from transect.train.lora import attach
 
     plain = dataclasses.replace(CONFIG, moe=MoEConfig(6, 2, 16))
-    for targets in (LoRAConfig().targets, ("up_proj",)):
+    for targets in (("q", "gate"), ("up_proj",)):
         with pytest.raises(ValueError, match=r"experts have no adapters: .* some of embed, head, k, o, q, v"):
             attach(drawn(plain, torch.float32), LoRAConfig(targets=targets), seed=0)
     assert len(attach(drawn(plain, torch.float32), LoRAConfig(targets=("q", "v")), seed=0)) == 4
+    names = attach(drawn(plain, torch.float32), LoRAConfig(), seed=0)  # nobody chose: what has adapters gets them
+    assert {name.split(".")[-1] for name in names} == {"q", "k", "v", "o"} and len(names) == 8
     settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     for module in ("mlp.experts.2.up_proj", "mlp.experts", "mlp.experts.base_layer"):

@@ -13,7 +13,7 @@ from transect.train import checkpoint
 from transect.train.answers import advantages
 from transect.train.data import Position
 from transect.train.drawn import Cut, drawn_from
-from transect.train.logprobs import Kept, token_logprobs
+from transect.train.logprobs import KeptTokens, token_logprobs
 from transect.train.objectives.base import StepFailed
 from transect.train.rewards import Judge
 from transect.train.trainer import Trainer
@@ -137,7 +137,7 @@ def test_logprobs_of_a_cut_distribution_have_the_gradient_of_autograd() -> None:
     could = torch.rand(7, 11, generator=generator) < 0.5
     could[labels < 0] = False
     could[labels >= 0, labels[labels >= 0]] = True
-    kept = Kept(could.nonzero()[:, 1], torch.nn.functional.pad(could.sum(1).cumsum(0), (1, 0)))
+    kept = KeptTokens(could.nonzero()[:, 1], torch.nn.functional.pad(could.sum(1).cumsum(0), (1, 0)))
     upstream = torch.randn(7, generator=generator).double()
     ours = token_logprobs(hidden, weight, labels, temperature=0.6, kept=kept)
     found = torch.autograd.grad(ours, (hidden, weight), upstream)

@@ -18,7 +18,7 @@ from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
 from transect.parallel.layout import Layout
-from transect.parallel.parallelize import Parallel, Plan
+from transect.parallel.parallelize import Parallel, ParallelPlan
 from transect.parallel.sharded import Sharded
 from transect.train import merged_products
 from transect.train.merged_layers import MergedLayers
@@ -91,7 +91,7 @@ def test_ranks_that_share_matrices(sequence, keep):
                 layout=layout, place=layout.place(group.rank), world=group, parts=group, tensor=group, links=[],
                 context=alone, pipeline=alone, data=alone, replicas=alone,
             )  # fmt: skip
-            parallel = Parallel(model_of(), mesh, Plan(sequence=sequence))
+            parallel = Parallel(model_of(), mesh, ParallelPlan(sequence=sequence))
             if merged:
                 parallel.model.stack = MergedLayers(parallel.model, keep)
             hidden, gradients = passed(parallel.model, 2, parallel.parameters)

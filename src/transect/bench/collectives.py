@@ -46,7 +46,7 @@ Run = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Sweep:
     """What to measure. ``sizes`` are S, in bytes; ``dtype`` a torch dtype by name.
 
     Raises:
@@ -122,7 +122,7 @@ def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def measure(world: World, plan: Plan) -> list[Row]:
+def measure(world: World, plan: Sweep) -> list[Row]:
     """The job of every rank: all measurements, the same on each."""
     dtype = getattr(torch, plan.dtype)
     group = Mesh(world, Layout(tensor=world.size)).tensor
@@ -151,7 +151,7 @@ def _link_rate(world: World) -> float | None:
     return copy_rate(first, (first + 1) % torch.cuda.device_count())
 
 
-def _timed(world: World, group: Group, name: str, size: int, in_place: bool, case: _Case, plan: Plan) -> Row:
+def _timed(world: World, group: Group, name: str, size: int, in_place: bool, case: _Case, plan: Sweep) -> Row:
     case.run()  # once on fresh buffers: what it makes is looked at
     wrong = int((case.result != case.expected).sum())
     for _ in range(WARM_UP - 1):

@@ -56,19 +56,26 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
-        # Whoever read our output has gone (`| head`): no message, and none from the interpreter at its end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _nobody_reads()
     except Exception as error:
         if debug:
             raise
         if type(error).__name__ == "Abort":  # how older typer versions report Ctrl-C
             return INTERRUPTED
         if type(error).__name__ == "NoArgsIsHelpError":
-            print(error.format_message())  # type: ignore[attr-defined]
+            try:
+                print(error.format_message(), flush=True)  # type: ignore[attr-defined]
+            except BrokenPipeError:
+                return _nobody_reads()
             return 0
         print(f"transect: error: {_one_line(error)}", file=sys.stderr)
         return STOPPED if type(error).__name__ == "TrainingStopped" else USAGE
+
+
+def _nobody_reads() -> int:
+    """Whoever read our output has gone (`| head`): no message, and none from the interpreter at its end either."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def _application() -> Any:
@@ -146,10 +153,10 @@ def _application() -> Any:
     )
     for module in commands:
         application.command(module.__name__.rsplit(".", 1)[-1], cls=settings.Command)(module.command)
-    application.add_typer(bench.application, name="bench")
-    application.add_typer(data.application, name="data")
-    application.add_typer(plan.application, name="plan")
-    application.add_typer(explain.application, name="explain")
+    application.add_typer(bench.application, name="bench", cls=settings.Group)
+    application.add_typer(data.application, name="data", cls=settings.Group)
+    application.add_typer(plan.application, name="plan", cls=settings.Group)
+    application.add_typer(explain.application, name="explain", cls=settings.Group)
     return application
 
 

@@ -34,7 +34,7 @@ def command(
     result is wrong."""
     import torch
 
-    from ..bench.collectives import COLLECTIVES, JOB, OURS, Plan, measure, sizes_between
+    from ..bench.collectives import COLLECTIVES, JOB, OURS, Sweep, measure, sizes_between
     from ..models.memory.terms import parse_bytes
     from ..parallel.launch import Ranks
     from ..parallel.layout import under_torchrun
@@ -47,7 +47,7 @@ def command(
     if OURS in wanted and kind != "cuda":
         raise ValueError(f"{OURS} is between GPUs: leave it out, or give --device cuda")
     sizes = sizes_between(parse_bytes(min_bytes), parse_bytes(max_bytes), factor)
-    plan = Plan(wanted, sizes, dtype, iterations, graphs)
+    plan = Sweep(wanted, sizes, dtype, iterations, graphs)
     joined = under_torchrun()
     group = Ranks.join(kind) if joined else Ranks.start(ranks or (gpus if kind == "cuda" else 2), kind)
     try:

@@ -79,7 +79,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     from ..models.load import kernels, kv_dtype
     from ..models.resolve import resolve
     from ..ops.cpu.ceilings import device_measurement
-    from ..parallel.shards import Shard
+    from ..parallel.shards import first_shard
 
     source = resolve(settings.model, load_format=settings.load_format)
     longest, context = settings.max_model_len, source.config.max_position
@@ -103,8 +103,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     quantization = settings.quantization if packed or device.type == "cuda" else None
     storage = storage_of(source, settings.dtype, keeps_quantized=packed, quantization=quantization)
     layout = settings.layout
-    sharing = layout.size if layout.expert else 1
-    shard = Shard(source.config, 0, layout.tensor, 0, layout.pipeline, 0, sharing)
+    shard = first_shard(source.config, layout)
     stream = planned_stream(settings, source.config, storage, shard.shapes())
     if stream is not None:
         storage = dataclasses.replace(storage, streamed=stream.bytes)

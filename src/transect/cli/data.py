@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
     from ..train.batches import Batch
 
-application = typer.Typer(no_args_is_help=True, help="Prepare training data.", rich_markup_mode=None)
+application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @application.callback()
 def data() -> None:
-    """Prepare training data, and look at it."""
+    """Check training data, tokenize it, and look at what a run is fed."""
 
 
 @application.command()

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-application = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What happens inside, and what it costs.")
+application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @application.callback()
 def explain() -> None:
-    """What happens inside, and what it costs."""
+    """Say where the time of a request or of any PyTorch program went, replay a server's run, watch loss.backward()."""
 
 
 @application.command("backward")

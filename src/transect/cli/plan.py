@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..plan.layouts import Candidate, Ranking
     from ..plan.machine import Machine
 
-application = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Plans, made before anything runs.")
+application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 TOKENS = 2**15
 """Tokens of a step for each device, where nobody says."""
@@ -19,7 +19,7 @@ TOKENS = 2**15
 
 @application.callback()
 def _group() -> None:
-    """Plans, made before anything runs."""
+    """Find the best way to spread a training run over devices, and draw a pipeline's schedule, before anything runs."""
 
 
 @application.command("training")

@@ -95,6 +95,16 @@ class Group(TyperGroup):
                 param.show_envvar = False
         super().format_options(ctx, formatter)
 
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write each command with the first sentence of its help, in as many lines as that takes."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        shown = [
+            (name, command.get_short_help_str(1000)) for name, command in commands if command and not command.hidden
+        ]
+        if shown:
+            with formatter.section("Commands"):
+                formatter.write_dl(shown)
+
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the values in the file the command's defaults."""

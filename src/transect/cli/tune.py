@@ -28,6 +28,9 @@ def command(
     ] = None,
     rows: Annotated[str, typer.Option(help="Of a model: numbers of rows, 1 to 256, with commas between them.")] = "",
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile configurations first.")] = 0,
+    load: Annotated[
+        bool, typer.Option("--load", help="Time the quickest again under sustained load (not yet run on a GPU).")
+    ] = False,
     keep: Annotated[bool, typer.Option(help="Keep the best in the user's tuning file.")] = True,
     ship: Annotated[bool, typer.Option("--ship", help="Keep it in the source tree instead, for everyone.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write every trial here.")] = None,
@@ -53,7 +56,7 @@ def command(
             wanted = [int(each) for each in rows.split(",") if each] or list(tune_model.ROWS)
         except ValueError:
             raise ValueError(f"--rows takes whole numbers with commas between them, not {rows!r}") from None
-        return tune_model.tune(source.config, wanted, inf if seconds is None else seconds, keep, ship, json)
+        return tune_model.tune(source.config, wanted, inf if seconds is None else seconds, load, keep, ship, json)
     if rows:
         raise ValueError("--rows is for a model; an operator has its shapes: --shapes")
     chosen = []
@@ -68,7 +71,7 @@ def command(
     import torch
 
     from ..ops import tuning
-    from ..ops.tools import search, search_worker
+    from ..ops.tools import search, search_worker, under_load
 
     if not torch.cuda.is_available():
         raise ValueError("tuning measures on the GPU, and torch finds none here; the rules of thumb stay in use")
@@ -88,7 +91,9 @@ def command(
 
     found = []
     for _, knobs, case in units:
-        found.append(search.search(knobs, case, seconds=seconds or 60.0, in_use=in_use))
+        found.append(
+            search.search(knobs, case, seconds=seconds or 60.0, in_use=in_use, race=under_load.race if load else None)
+        )
         _show(found[-1])
         if keep:
             finding = {knobs.name: {found[-1].bucket: found[-1].choice}}

@@ -33,8 +33,10 @@ def products(config: ModelConfig) -> list[Product]:
     return list(found.values())
 
 
-def tune(config: ModelConfig, rows: list[int], seconds: float, keep: bool, ship: bool, out: Path | None) -> None:
-    """Measure, show and keep; begin nothing after so many seconds.
+def tune(
+    config: ModelConfig, rows: list[int], seconds: float, load: bool, keep: bool, ship: bool, out: Path | None
+) -> None:
+    """Measure (the quickest again under ``load``), show and keep; begin nothing after so many seconds.
 
     Raises:
         ValueError: no Hopper GPU, or rows out of range.
@@ -59,7 +61,9 @@ def tune(config: ModelConfig, rows: list[int], seconds: float, keep: bool, ship:
     for product in products(config):
         waiting = list(rows)
         while waiting and time.monotonic() < end:
-            for each in search.search(product, [waiting.pop(0)], multiply, time_graph, race, device, units):
+            for each in search.search(
+                product, [waiting.pop(0)], multiply, time_graph, race if load else None, device, units
+            ):
                 found.append(each)
                 _show(each)
                 if keep:
@@ -81,7 +85,7 @@ def _show(each: Measured) -> None:
     gained = each.before_seconds / each.seconds
     change = "" if each.choice == each.before else f", by {each.choice.by}: {gained:.2f} times as fast"
     times = f"{each.before_seconds * 1e6:7.1f} us ({each.before.by}) -> {each.seconds * 1e6:7.1f} us"
-    tried = f"{each.tried} tried, {len(each.finals)} under load"
+    tried = f"{each.tried} tried" + (f", {len(each.finals)} under load" if each.finals else "")
     print(f"{product.name}, {product.k} by {product.n}{kind}, {each.rows:3} rows: {times}{change}; {tried}", flush=True)
 
 

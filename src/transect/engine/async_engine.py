@@ -26,6 +26,7 @@ import zmq
 import zmq.asyncio
 
 from ..models.resolve import resolve
+from ..parallel.shards import first_shard
 from ..text.model_text import ModelText, load_text, text_settings
 from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput
@@ -43,7 +44,7 @@ from .inputs import (
 )
 from .limits import check_choices
 from .mailbox import Mailbox
-from .outputs import EngineOutput, SchedulerStats
+from .outputs import EngineOutput, SchedulerStats, first_tokens_first
 from .pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
 from .sampling_params import SamplingParams
 from .socket_folder import NAME, make_socket_folder
@@ -80,6 +81,8 @@ class AsyncEngine:
         self.decisions = DecisionRing()
         """What the engine's scheduler decided of late."""
         self._processor = OutputProcessor(text.tokenizer)
+        self._sending: set[asyncio.Future[Any]] = set()
+        """Messages that wait for the engine process to be there."""
         self._streams: dict[str, Mailbox[Update | Exception]] = {}
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
@@ -109,6 +112,7 @@ class AsyncEngine:
             resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
         )
         source = await asyncio.to_thread(find)
+        first_shard(source.config, config.layout)  # before processes are started for what cannot be
         directory = make_socket_folder()
         loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
         context = zmq.asyncio.Context()
@@ -391,7 +395,17 @@ class AsyncEngine:
             raise QueueFull(unread, UNREAD_RETRY_S)
 
     async def _send(self, message: wire.ToEngine) -> None:
-        await self._socket.send(wire.encode(message))
+        sending = asyncio.ensure_future(self._socket.send(wire.encode(message)))
+        self._sending.add(sending)
+        try:
+            await sending
+        except (asyncio.CancelledError, zmq.ZMQError):  # nobody is there to take it, or the caller is cancelled
+            task = asyncio.current_task()
+            if self._death is None or (task is not None and task.cancelling()):
+                raise
+            raise EngineDeadError(self._death) from None
+        finally:
+            self._sending.discard(sending)
 
     def _send_soon(self, message: wire.ToEngine) -> None:
         """Send without waiting: with no high-water mark the message is queued at once, also while being cancelled."""
@@ -406,7 +420,7 @@ class AsyncEngine:
                 case wire.Outputs():
                     if message.decisions:
                         self.decisions.put(message.decisions)
-                    for output in _first_tokens_first(message.outputs):
+                    for output in first_tokens_first(message.outputs):
                         self._take(output)
                 case wire.Refused():
                     self._refuse(message)
@@ -477,13 +491,5 @@ class AsyncEngine:
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))
         self._stats_waiters.clear()
-
-
-def _first_tokens_first(outputs: list[EngineOutput]) -> list[EngineOutput]:
-    """The outputs of a step, those that begin an answer before all others: each costs a stream some time, and a first
-    token has waited longest."""
-
-    def goes_on(output: EngineOutput) -> bool:
-        return output.times is None or output.finish_reason is not None
-
-    return sorted(outputs, key=goes_on)
+        for sending in list(self._sending):
+            sending.cancel()

@@ -31,6 +31,7 @@ from .core import EngineCore
 from .decision_setup import decision_log
 from .gpu.build import build_gpu, device_for
 from .gpu.compilers import Compilers
+from .gpu.step_sizes import FEWEST_ROWS
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
 from .offload import stream_plan
 from .runner import Runner
@@ -124,6 +125,7 @@ def build_engine(
             fill_tokens=fill_tokens,
             itl_target=config.step_seconds,
             graph_tokens=graph_tokens,
+            graph_prompts=FEWEST_ROWS if graph_tokens and config.step_seconds is not None else None,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
@@ -155,23 +157,24 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     stream = _cpu_stream(config, source, mesh)
     choice = {
         "dtype": config.dtype,
-        "native": config.native if stream is None and config.kv_cache_dtype == "auto" else False,
+        "native": config.native if stream is None else False,
         "threads": threads,
         "block_size": config.block_size,
         "quantization": config.quantization,
     }
     drawn = {"seed": config.seed or 0, "deterministic": config.deterministic, "stream": stream}
     if mesh is None or (mesh.parts.size == 1 and not mesh.layout.expert):
-        library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
+        library, why = kernels(source.config, **choice, kv_cache_dtype=config.kv_cache_dtype)  # type: ignore[arg-type]
         native = library is not None
-        model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
+        model = load_model(source, **drawn, **choice, kv_cache_dtype=config.kv_cache_dtype)  # type: ignore[arg-type]
         if source.adapter is not None:
             beside = "beside the packed weights, layers operator by operator"
             why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
+        choice["native"] = choice["native"] if config.kv_cache_dtype == "auto" else False
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
     if config.kv_cache_dtype != "auto":
-        why = f"{why}, KV cache in {config.kv_cache_dtype}, which the C++ kernels do not have"
+        why = f"{why}, KV cache in {config.kv_cache_dtype}"
     if config.kv_cache_dtype == "fp8":
         own = slice(None) if mesh is None else shard_of(source.config, mesh).layers
         why += ", with the checkpoint's scales" if take_scales(model, source, own) else ""

@@ -46,9 +46,9 @@ class EngineConfig:
         quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
             multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
         kv_cache_dtype: ``auto``: keys and values are cached in the compute dtype. ``fp8``: in e4m3, at half the bytes
-            of bfloat16, with a scale of 1; numbers beyond 448 become 448. ``int8``: with a scale for each head of a
-            token. Both by Triton kernels on a GPU (fp8 on Hopper by a kernel in CUDA C++ where steps decode), and by
-            plain torch on a CPU.
+            of bfloat16, divided by the checkpoint's scales where it has any; what is beyond 448 becomes 448. ``int8``:
+            with a scale for each head of a token. Both by Triton kernels on a GPU (fp8 on Hopper by a kernel in CUDA
+            C++ where steps decode); on a CPU fp8 by the C++ kernels, int8 by plain torch.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.
@@ -165,8 +165,9 @@ class EngineConfig:
             object.__setattr__(self, "kv_cache_dtype", "fp8")
         if self.kv_cache_dtype not in ("auto", "fp8", "int8"):
             raise ValueError(f"kv_cache_dtype must be auto, fp8 (e4m3) or int8, not {self.kv_cache_dtype!r}")
-        if self.kv_cache_dtype != "auto" and (self.native or self.deterministic):
-            name = "native=True" if self.native else "deterministic"
+        native = self.native and self.kv_cache_dtype != "fp8"
+        if self.kv_cache_dtype != "auto" and (native or self.deterministic):
+            name = "native=True" if native else "deterministic"
             raise ValueError(f"a KV cache in {self.kv_cache_dtype} is not for {name}: leave out one of them")
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")

@@ -190,11 +190,14 @@ class EngineCore:
         asked = now()
         result = done.handle.result()
         ended = now()
-        learned = 0.0
+        learned, began = 0.0, max(done.submitted, self._ended)
+        launching = self._timed and self._launched_large and self.lag > 0
+        late = (self._waited or launching) and ended - asked < LATE
         if self._timed:
-            hidden = self._waited or (self._launched_large and self.lag > 0)
-            learned = self._learn(done, ended, late=hidden and ended - asked < LATE)
+            learned = self._learn(done, ended, late)
         self._ended = ended
+        if late and launching:  # the next step has begun since, with the first of its kernels
+            self._ended = began + learned
         self._ready.extend(self.scheduler.commit(done.batch, result))
         if self.decisions is not None:
             self.decisions.done(done.batch, result, asked, ended, learned, done.launched, self._drawn)

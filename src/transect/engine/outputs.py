@@ -103,3 +103,13 @@ class SchedulerStats(msgspec.Struct):
     def kv_usage(self) -> float:
         """Share of the pool in use, 0 to 1."""
         return self.kv_blocks_used / self.kv_blocks_total
+
+
+def first_tokens_first(outputs: list[EngineOutput]) -> list[EngineOutput]:
+    """The outputs of a step, those that begin an answer before all others: each costs a stream some time, and a first
+    token has waited longest."""
+
+    def goes_on(output: EngineOutput) -> bool:
+        return output.times is None or output.finish_reason is not None
+
+    return sorted(outputs, key=goes_on)

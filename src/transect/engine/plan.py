@@ -21,3 +21,8 @@ class Plan:
         self.copies: list[tuple[int, int]] = []
         self.forks: list[Sequence] = []
         """Choices that begin with this step and are not yet among the running."""
+
+    def sizes(self) -> tuple[int, int]:
+        """Rows of several tokens, which are prompts, and tokens of all rows."""
+        counts = [row.num_tokens for row in self.rows]
+        return sum(count > 1 for count in counts), sum(counts)

@@ -30,6 +30,7 @@ from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
 from ..parallel.peer_sums import PeerSums, shared_sums
 from ..parallel.rank import serve_jobs
+from ..parallel.shards import first_shard
 from ..parallel.spread_logits import spread_logits
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__
@@ -177,11 +178,8 @@ def shard_check(config: EngineConfig) -> None:
     Raises:
         ValueError: it cannot.
     """
-    from ..parallel.shards import Shard
-
     source = resolve(config.model, load_format=config.load_format, revision=config.revision)
-    sharing = config.layout.tensor * config.layout.data if config.enable_expert_parallel else 1
-    Shard(source.config, 0, config.tensor_parallel_size, 0, config.pipeline_parallel_size, 0, sharing)
+    first_shard(source.config, config.layout)
 
 
 def follow_rank_0(config: EngineConfig) -> None:

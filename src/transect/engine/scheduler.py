@@ -283,11 +283,15 @@ class Scheduler:
         if self._static:
             self._admit_static(spare, plan)
             return
+        most, graph = self.config.graph_prompts, self.config.graph_tokens or 0
+        prompts, tokens = plan.sizes() if most is not None and len(self.waiting) else (0, 0)
         while spare > 0 and (seq := self.waiting.head()) is not None:
+            if most is not None and prompts >= most and tokens <= graph:
+                break
             used = self._try_admit(seq, spare, plan)
             if used is None:
                 break
-            spare -= used
+            spare, prompts, tokens = spare - used, prompts + (used > 1), tokens + used
 
     def _admit_static(self, spare: int, plan: Plan) -> None:
         """Admit preempted members of the present batch; when all have ended, the next batch."""

@@ -27,6 +27,8 @@ class SchedulerConfig:
         graph_tokens: tokens of the largest step with prompts that the host hands over at once, as a CUDA graph. It
             takes long over larger ones, so steps sized by time are larger only where a long queue waits. None: all
             steps are handed over alike.
+        graph_prompts: prompts for which such a graph has rows: a step with more of them is a larger one. None: there
+            is no bound.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
         policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
@@ -59,6 +61,7 @@ class SchedulerConfig:
     fill_tokens: int | None = None
     itl_target: float | None = None
     graph_tokens: int | None = None
+    graph_prompts: int | None = None
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
@@ -81,7 +84,7 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queue", "max_prefill_chunk"):
+        for name in ("max_queue", "max_prefill_chunk", "graph_prompts"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None for no bound, got {value}")

@@ -27,7 +27,15 @@ AUTO_RATIO = 2.5
 PATIENCE = 8
 """Steps for which prompts may wait before steps become longer than the target."""
 LONG = 4
-"""A prompt that needs more such steps than this gets half of each while others wait."""
+"""A prompt that needs more such steps than this leaves room for shorter ones that wait: it gets half of each, ..."""
+SHARES = 3
+"""... or a third where two or more wait. Where nobody decodes, steps are as large as any, and one that needs more than
+one of them does so."""
+FELT = 2048
+"""So many tokens of a prompt count as waiting. A longer one is no longer queue: one user waits for it, and the streams
+of all others would feel longer steps."""
+FEW = 8
+"""In a queue of more prompts all tokens count."""
 LARGE = 4
 """Steps that the host has to launch kernel by kernel are for queues of so many of the largest that are launched at
 once: the device waits while the first of them is launched."""
@@ -90,7 +98,10 @@ class StepBudget:
             cut: the step before left a prompt unfinished.
         """
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
-            return Budget(self._config.max_num_batched_tokens, self._chunk)
+            most = self._config.max_num_batched_tokens
+            prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
+            timed = self._config.itl_target is not None
+            return Budget(most, self._share_of(most, most, prompts, waiting) if timed else self._chunk)
         if not (len(waiting) or cut):
             return Budget(self._mixed, self._chunk)
         if self._config.itl_target is not None:
@@ -120,21 +131,32 @@ class StepBudget:
         rows = len(left)
         beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
         context = prompts[0][1] if prompts else 0
-        waits = sum(count for count, _ in prompts) + waiting.num_tokens
+        waits = sum(min(count, FELT) for count, _ in prompts) + _felt(waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
         seconds = target or AUTO_RATIO * self.times.predict(beside)
         tokens = even(self.times.most_tokens(seconds, beside, context, most), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside)
             tokens = cheap if waits <= SHORT * (cheap - rows) else tokens  # more that waits would wait too long
-        steps = waits / max(tokens - rows, 1)
+        usual = tokens - rows
+        steps = waits / max(usual, 1)
         if steps > PATIENCE:
             tokens = even(self.times.most_tokens(seconds * steps / PATIENCE, beside, context, most), rows)
         if tokens <= rows:  # the decodes alone take longer than the target: prompts must not wait until they end
             tokens = max(rows, min(rows + -(-waits // PATIENCE), most))
         room = tokens - rows
-        shared = len(prompts) + len(waiting) > 1 and any(count > LONG * room for count, _ in prompts)
-        return Budget(tokens, min(self._chunk, max(1, (room + 1) // 2)) if shared else self._chunk)
+        long = LONG * (usual if usual > 0 else room)
+        return Budget(tokens, self._share_of(room, long, [count for count, _ in prompts], waiting))
+
+    def _share_of(self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue) -> int:
+        """What one prompt may take of a step's ``room``: less where others, no more than half as long, wait beside one
+        of more than ``long`` tokens. ``prompts``: tokens that are left of those that have begun."""
+        longest = max(prompts, default=0)
+        if longest <= long:
+            return self._chunk
+        half = longest // 2
+        short = sum(count <= half for count in prompts) + sum(seq.length <= half for seq in waiting.in_order())
+        return min(self._chunk, max(1, -(-room // min(1 + short, SHARES))))
 
     def _cheap(self, most: int, beside: StepLoad) -> int:
         """``most`` tokens, or the largest number below at which each for a prompt costs much less."""
@@ -154,6 +176,13 @@ class StepBudget:
             and len(waiting) + len(running) <= self._config.max_num_seqs
             and nothing_ends_later(self.fill_tokens, running, waiting.in_order())
         )
+
+
+def _felt(waiting: WaitingQueue) -> int:
+    """Tokens of prompts that wait, as far as they make steps longer."""
+    if len(waiting) > FEW:
+        return waiting.num_tokens
+    return sum(min(seq.length, FELT) for seq in waiting.in_order())
 
 
 def even(tokens: int, rows: int) -> int:

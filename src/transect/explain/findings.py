@@ -174,7 +174,7 @@ def launching(material: Material) -> Iterator[Finding]:
     yield Finding(
         "launch",
         "many small operators",
-        f"{calls} operators; {most.key.name} {most.calls} times with {most.key.shapes}",
+        f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
         seconds,
         "do the loop's work in one batch; else torch.compile or a CUDA graph",
         apply=_fewer_calls(material),

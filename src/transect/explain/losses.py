@@ -41,7 +41,8 @@ def explain_model(config: TrainConfig, tokens: int) -> Backward:
     half = tokens // 2
     batch = pack(TokenStream(ids, np.array([half, tokens])), [(0, half, False), (half, tokens, False)])
     batch = batch.to(trainable.device)
-    return explain_function(lambda: batch_loss(trainable.model, batch, token_loss(trainable.device)))
+    loss = token_loss(trainable.device, trainable.source.config.logit_softcap)
+    return explain_function(lambda: batch_loss(trainable.model, batch, loss))
 
 
 def explain_function(loss: Callable[[], Tensor]) -> Backward:

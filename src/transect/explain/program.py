@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import runpy
 import sys
 import tempfile
@@ -28,7 +29,7 @@ from ..hardware.device import detect
 from ..ops.cpu.ceilings import device_measurement
 from .findings import Finding, Material, find
 from .gaps import Named, name_gaps
-from .sampler import Sampler, Samples
+from .sampler import Samples, StackSampler
 from .split import WINDOW, Split, split_trace
 from .trace import RANGE, Trace
 from .trace_file import read_trace
@@ -73,6 +74,7 @@ class Explain:
         cores: that the program could use; None: all that this process may run on.
         decisions: of an engine that runs inside (``LLM.decisions``): its steps have floors, though no trace has the
             shapes of what graphs and C++ kernels compute.
+        floor_s: seconds that everything inside needs at the least, where you know that and the trace does not.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Explain:
         trace: str | Path | None = None,
         cores: int | None = None,
         decisions: DecisionRing | None = None,
+        floor_s: float = 0.0,
     ) -> None:
+        self._floor_s = floor_s
         self._cores = cores or usable_cores()
         self.ceilings = ceilings or machine_ceilings()
         self.result: Explanation | None = None
@@ -93,7 +97,7 @@ class Explain:
     def __enter__(self) -> Self:
         self._overhead = profiler_seconds()
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._padding.look)
-        self._sampler = Sampler() if self._stacks else None
+        self._sampler = StackSampler() if self._stacks else None
         self._profiler = torch.profiler.profile(activities=_activities(), record_shapes=True)
         self._profiler.__enter__()
         if torch.cuda.is_available():
@@ -123,7 +127,7 @@ class Explain:
         facts = {"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share}
         if trace.recorded:
             facts["autograd_s"] = autograd_seconds(trace.on_gpu)
-        marked = [i for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
+        marked = _marks(trace)
         offset = float(trace.ts[marked[0]]) - self._began if marked else 0.0
         self.result = explain_trace(
             trace,
@@ -133,6 +137,7 @@ class Explain:
             profiler_s=self._overhead,
             facts=facts,
             steps_s=self._steps_floor(),
+            floor_s=self._floor_s,
         )
 
     def _steps_floor(self) -> float:
@@ -149,13 +154,22 @@ class Explain:
         return sum(work.floor(step.rows).seconds for step in log.steps if begin <= (step.at or 0.0) <= end)
 
     def _trace(self) -> Trace:
-        if self._file is not None:
-            self._profiler.export_chrome_trace(str(self._file))
-            return read_trace(self._file)
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "trace.json"
+            path = Path(folder) / "trace.json" if self._file is None else Path(self._file)
             self._profiler.export_chrome_trace(str(path))
-            return read_trace(path)
+            return _from_mark(read_trace(path))
+
+
+def _marks(trace: Trace) -> list[int]:
+    """The ranges that mark what is explained."""
+    return [int(i) for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
+
+
+def _from_mark(trace: Trace) -> Trace:
+    """The trace without what ended before the mark: ``_first_launches`` is not the program's."""
+    for index in _marks(trace)[:1]:
+        trace.drop_before(float(trace.ts[index]))
+    return trace
 
 
 def explain_trace(
@@ -167,9 +181,11 @@ def explain_trace(
     profiler_s: float = 0.0,
     facts: dict[str, Any] | None = None,
     steps_s: float = 0.0,
+    floor_s: float = 0.0,
 ) -> Explanation:
     """Split a trace and find what to change. ``steps_s``: the least time of what has no shapes in the trace, where an
-    engine's decision log says it."""
+    engine's decision log says it; ``floor_s``: of everything, where the caller does."""
+    trace = _from_mark(trace)
     facts = dict(facts or {})
     facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
     padded = float(facts.get("padding", 0.0))
@@ -178,6 +194,9 @@ def explain_trace(
     if steps_s:
         split.rate(steps_s)
         split.notes.append("floors of kernels without shapes are those of the engine's steps")
+    elif floor_s:
+        split.rate(max(0.0, floor_s - split.parts["floor"]))
+        split.notes.append("kernels without shapes have what the others leave of the floor that was given")
     if trace.truncated:
         split.notes.append("the trace ends in the middle: what came after is missing")
     if not any(key.shapes for key in trace.keys):
@@ -263,6 +282,7 @@ def autograd_seconds(on_gpu: bool) -> float:
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:
     """All that there are on this machine."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints
     every = torch.profiler.ProfilerActivity
     return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
 

@@ -35,7 +35,7 @@ def lines(explanation: Explanation) -> Iterator[str]:
         yield "   time ms   calls   of floor  operator"
         for op in top:
             share = "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):8.0%}"
-            yield f"{1e3 * op.seconds:10.2f} {op.calls:7d}  {share:>9}  {op.key.name} {op.key.shapes or ''}"[:160]
+            yield f"{1e3 * op.seconds:10.2f} {op.calls:7d}  {share:>9}  {op.title} {op.key.shapes or ''}"[:160]
     for note in split.notes:
         yield f"note: {note}"
 

@@ -70,7 +70,7 @@ def page(explanation: Explanation, title: str = "Where the time went") -> str:
         ("operator", "calls", "ms", "of floor"),
         [
             (
-                escape(f"{op.key.name} {op.key.shapes or ''}"[:140]),
+                escape(f"{op.title} {op.key.shapes or ''}"[:140]),
                 str(op.calls),
                 f"{1e3 * op.seconds:.2f}",
                 "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):.0%}",

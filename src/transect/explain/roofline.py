@@ -8,7 +8,7 @@ operator's real shapes, or of a trace; ``roofline_text.py`` and ``roofline_svg.p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..hardware.ceilings import Ceilings
@@ -17,7 +17,7 @@ from ..models.cost import Row, step_cost
 from ..models.storage import Storage, int4_format
 from .op_floor import cost as op_cost
 from .op_floor import dtype_of
-from .split import Split
+from .split import OpStat, Split
 
 CHIEF = 12
 """Points of a trace: the operators that take the most time."""
@@ -165,14 +165,18 @@ def points_of_operator(name: str, ceilings: Ceilings) -> list[Point]:
 
 def points_of_trace(split: Split, ceilings: Ceilings) -> list[Point]:
     """The operators of a trace that took the most time, with their measured rates."""
+    grouped: dict[str, list[OpStat]] = {}
+    for op in split.ops:  # an operator's kernels are one point
+        grouped.setdefault(repr((op.name, op.key.shapes, op.key.types)), []).append(op)
     points = []
-    for op in split.ops:
-        cost = op_cost(op.key)
-        if cost is None or not cost.flops or not cost.bytes or not op.seconds:
+    for ops in grouped.values():
+        key, calls = replace(ops[0].key, name=ops[0].name), max(op.calls for op in ops)
+        cost, seconds = op_cost(key), sum(op.seconds for op in ops)
+        if cost is None or not cost.flops or not cost.bytes or not seconds:
             continue
-        dtype = dtype_of(op.key)
+        dtype = dtype_of(key)
         dtype = dtype if dtype in ceilings.flops_per_second else "float32"
-        floor = op.calls * cost.floor(ceilings.rate(dtype), ceilings.read_bytes_per_second)
-        name = f"{op.key.name} x{op.calls}"
-        points.append(Point(name, "measured", op.calls * cost.flops, op.calls * cost.bytes, floor, dtype, op.seconds))
+        floor = calls * cost.floor(ceilings.rate(dtype), ceilings.read_bytes_per_second)
+        name = f"{key.name} x{calls}"
+        points.append(Point(name, "measured", calls * cost.flops, calls * cost.bytes, floor, dtype, seconds))
     return sorted(points, key=lambda point: -(point.seconds or 0.0))[:CHIEF]

@@ -57,7 +57,7 @@ class Samples:
     collections: list[tuple[float, float]] = field(default_factory=list)
 
 
-class Sampler:
+class StackSampler:
     """Samples the thread that enters it until it leaves."""
 
     def __init__(self, period: float = PERIOD_S) -> None:

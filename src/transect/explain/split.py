@@ -68,7 +68,9 @@ COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c
 
 @dataclass(slots=True)
 class OpStat:
-    """All calls of one operator with the same shapes. Times are seconds inside it, without the operators it calls."""
+    """All calls of one operator with the same shapes. Times are seconds inside it, without the operators it calls.
+
+    On a GPU all launches of one kernel by such an operator; several kernels of an operator share its floor."""
 
     key: Key
     calls: int = 0
@@ -86,11 +88,47 @@ class OpStat:
         return self.operator or self.key.name
 
     @property
+    def title(self) -> str:
+        """What to call it: an operator, or the kernel's name without its templates behind that of its operator."""
+        if not self.operator:
+            return kernel_name(self.key.name, templates=True)
+        return f"{self.operator}: {kernel_name(self.key.name)}"
+
+    @property
     def launch(self) -> float:
         """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
         floor = self.floor or 0.0
         most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
         return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
+
+
+def kernel_name(name: str, *, templates: bool = False) -> str:
+    """A kernel's name without what it returns, its namespaces and its parameters, and those of its template unless
+    ``templates``; names that are none of C++ stay as they are.
+
+    >>> kernel_name("void at::native::(anonymous namespace)::copy<float, 4>(int, f<float>)")
+    'copy'
+    """
+    if not name.endswith(")") or name.startswith("Mem"):
+        return name
+    name = name.replace("(anonymous namespace)::", "")
+    plain, depth = "", 0
+    for letter in name:
+        if letter == "(" and not depth:
+            break
+        depth += (letter == "<") - (letter == ">")
+        if not depth and letter != ">":
+            plain += letter
+    word = plain.split()[-1] if plain.split() else name
+    if not templates:
+        return word.rpartition("::")[2] if "::kernel" not in word else word
+    begin = name.find(word)
+    depth = 0
+    for end in range(begin, len(name)):
+        depth += (name[end] == "<") - (name[end] == ">")
+        if name[end] == "(" and not depth:
+            return name[begin:end]
+    return name
 
 
 @dataclass(slots=True)
@@ -347,7 +385,7 @@ def _device(
     trace: Trace, ceilings: Ceilings, begin: float, end: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
     """What the GPU did. A kernel's shapes are those of the operator that launched it; where one operator launched
-    several kernels, its floor is theirs together."""
+    several kernels, its floor is theirs together, and each has as much of it as it has of their time."""
     launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):
@@ -373,7 +411,8 @@ def _device(
             live.pop(index, None)
     parts = dict.fromkeys(PARTS, 0.0)
     stats: dict[tuple[str, int], OpStat] = {}
-    ops_seen: dict[tuple[str, int], set[int]] = defaultdict(set)
+    ops_seen: dict[int, set[int]] = defaultdict(set)
+    of_operator: dict[int, float] = defaultdict(float)
     for index, seconds in owned.items():
         rank = _rank(trace, index)
         if rank == 1:
@@ -395,7 +434,9 @@ def _device(
         stat.seconds += seconds
         stat.last = float(trace.ts[index])
         if op is not None:
-            ops_seen[mark].add(op)
+            ops_seen[mark[1]].add(op)
+            if rank == 0:
+                of_operator[mark[1]] += seconds
     for mark, stat in stats.items():
         if COMMUNICATION.search(stat.key.name) or mark[0].startswith(("Memcpy", "Memset")):
             continue
@@ -405,7 +446,9 @@ def _device(
         if stat.floor is None:
             parts["unrated"] += stat.seconds
             continue
-        least = min(stat.seconds, len(ops_seen[mark]) * stat.floor)
+        share = stat.seconds / (of_operator[mark[1]] or 1.0)
+        stat.floor *= share * len(ops_seen[mark[1]]) / stat.calls
+        least = min(stat.seconds, stat.calls * stat.floor)
         parts["floor"] += least
         parts["inefficiency"] += stat.seconds - least
     return list(stats.values()), gaps, parts

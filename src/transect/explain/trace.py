@@ -148,6 +148,14 @@ class Trace:
         self.size_kept = len(self.ts)
         self._numbers.clear()
 
+    def drop_before(self, moment: float) -> None:
+        """Forget the events that ended before a moment; times stay as they are."""
+        kept = self.ts + self.dur > moment
+        for name in ("kind", "ts", "dur", "lane", "key", "link"):
+            setattr(self, name, getattr(self, name)[kept])
+        self.size_kept = len(self.ts)
+        self._ends = None
+
     def where(self, kind: int) -> np.ndarray:
         """Indices of the events of a kind, in the order of their begins."""
         return np.flatnonzero(self.kind == kind)

@@ -33,10 +33,14 @@ _PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{
 
 
 class KVScales:
-    """The scales ``[2, K]`` of one layer, on the device and in the dtype of its keys."""
+    """The scales ``[2, K]`` of one layer, on the device and in the dtype of its keys.
+
+    Attributes:
+        keys, values: the powers of two, float32 ``[K]``.
+    """
 
     def __init__(self, scales: Tensor, heads: int, device: torch.device, dtype: torch.dtype) -> None:
-        keys, values = powers_of_two(scales)
+        keys, values = self.keys, self.values = powers_of_two(scales).contiguous()
         queries, self._out = (
             each.repeat_interleave(heads // len(each)).to(device, dtype)[:, None] for each in (keys, values)
         )

@@ -147,6 +147,7 @@ def load_model(
     deterministic: bool = False,
     quantization: str | None = None,
     stream: StreamPlan | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> Decoder:
     """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
 
@@ -164,10 +165,11 @@ def load_model(
         seed: of the random weights that a source without weights gets.
         deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
             so always.
-        quantization: ``int4``: the layers' matrices are rounded to 4 bits when they are loaded. The C++ kernels keep
-            them so; plain torch computes with the values that the codes stand for. ``fp8``, ``int8``: they are rounded
-            to 8 bits, which plain torch keeps; the C++ kernels have neither.
+        quantization: ``int4``, ``int8`` or ``fp8``: the layers' matrices are rounded to 4 or 8 bits when they are
+            loaded. The C++ kernels keep them so; plain torch keeps those of 8 bits, and computes with the values that
+            codes of 4 bits stand for.
         stream: layers that live elsewhere and come in their turn; plain torch computes then.
+        kv_cache_dtype: what the KV cache will hold, as ``EngineConfig`` names it.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -181,15 +183,17 @@ def load_model(
         threads=threads,
         block_size=block_size,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
     )
     log.info("%s: %s", source.name, why)
     if library is None:
         return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization, stream)
-    int4 = quantization == "int4"
-    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=dtype == "auto", int4=int4)
-    packed_file = packed_path(source.path, f"{dtype}-int4" if int4 else dtype) if source.kind == "gguf" else None
+    half = dtype == "auto"
+    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=half, quantization=quantization)
+    stem = dtype if quantization is None else f"{dtype}-{quantization}"
+    packed_file = packed_path(source.path, stem) if source.kind == "gguf" else None
     beside = None
-    if source.adapter is not None and (int4 or source.kind == "gguf"):
+    if source.adapter is not None and (quantization is not None or source.kind == "gguf"):
         beside = read_adapter(source.adapter.path, source.config)
         if beside.replaced or {"embed", "head"} & set(beside.factors):
             packed_file = None  # its tables are not those of the file
@@ -204,7 +208,7 @@ def load_model(
         log.info("the adapter stays beside packed weights: layers run operator by operator")
         put_beside(model, beside)
         return model
-    return run_natively(model, library, kv_dtype(dtype), block_size)
+    return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)
 
 
 def kv_dtype(dtype: str) -> torch.dtype:
@@ -235,6 +239,7 @@ def kernels(
     threads: int | None = None,
     block_size: int = 16,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[cpu_library.Library | None, str]:
     """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
 
@@ -249,6 +254,8 @@ def kernels(
         reason = f"the C++ kernels are for the CPU, not {device}"
     elif dtype not in ("auto", "float32"):
         reason = f"the C++ kernels compute in float32, not {dtype}"
+    elif kv_cache_dtype == "int8":
+        reason = "the C++ kernels have no KV cache in int8, only in fp8"
     else:
         reason = refusal(config, block_size, quantization)
     if reason is None:
@@ -256,12 +263,12 @@ def kernels(
             library = cpu_library.load(threads or torch.get_num_threads())
         except Unavailable as error:
             reason = str(error)
+    bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
     if library is not None:
-        kept = "weights as in the file" if quantization is None else "the layers' weights in 4 bits"
+        kept = "weights as in the file" if bits is None else f"the layers' weights in {bits}"
         return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
     if native:
         raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")
-    bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
     rounded_to = "" if bits is None else f", the layers' weights rounded to {bits}"
     return None, f"plain torch in {str(computed_in).removeprefix('torch.')}{rounded_to} ({reason})"
 

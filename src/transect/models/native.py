@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.cache import cache_folder
-from ..ops.cpu.library import GROUP_ROWS, Library, StackLayer, empty_cache
+from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackLayer, empty_cache
 from ..ops.cpu.packing import read_packed, write_packed
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext
@@ -26,7 +26,6 @@ from .norm import LayerNorm, RMSNorm
 from .rope import Rope
 from .weights.int4_serving import PANEL
 from .weights.packed import Packed, PackedEmbedding
-from .weights.scaled8 import EIGHT_BITS
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
@@ -41,7 +40,8 @@ class NativeStack:
         self._rope: Rope | None = model.rope
         self._rotation: tuple[Tensor, Tensor] | None = None
         self._kv_dtype, self._block_size = kv_dtype, block_size
-        self._stack = library.stack(
+        self._stack: LayerStack | None = None
+        self._made = lambda: library.stack(
             [_stack_layer(layer, config.layer_window(i), library) for i, layer in enumerate(model.layers)],
             dim=config.dim,
             heads=config.n_heads,
@@ -53,7 +53,7 @@ class NativeStack:
             gated=int(config.gated_mlp),
             activation=ACTIVATIONS[config.activation],
             rotary_half=config.head_dim // 2,
-            kv_bf16=int(kv_dtype == torch.bfloat16),
+            kv=KV_DTYPES[kv_dtype],
             norm_eps=config.norm_eps,
             scale=config.attention_scale,
         )
@@ -69,6 +69,8 @@ class NativeStack:
         x_TD = x_TD.to(torch.float32).contiguous()
         batch = context.batch
         rotation = self._cos_sin(int(positions_T.max()) + 1) if positions_T.numel() else None
+        if self._stack is None:  # scales of keys and values may come after the weights
+            self._stack = self._made()
         self._stack.run(
             *(x_TD, positions_T, context.k_cache, context.v_cache),
             *(batch.block_tables, batch.query_starts, batch.seq_lens, rotation),
@@ -95,11 +97,12 @@ def refusal(config: ModelConfig, block_size: int, quantization: str | None = Non
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
     if config.beyond_stacks:
         return f"the C++ kernels do not have {config.beyond_stacks[0]}"
-    if quantization in EIGHT_BITS:
-        return f"the C++ kernels round to 4 bits alone, not to {quantization}"
     odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
-    if quantization == "int4" and odd:
-        return f"the C++ kernels take rows in 4 bits whose length is a multiple of {PANEL}, and this model has {odd[0]}"
+    if quantization is not None and odd:
+        return (
+            f"the C++ kernels take rows in {quantization} whose length is a multiple of {PANEL}, and this model has "
+            f"{odd[0]}"
+        )
     if config.head_dim % GROUP_ROWS:
         return (
             f"the C++ kernels need a head size that is a multiple of {GROUP_ROWS}, and this model has {config.head_dim}"
@@ -116,23 +119,23 @@ def native_model(
     block_size: int = 16,
     *,
     half: bool,
-    int4: bool = False,
+    quantization: str | None = None,
 ) -> Decoder:
     """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``.
 
     Args:
-        kv_dtype: bfloat16 or float32, of the KV cache that the model will run on.
+        kv_dtype: one of ``KV_DTYPES``, of the KV cache that the model will run on.
         half: dense matrices are kept in bfloat16.
-        int4: the layers' matrices are kept in 4 bits, whatever they come in.
+        quantization: the layers' matrices are rounded to this, whatever they come in.
 
     Raises:
         ValueError: ``refusal`` says why.
     """
-    reason = refusal(config, block_size, "int4" if int4 else None)
+    reason = refusal(config, block_size, quantization)
     if reason is not None:
         raise ValueError(reason)
     packed = partial(Packed, library=library, half=half)
-    in_layers = partial(packed, int4=int4)
+    in_layers = partial(packed, quantization=quantization)
     model = Decoder(config, "meta", torch.float32, kinds=lambda name: packed if name == "head" else in_layers)
     table = packed(config.vocab_size, config.dim)
     model.embed = PackedEmbedding(table)  # type: ignore[assignment]
@@ -209,4 +212,6 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         k_norm=scale(attention.k_norm),
         **cast(dict[str, Any], {"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),
         window=window or 0,
+        k_scale=None if attention.kv_scales is None else attention.kv_scales.keys,
+        v_scale=None if attention.kv_scales is None else attention.kv_scales.values,
     )

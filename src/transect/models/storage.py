@@ -95,9 +95,10 @@ def storage_for(element: int, quantization: str | None = None, *, native: bool =
 
     Args:
         quantization: of the layers' matrices, as in ``EngineConfig``.
-        native: it runs on the C++ CPU kernels, which have a scale and a zero for each 32 numbers.
+        native: it runs on the C++ CPU kernels, which have a scale (and a zero, but in fp8) for each 32 numbers.
     """
     bits = 8.0 * element
     linear = int4_format(32 if native else SERVING_GROUP).bits if quantization == "int4" else bits
-    linear = 8.0 if quantization in ("fp8", "int8") else linear  # a scale for each row is a rounding error here
+    if quantization in ("fp8", "int8"):  # a scale for each row is a rounding error
+        linear = 8.0 + (0 if not native else 1 if quantization == "fp8" else 2)
     return Storage(linear=linear, embed=bits, head=bits, norm=bits, activation=32 if native else bits, kv=bits)

@@ -142,14 +142,19 @@ def load_shard(
         model = _torch_model(source, shard, mesh, dtype, deterministic, stream)
     else:
         why = f"{why}, layers one by one"
-        model = _packed_model(source, shard, mesh, library, half=dtype == "auto", int4=quantization == "int4")
+        model = _packed_model(source, shard, mesh, library, half=dtype == "auto", quantization=quantization)
     weights = stored_weights(source, seed)
     if quantization is not None:
         refuse_adapter(source)
         if library is not None:
             check_groups(shard, GROUP)
-        else:
+        elif quantization == "int4":
             weights = rounded_layers(weights)
+        else:
+            raise ValueError(
+                f"{quantization} over several ranks on a CPU is for the C++ kernels, which do not run here ({why}); "
+                "leave quantization out, or take int4"
+            )
     spread_experts(model, shard, mesh)
     return fill(model, shard_weights(weights, shard)).requires_grad_(False), why, library is not None
 
@@ -263,10 +268,10 @@ def _torch_model(
 
 
 def _packed_model(
-    source: ModelSource, shard: Shard, mesh: Mesh, library: Library, *, half: bool, int4: bool
+    source: ModelSource, shard: Shard, mesh: Mesh, library: Library, *, half: bool, quantization: str | None
 ) -> Decoder:
-    packed = partial(Packed, library=library, half=half)
-    in_layers = partial(packed, int4=int4)
+    packed = partial(Packed, library=library, half=half, whole=shard.ranks == 1)
+    in_layers = partial(packed, quantization=quantization)
     kinds = sharded_kinds(lambda name: packed if name == "head" else in_layers, shard, mesh.tensor)
     model = Decoder(shard.local, "meta", torch.float32, kinds=kinds)
     keep_ends(model, shard, torch.float32)

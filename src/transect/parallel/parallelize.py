@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class ParallelPlan:
     """How a model is trained on the ranks of a mesh.
 
     Attributes:
@@ -88,7 +88,7 @@ class Plan:
     device: torch.device | None = None
 
 
-def spread_of(layout: Layout, plan: Plan) -> Spread:
+def spread_of(layout: Layout, plan: ParallelPlan) -> Spread:
     """A layout and a plan as one."""
     return Spread(
         data=layout.data,
@@ -106,7 +106,9 @@ def spread_of(layout: Layout, plan: Plan) -> Spread:
     )
 
 
-def parallelize(model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None) -> Parallel:
+def parallelize(
+    model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
+) -> Parallel:
     """This rank's part of a model, with the values that all ranks have alike.
 
     Args:
@@ -136,7 +138,7 @@ class Parallel:
     """
 
     def __init__(
-        self, model: Decoder, mesh: Mesh, plan: Plan, weights: Callable[[], StoredWeights] | None = None
+        self, model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
     ) -> None:
         self._weights = weights
         """Those of the whole model; None: they are in ``parts``."""

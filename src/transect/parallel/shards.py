@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..models.config import ModelConfig
 from ..models.shapes import weight_shapes
-from .layout import share
+from .layout import Layout, share
 
 ALL = slice(None)
 ROWS, DRAWN = 16, 128
@@ -230,6 +230,16 @@ class Shard:
             parts += ["embedding"] if self.first else []
             parts += ["head"] if self.last else []
         return ", ".join(parts) or "the whole model"
+
+
+def first_shard(model: ModelConfig, layout: Layout) -> Shard:
+    """What the first rank of a layout has.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
+    sharing = layout.tensor * layout.data if layout.expert else 1
+    return Shard(model, 0, layout.tensor, 0, layout.pipeline, 0, sharing)
 
 
 def _span(part: slice) -> str:

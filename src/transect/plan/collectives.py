@@ -56,8 +56,9 @@ class Traffic:
         return Traffic(times * self.exposed, times * self.hidden)
 
 
-def beside(seconds: float, work: float, machine: Machine) -> Traffic:
+def beside(seconds: float, work: float, machine: Machine, *, copied: bool = False) -> Traffic:
     """A collective that runs while ``work`` seconds of computing do: what is longer than that is exposed, and what is
-    hidden slows the work down."""
+    hidden slows the work down, less where copy engines carry it (``copied``)."""
     hidden = min(seconds, work)
-    return Traffic(seconds - hidden + machine.shares.hidden * hidden, hidden)
+    slower = machine.shares.copied if copied else machine.shares.hidden
+    return Traffic(seconds - hidden + slower * hidden, hidden)

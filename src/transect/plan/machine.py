@@ -15,7 +15,7 @@ class Shares:
     The first three are from full training of Llama-3.2-1B and LoRA of Llama-3.1-8B on one H200, 2 x 4096 tokens a step:
     with them both steps are predicted within 5%. Those of links are from two H200s without NVLink multicast: a sum of
     128 MiB, and what the same training took longer there with data parallelism and with ZeRO 3. Kernels that expect
-    every multiprocessor wait for those that NCCL has.
+    every multiprocessor wait for those that NCCL has; copy engines take none, and what is left is memory and power.
 
     Attributes:
         products: of the rate of large matrix products.
@@ -23,7 +23,7 @@ class Shares:
         bytes: of the copy bandwidth, by norms, activations and the optimizer.
         link: of what links between devices are said to give.
         hidden: how much longer other work takes because a collective runs beside it, as a share of what the collective
-            takes alone.
+            takes alone. copied: the same, where copy engines carry it.
     """
 
     products: float = 0.88
@@ -31,6 +31,7 @@ class Shares:
     bytes: float = 0.85
     link: float = 0.64
     hidden: float = 1.4
+    copied: float = 0.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,10 @@ products (two where the weight is frozen), of attention 3.5 times the forward pa
 three times. Each is divided by the rate of the machine and the share of it that training reaches. What a rank
 does besides is the same for every layout: it steps the optimizer over what it owns, and exchanges what its axes ask.
 
-Data ranks sum gradients while the backward pass runs; what comes last, the embedding's bucket, has nothing beside it;
-with fused sums, where the head shares its table, only rows of the tokens come last (``parallel/table_rows.py``).
-ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each layer beside the one before, twice in a micro-batch.
+Data ranks sum gradients while the backward pass runs, between GPUs of one host by copy engines, which slow it less.
+What comes last, the embedding's bucket, has nothing beside it; with fused sums, where the head shares its table, only
+rows of the tokens come last (``parallel/table_rows.py``). ZeRO 1 and 2 send weights after the step. ZeRO 3 gathers each
+layer beside the one before, twice in a micro-batch.
 Tensor ranks wait for their sums. Context ranks pass keys and values on beside attention, and wait for their
 gradients; their attention is counted like that of one rank. The slowest stage of a pipeline waits for one micro-batch
 of each other stage, v times less where each rank has v runs of layers (Narayanan et al. 2021, arXiv:2104.04473).
@@ -231,13 +232,14 @@ def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one:
     if axis.ranks == 1:
         return Traffic()
     e, r = plan.element, part.reduce
+    copied = part.shared > 0 and axis.ranks * axis.stride <= machine.per_host
     if spread.zero == 3:
         found = Traffic()
         layers = part.config.n_layers
         numbers = max(part.layers)
         gather, sums = axis.gather(e * numbers), axis.gather(r * numbers)
-        forward = beside(gather, one.forward / layers, machine)
-        backward = beside(gather + sums, (one.backward + one.again) / layers, machine)
+        forward = beside(gather, one.forward / layers, machine, copied=copied)
+        backward = beside(gather + sums, (one.backward + one.again) / layers, machine, copied=copied)
         for each, first in ((forward, gather), (backward, sums)):
             found += each * (layers - 1) + Traffic(first)
         return found * micro
@@ -247,7 +249,7 @@ def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one:
     last = min(numbers, 25 * 2**20 // 4 if plan.adapted or apart else max(25 * 2**20 // 4, table))
     buckets = max(1.0, 4 * numbers / (25 * 2**20))
     summed = axis.all_reduce if spread.zero < 2 else axis.send
-    found = beside(summed(r * (numbers - last), buckets), one.backward, machine)
+    found = beside(summed(r * (numbers - last), buckets), one.backward, machine, copied=copied)
     found += Traffic(summed(r * last))
     if apart and not plan.adapted:
         rows = plan.micro_batch // spread.context * axis.ranks * part.config.dim

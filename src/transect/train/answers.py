@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .batches import IGNORE, Batch
-from .logprobs import Kept
+from .logprobs import KeptTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class AnswerBatch(Batch):
     advantage_T: Tensor
     weight_T: Tensor
     reference_T: Tensor
-    kept: Kept | None
+    kept: KeptTokens | None
 
     def to(self, device: torch.device) -> AnswerBatch:
         moved = Batch.to(self, device)
@@ -120,7 +120,7 @@ class Rollout:
         bounds = np.concatenate([[0], sizes.cumsum()])
         kept = None
         if ids:
-            kept = Kept(torch.cat(ids), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
+            kept = KeptTokens(torch.cat(ids), torch.nn.functional.pad(counts.cumsum(0), (1, 0)))
         return AnswerBatch(
             tokens, labels, positions, torch.from_numpy(bounds.astype(np.int32)), int((labels != IGNORE).sum()),
             int(sizes.max()), old, advantage, weight, reference, kept,

@@ -24,7 +24,7 @@ from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..parallel.layout import check_shares
 from ..parallel.mesh import Mesh
-from ..parallel.parallelize import Parallel, Plan, parallelize
+from ..parallel.parallelize import Parallel, ParallelPlan, parallelize
 from ..parallel.pipeline import Pipeline
 from ..parallel.pulse import Pulse, default_store
 from ..parallel.refusals import Run, refusal
@@ -108,7 +108,7 @@ class Crew:
         if self.mesh is None:
             return trainable
         parallel = self.config.parallel
-        plan = Plan(
+        plan = ParallelPlan(
             zero=3 if parallel.sharded else parallel.zero,
             reduce_dtype=REDUCE[parallel.reduce],
             sequence=parallel.sequence,
@@ -155,7 +155,7 @@ class Crew:
         """
         shapes = {name: parameter.shape for name, parameter in trainable.parameters.items()}
         if self.parallel is not None and self.parallel.pipeline is not None:
-            self._token_loss = token_loss(trainable.device)
+            self._token_loss = token_loss(trainable.device, trainable.source.config.logit_softcap)
         if self.parallel is None:
             return trainable.parameters, shapes
         if self.parallel.cut:
@@ -317,6 +317,15 @@ class Crew:
         """Whether a rank says so; all ask together."""
         self.at("the question whether to go on")
         return flag if self.world is None else any(self.world.exchange(flag))
+
+    def first(self, mine: tuple[int, str] | None) -> str:
+        """The first of what ranks have found (``health.first_bad_number``), and on which of them; all ask together."""
+        everybody = [mine] if self.world is None else self.world.exchange(mine)
+        found = [(*each, rank) for rank, each in enumerate(everybody) if each is not None]
+        if not found:
+            return "one of a forward pass, which no rank keeps (a run on one rank looks for it)"
+        _, what, rank = min(found)
+        return what if all(each == mine for each in everybody) else f"{what}, on rank {rank}"
 
     def mean(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
         """The mean of each number over the ranks that have it; all ask together."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .batches import IGNORE
-from .logprobs import CHUNK_ELEMENTS, Kept
+from .logprobs import CHUNK_ELEMENTS, KeptTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ def drawn_from(z_RV: Tensor, labels_R: Tensor, cut: Cut) -> Tensor:
 
 
 @torch.no_grad()
-def kept_tokens(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, temperature: float, cut: Cut) -> Kept:
+def kept_tokens(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, temperature: float, cut: Cut) -> KeptTokens:
     """What could be drawn at every place with a label. Logits exist a few rows at a time."""
     counts = torch.zeros(len(labels_T), dtype=torch.int64, device=labels_T.device)
     used = (labels_T != IGNORE).nonzero()[:, 0]
@@ -64,4 +64,4 @@ def kept_tokens(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, temperat
         counts[part] = could.sum(-1)
         found.append(could.nonzero()[:, 1])
     bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    return Kept(torch.cat(found) if found else counts.new_empty(0), bounds)
+    return KeptTokens(torch.cat(found) if found else counts.new_empty(0), bounds)

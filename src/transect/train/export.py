@@ -26,7 +26,7 @@ from ..models.peft_config import CONFIG, WEIGHTS
 from ..models.resolve import ModelSource, resolve
 from ..models.staging import dense_values
 from ..models.stored import Stored, StoredWeights, Values
-from ..models.weights_hf import save_hf
+from ..models.weights_hf_out import save_hf
 from ..text.export import export_tokenizer
 from ..text.gguf_vocab_out import gguf_vocabulary
 from .checkpoint import STATE, list_steps

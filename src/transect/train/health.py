@@ -54,6 +54,27 @@ class LossWatch:
 
 
 @torch.no_grad()
+def first_bad_number(
+    order: Mapping[str, int], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
+) -> tuple[int, str] | None:
+    """What of one rank's weights, or else of the gradients that it has, is not finite; None: all is.
+
+    Args:
+        order: the place of each parameter in the run's model.
+
+    Returns:
+        Its name, behind a number that is smaller the earlier a step would come to it.
+    """
+    for name, weight in weights.items():
+        if not bool(weight.isfinite().all()):
+            return order[name] - len(order), f"the weight {name}"
+    for name in sorted(gradients, key=order.__getitem__, reverse=True):  # the backward pass goes from the head down
+        if not bool(gradients[name].isfinite().all()):
+            return len(order) - order[name], f"the gradient of {name}"
+    return None
+
+
+@torch.no_grad()
 def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], gradients: Mapping[str, Tensor]) -> str:
     """Where NaN or infinity first appears: a weight, else the output of a module, else a gradient.
 

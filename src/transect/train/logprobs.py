@@ -25,16 +25,16 @@ ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptTokens:
     """The tokens that could be drawn at each of T places: ``ids_N[bounds[t]:bounds[t + 1]]`` at place t, none where
     nothing was drawn. Both int64."""
 
     ids_N: Tensor
     bounds: Tensor
 
-    def to(self, device: torch.device) -> Kept:
+    def to(self, device: torch.device) -> KeptTokens:
         """A copy on another device."""
-        return Kept(self.ids_N.to(device), self.bounds.to(device))
+        return KeptTokens(self.ids_N.to(device), self.bounds.to(device))
 
     def limit(self, logits_RV: Tensor, rows_R: Tensor) -> Tensor:
         """``logits_RV`` of the ascending places ``rows_R``, with -inf for every token that could not be drawn there.
@@ -51,7 +51,7 @@ class Kept:
 
 
 def token_logprobs(
-    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0, kept: Kept | None = None
+    hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, temperature: float = 1.0, kept: KeptTokens | None = None
 ) -> Tensor:
     """``log softmax(hidden weight^T / temperature)`` at the labels, ``[T]`` float32; 0 where the label is ``IGNORE``.
 
@@ -64,7 +64,7 @@ def token_logprobs(
     return values
 
 
-def batch_logprobs(model: Decoder, batch: Batch, *, temperature: float = 1.0, kept: Kept | None = None) -> Tensor:
+def batch_logprobs(model: Decoder, batch: Batch, *, temperature: float = 1.0, kept: KeptTokens | None = None) -> Tensor:
     """``token_logprobs`` of a batch of packed documents under the model, ``[T]``."""
     hidden_TD = batch_hidden(model, batch)
     return token_logprobs(hidden_TD, model.head.dense(), batch.labels_T, temperature=temperature, kept=kept)
@@ -118,7 +118,7 @@ def serving_logprobs(model: Decoder, documents: Sequence[Sequence[int]], ops: Op
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, kept: Kept | None
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, kept: KeptTokens | None
     ) -> Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         out = torch.zeros(labels.shape, dtype=wide, device=labels.device)
@@ -153,7 +153,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _logits(
-    rows: Tensor, weight: Tensor, dtype: torch.dtype, temperature: float, kept: Kept | None, part: Tensor
+    rows: Tensor, weight: Tensor, dtype: torch.dtype, temperature: float, kept: KeptTokens | None, part: Tensor
 ) -> Tensor:
     logits = (rows @ weight.mT).to(dtype)
     if temperature != 1.0:

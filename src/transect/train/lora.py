@@ -7,6 +7,7 @@ r"""Adapters on a model, in files and out of them; only what they add is trained
 from __future__ import annotations
 
 import dataclasses
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,7 +25,9 @@ from ..models.weights.adapted import Adapted
 from ..models.weights.adapted_embedding import AdaptedEmbedding
 from ..models.weights.adapted_product import cpu_kernels
 from ..models.weights.dropout import Dropout, Moment
-from .config.adapters import LoRAConfig
+from .config.adapters import MATRICES, LoRAConfig
+
+log = logging.getLogger(__name__)
 
 
 def selected(entries: Iterable[str], names: Iterable[str], config: ModelConfig, setting: str) -> dict[str, int]:
@@ -73,6 +76,21 @@ def matrices(config: ModelConfig) -> list[str]:
     inner = [f"layers.{layer}.{name}" for layer in range(config.n_layers) for name in linear_shapes(config, layer)]
     modules = module_names(config)
     return [*(name for name in inner if name in modules), "embed", "head"]
+
+
+def adapted(lora: LoRAConfig, config: ModelConfig) -> dict[str, int]:
+    """What has an adapter, as ``selected``. The default targets mean those of them that the model has: GPT-2 has no
+    gate, and experts have no adapters.
+
+    Raises:
+        ValueError: targets that were chosen name what the model does not have.
+    """
+    names = matrices(config)
+    targets = lora.targets
+    if targets == MATRICES:
+        there = {name.rpartition(".")[2] for name in names}
+        targets = tuple(name for name in targets if name in there)
+    return selected(targets, names, config, "targets")
 
 
 def saved_weights(lora: LoRAConfig, config: ModelConfig) -> list[str]:
@@ -144,7 +162,12 @@ def attach(
     if start is not None:
         found = dict.fromkeys(start.factors, 0)
     else:
-        found = selected(config.targets, matrices(model.config), model.config, "targets")
+        found = adapted(config, model.config)
+        there = {name.rpartition(".")[2] for name in found}
+        if config.targets == MATRICES and len(there) < len(MATRICES):
+            missing = ", ".join(name for name in MATRICES if name not in there)
+            where = "outside its experts, which have no adapters" if model.config.moe is not None else "at all"
+            log.info("the model has no %s %s: adapters go to %s", missing, where, ", ".join(sorted(there)))
     names = sorted(found, key=lambda name: _place(name, found[name]))
     weights = dict(model.weights())
     moment = moment or Moment()

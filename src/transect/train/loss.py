@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,9 +23,12 @@ log = logging.getLogger(__name__)
 TokenLoss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
-def token_loss(device: torch.device) -> TokenLoss:
+def token_loss(device: torch.device, softcap: float | None = None) -> TokenLoss:
     """``(hidden_TD, head_VD, labels_T, ignored label) -> mean loss``: the fused kernel on a GPU, the C++ kernels on the
-    CPU, torch where these cannot be built (which is logged)."""
+    CPU, torch where these cannot be built or logits are capped by ``softcap`` (which is logged)."""
+    if softcap is not None:
+        log.info("the loss runs in torch: the kernels know no cap on logits")
+        return partial(linear_cross_entropy, softcap=softcap)
     if device.type == "cpu":
         try:
             return LinearCrossEntropy()

@@ -21,7 +21,7 @@ from ..parallel.training_memory import estimator
 from .config import TrainConfig
 from .config.adapters import MATRICES, TABLES
 from .crew import asked
-from .lora import matrices, saved_weights, selected, settled
+from .lora import adapted, saved_weights, settled
 from .merged_layers import refusal as refusal_to_merge
 from .model import teacher_of
 from .rollout import BLOCK_SIZE, MOST_RUNNING
@@ -46,9 +46,9 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
     if config.objective == "grpo":
         running = max(min(MOST_RUNNING, config.grpo.prompts * config.grpo.group), config.grpo.group)
         rollouts = running * (-(-config.data.seq_len // BLOCK_SIZE) + 1) * BLOCK_SIZE
-    adapted = config.task in ("lora", "qlora")
-    lora = settled(config.lora, config.new_tokens) if adapted else config.lora
-    named = selected(config.lora.targets, matrices(model), model, "targets") if adapted else MATRICES
+    lora_task = config.task in ("lora", "qlora")
+    lora = settled(config.lora, config.new_tokens) if lora_task else config.lora
+    named = adapted(config.lora, model) if lora_task else MATRICES
     last = {name.rpartition(".")[2] for name in named}
     chosen: Any = "none" if config.checkpointing == "auto" else config.checkpointing
     return TrainingPlan(
@@ -62,7 +62,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
         accumulate=config.accumulate,
         rank=lora.rank,
         targets=tuple(name for name in (*MATRICES, *TABLES) if name in last),
-        saved=tuple(saved_weights(lora, model)) if adapted else (),
+        saved=tuple(saved_weights(lora, model)) if lora_task else (),
         group=config.lora.group,
         base_format=config.lora.base_format,
         rollouts=rollouts,
@@ -75,7 +75,7 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
             and config.layer_keep == 1.0
             and device.type == "cuda"
             and not refusal_to_merge(model)
-            and not (adapted and config.lora.refuses_merging())
+            and not (lora_task and config.lora.refuses_merging())
         ),
     )
 

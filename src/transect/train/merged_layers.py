@@ -49,8 +49,7 @@ from ..ops.attention.packed import flash_attention
 from ..ops.norm import add_rms_norm, rms_norm
 from ..ops.position import norm_rotary, rotary
 from ..parallel.ring import RingContext
-from .activations import Checkpointing as Plan
-from .activations import stack_with
+from .activations import Checkpointing, stack_with
 from .merged_products import Product, Scratch, product
 
 log = logging.getLogger(__name__)
@@ -111,7 +110,7 @@ class Step:
 
 
 @dataclass(slots=True)
-class Kept:
+class KeptTensors:
     """What a layer keeps for its backward pass; names as above, ``sums`` the softmax's, ``low`` what the adapters of
     each product keep. None: to be computed again."""
 
@@ -129,7 +128,7 @@ class Kept:
         return (self.s, self.n, self.qkv, self.o, self.sums, self.t, self.m, self.gate_up, *self.low)
 
     @classmethod
-    def of(cls, tensors: Sequence[Any]) -> Kept:
+    def of(cls, tensors: Sequence[Any]) -> KeptTensors:
         made = cls(*tensors[:8])
         made.low = tuple(tensors[8:])
         return made
@@ -159,7 +158,9 @@ class MergedLayer:
     """One layer of a model. ``plan``: which activations are kept; ``units``: what makes it whole, as layer ``number``;
     None: it always is."""
 
-    def __init__(self, layer: Layer, plan: Plan, scratch: Scratch, number: int = 0, units: Units | None = None) -> None:
+    def __init__(
+        self, layer: Layer, plan: Checkpointing, scratch: Scratch, number: int = 0, units: Units | None = None
+    ) -> None:
         self.number, self.units = number, units
         attention, mlp = layer.attention, layer.mlp
         assert isinstance(mlp, MLP)
@@ -255,7 +256,7 @@ class MergedLayer:
     def _enter_back(self, g: Tensor) -> Tensor:
         return g if self.seams is None else self.seams.enter_back(g)
 
-    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[Kept, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[KeptTensors, Tensor, Tensor]:
         """What is kept, then t and d of the next layer."""
         n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
         n = self._enter(n)
@@ -269,14 +270,14 @@ class MergedLayer:
         swiglu.triton_merged(gate_up[:, : self.gate_up.outputs], out=h[:, : self.down.inputs])
         out, low_down = self.down.forward(h)
         if self.plan == "full":
-            kept = Kept(s, low=(None, None, None, low_down))
+            kept = KeptTensors(s, low=(None, None, None, low_down))
         elif self.plan == "selective":
-            kept = Kept(s, None, qkv, o, sums, t, low=(low_qkv, low_o, None, low_down))
+            kept = KeptTensors(s, None, qkv, o, sums, t, low=(low_qkv, low_o, None, low_down))
         else:
-            kept = Kept(s, n, qkv, o, sums, t, m, gate_up, (low_qkv, low_o, low_gate_up, low_down))
+            kept = KeptTensors(s, n, qkv, o, sums, t, m, gate_up, (low_qkv, low_o, low_gate_up, low_down))
         return kept, t, self._leave(out[:, : self.down.outputs])
 
-    def _complete(self, kept: Kept, step: Step) -> None:
+    def _complete(self, kept: KeptTensors, step: Step) -> None:
         """Compute again what was not kept."""
         low = list(kept.low)
         if kept.n is None:
@@ -294,7 +295,7 @@ class MergedLayer:
         kept.low = tuple(low)
 
     def backward(
-        self, kept: Kept, step: Step, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
+        self, kept: KeptTensors, step: Step, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradient of x and d, which is one, and those of ``parameters``."""
         self._complete(kept, step)
@@ -362,7 +363,7 @@ class _Node(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dt: Tensor, dd: Tensor) -> tuple[Any, ...]:
-        kept = Kept.of(ctx.saved_tensors)
+        kept = KeptTensors.of(ctx.saved_tensors)
         need_x, need_d = ctx.needs_input_grad[2:4]
         layer, units = ctx.layer, ctx.layer.units
         if units is not None:
@@ -404,12 +405,12 @@ class MergedLayers:
         units: what makes layers whole, and takes their gradients; None: they always are.
     """
 
-    def __init__(self, model: Decoder, plan: Plan, whole: int = 0, units: Units | None = None) -> None:
+    def __init__(self, model: Decoder, plan: Checkpointing, whole: int = 0, units: Units | None = None) -> None:
         self.model, self.units = model, units
         self._otherwise = model.stack if units is not None else model.run_layers
         scratch = Scratch()
         layers = [layer for layer in model.layers if isinstance(layer, Layer)]
-        plans: list[Plan] = [*[plan] * (len(layers) - whole), *["none"] * whole]  # type: ignore[list-item]
+        plans: list[Checkpointing] = [*[plan] * (len(layers) - whole), *["none"] * whole]  # type: ignore[list-item]
         self.layers: list[MergedLayer] = []
         for number, (layer, own) in enumerate(zip(layers, plans, strict=True)):
             with nullcontext() if units is None else units.whole(number):
@@ -441,6 +442,6 @@ def can_merge(model: Decoder) -> bool:
     return not reason
 
 
-def stack_of(model: Decoder, plan: Plan, merged: bool, whole: int = 0) -> Stack:
+def stack_of(model: Decoder, plan: Checkpointing, merged: bool, whole: int = 0) -> Stack:
     """The layers of a model under a plan: merged where that is wanted and can be. ``whole`` as in ``MergedLayers``."""
     return MergedLayers(model, plan, whole) if merged and can_merge(model) else stack_with(model, plan)

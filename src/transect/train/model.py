@@ -20,7 +20,7 @@ from ..models.load import fill, stored_weights
 from ..models.resolve import ModelSource, resolve, with_adapter
 from ..models.stored import StoredWeights
 from ..models.weights.dropout import Moment
-from ..models.weights_hf import save_hf
+from ..models.weights_hf_out import save_hf
 from ..ops.opset import OpSet, resolve_ops
 from ..parallel.parallelize import Parallel
 from ..text.chat_template import ChatTemplate
@@ -157,11 +157,34 @@ def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
     return merged_weights(base, replace(start, factors={}), source.config)
 
 
+def _check_cap(config: TrainConfig) -> None:
+    """Whether what the run asks for knows a model's cap on logits.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if config.objective != "next_token":
+        raise ValueError(
+            f'models whose logits are soft-capped (Gemma 2) train with objective = "next_token" alone, not with '
+            f"{config.objective!r}: set that, or take another model"
+        )
+    if config.parallel.tensor > 1:
+        raise ValueError(
+            "models whose logits are soft-capped (Gemma 2) train with their head whole: set parallel.tensor to 1"
+        )
+
+
 def teacher_of(config: TrainConfig) -> ModelSource:
     """Where the teacher of a distillation is. ValueError if none is named, or it cannot be found."""
     if not config.distill.teacher:
         raise ValueError('objective = "distill" needs a larger model: name it in distill.teacher')
-    return resolve(config.distill.teacher)
+    teacher = resolve(config.distill.teacher)
+    if teacher.config.logit_softcap is not None:
+        raise ValueError(
+            f"distill.teacher {config.distill.teacher} caps its logits (Gemma 2), which distillation does not know: "
+            "name another one"
+        )
+    return teacher
 
 
 def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: bool = False) -> Trainable:
@@ -181,7 +204,7 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: 
         device = torch.device("cuda", torch.cuda.current_device())
     source = source_of(config)
     if source.config.logit_softcap is not None:
-        raise ValueError("models whose logits are soft-capped (Gemma 2) are served and not trained: take another one")
+        _check_cap(config)
     lora = settled(config.lora, config.new_tokens) if config.task in ("lora", "qlora") else None
     stored, source = source, _with_new_tokens(source, config)
     start = None

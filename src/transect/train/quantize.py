@@ -16,7 +16,7 @@ from ..models.gptq import round_model
 from ..models.kv_scales import measured_scales
 from ..models.load import allocated, fill
 from ..models.quantize_out import FORMATS, FOUR_BITS, WITH_KV_SCALES, group_for, is_symmetric
-from ..models.weights_hf import save_hf
+from ..models.weights_hf_out import save_hf
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
 from .export import Opened, export_dtype, export_gguf, export_model, merged

@@ -45,7 +45,7 @@ from .config import TrainConfig
 from .crew import Crew
 from .data import Position
 from .flops import TrainingFlops
-from .health import LossWatch, TrainingStopped, first_bad_tensor
+from .health import LossWatch, TrainingStopped, first_bad_number, first_bad_tensor
 from .identity import base_identity, compare
 from .layer_drop import dropping
 from .lora import take_adapter
@@ -426,7 +426,9 @@ class Trainer:
         """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
         if self.crew.parallel is not None:
-            return bad[0] if bad else 0, "not known (a run on one rank looks for it)"
+            mine = self.optimizer
+            found = first_bad_number(mine.numbers, mine.parameters, mine.gradients())
+            return bad[0] if bad else 0, self.crew.first(found)
         for index in bad or range(len(batches)):
             if not bad:
                 self.optimizer.zero_grad()

@@ -89,7 +89,7 @@ def test_late_work_is_among_the_stats():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_irregular_arrivals_capture_and_compile_nothing(tmp_path):
-    """Prompts of all lengths that come one by one, and long ones, beside sequences that decode."""
+    """Prompts of all lengths that come one by one, and long ones, beside sequences that decode; many short at once."""
     (tmp_path / "config.json").write_text(json.dumps(to_hf(SHAPE)))
     config = EngineConfig(
         model=str(tmp_path), load_format="dummy", max_num_seqs=64, kv_cache_tokens=1 << 17, itl_target="auto"
@@ -108,6 +108,11 @@ def test_irregular_arrivals_capture_and_compile_nothing(tmp_path):
             options = rng.choice(({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9}, {"top_k": 20}))
             params = SamplingParams(max_tokens=rng.randint(1, 60), ignore_eos=True, **options)
             core.add(Request(str(number), prompt, params, 0, None, ()))
+        core.step()
+    for burst in range(40):
+        params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        core.add(Request(f"burst {burst}", (burst, 1, 2, 3, 4), params, 0, None, ()))
+    while core.has_work:
         core.step()
     stats = core.stats()
     assert stats.steps > 100

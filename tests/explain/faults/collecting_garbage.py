@@ -5,7 +5,7 @@ import gc
 import torch
 
 KIND = "collection"
-alive = [{"n": n} for n in range(150_000)]
+alive = [{"n": [n]} for n in range(150_000)]
 x = torch.randn(128, 128)
 
 

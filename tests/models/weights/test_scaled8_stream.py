@@ -73,7 +73,7 @@ def compare(weights, m, device):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU with its own kernels, below")
 def test_norm_and_gate_round_for_the_next_product():
     """In the interpreter, which cuts fp8 off; the kernels of few rows are never asked."""
-    compare(layer("int8", Products8(object(), scaled8_tiles.Products8()), "cpu"), 17, "cpu")
+    compare(layer("int8", Products8(object(), scaled8_tiles.Tiles8()), "cpu"), 17, "cpu")
 
 
 def step(model, tokens, wanted):
@@ -118,7 +118,7 @@ TINY = ModelConfig("llama", 61, 32, 2, 2, 1, 16, 48, 64)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU with its own kernels, below")
 def test_a_step_of_prompts_on_the_stream(monkeypatch):
     ops = replace(resolve_ops("cpu"), stream_products=ROUNDING)
-    model = model_in_int8(TINY, ops, Products8(object(), scaled8_tiles.Products8()), "cpu")
+    model = model_in_int8(TINY, ops, Products8(object(), scaled8_tiles.Tiles8()), "cpu")
     compare_steps(model, monkeypatch, lambda w, _: Stream8(w._products.few, w._products.many, w), 19, 17)
 
 
@@ -128,7 +128,7 @@ def test_a_step_of_prompts_on_a_gpu(monkeypatch, tokens, wanted):
     few = loaded(scaled8_rows.CudaRows8)
     ops = replace(gpu_ops(torch.device("cuda")), stream_products=ROUNDING)
     config = replace(TINY, dim=1024, n_heads=8, n_kv_heads=2, head_dim=128, ffn_dim=2048)
-    model = model_in_int8(config, ops, Products8(few, scaled8_tiles.Products8(dependent_launch=True), True), "cuda")
+    model = model_in_int8(config, ops, Products8(few, scaled8_tiles.Tiles8(dependent_launch=True), True), "cuda")
     compare_steps(model, monkeypatch, Scaled8.stream_product, tokens, wanted)
 
 
@@ -137,11 +137,11 @@ def test_a_step_of_prompts_on_a_gpu(monkeypatch, tokens, wanted):
 @pytest.mark.parametrize("m", [17, 64, 256])
 def test_on_a_gpu(name, m):
     few = loaded(scaled8_rows.CudaRows8)
-    compare(layer(name, Products8(few, scaled8_tiles.Products8(dependent_launch=True), True), "cuda"), m, "cuda")
+    compare(layer(name, Products8(few, scaled8_tiles.Tiles8(dependent_launch=True), True), "cuda"), m, "cuda")
 
 
 def test_products_of_several_kinds_are_not_on_one_stream():
-    kinds = [layer(name, Products8(object(), scaled8_tiles.Products8(), True), "meta")[0] for name in FORMATS]
+    kinds = [layer(name, Products8(object(), scaled8_tiles.Tiles8(), True), "meta")[0] for name in FORMATS]
     assert len({weight.stream_product(ROUNDING).leaves for weight in kinds}) == 3
     stream = kinds[0].stream_product(SimpleNamespace(rounding_norms=False))
     x = torch.empty(17, 128, dtype=torch.bfloat16, device="meta")

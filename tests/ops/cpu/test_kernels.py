@@ -67,6 +67,12 @@ def _random_weight(
             blocks[..., at : at + 2] = (torch.rand(n, k // made.block, 1) / 64).half().numpy().view(np.uint8)
         tensor = QuantizedTensor(kind.name, (n, k), blocks.reshape(n, -1))
         return replace(packing.pack(library, tensor), bias=b), torch.from_numpy(tensor.dequantize())
+    if kind == Kind.FP8:
+        codes = torch.randint(0, 256, (n, k), dtype=torch.uint8)
+        codes[codes & 0x7F == 0x7F] = 1  # NaN; 1 is below the normal range
+        scale = torch.rand(n, k // 32) / 64
+        dense = codes.view(torch.float8_e4m3fn).float() * scale.repeat_interleave(32, 1)
+        return replace(packing.pack_fp8(library, codes, scale), bias=b), dense
     dense = torch.randn(n, k).to(torch.bfloat16 if kind == Kind.BF16 else torch.float32)
     got, data = library.pack_dense(dense)
     assert got == kind
@@ -107,7 +113,7 @@ def test_threads_do_not_change_the_bits() -> None:
     assert torch.equal(one.linear(x, weight), three.linear(x, weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "window"),
     [(9, 3, 64, None), (4, 4, 32, 17), (16, 1, 128, None), (8, 2, 96, 40), (2, 1, 16, 300)],

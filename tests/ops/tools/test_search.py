@@ -10,7 +10,7 @@ import torch
 
 from transect.ops import tuning
 from transect.ops.registry import Case, Knobs
-from transect.ops.tools import search
+from transect.ops.tools import search, under_load
 
 RUNS: list[Mapping[str, Any]] = []
 SPEED = {"block": {1: 4.0, 2: 1.0, 4: 2.0}, "warps": {4: 1.0, 8: 1.5}}
@@ -34,11 +34,6 @@ def _timer(calls: Any, replays: int) -> list[float]:
     return [SPEED["block"].get(config["block"], 0.1) * SPEED["warps"][config["warps"]]] * replays
 
 
-def _again(timer: Any) -> Any:
-    """A race under load that times every contender with ``timer`` once more."""
-    return lambda contenders: [timer(calls, 1)[0] for calls in contenders]
-
-
 def _knobs(**more: Any) -> Knobs:
     fields: dict[str, Any] = {
         "name": "double",
@@ -55,7 +50,7 @@ CASE = Case("one", lambda device, seed: {"x": torch.ones(1000) + seed}, "float32
 
 
 def test_best_worth_and_rejections() -> None:
-    found = search.search(_knobs(), CASE, "cpu", timer=_timer, race=_again(_timer))
+    found = search.search(_knobs(), CASE, "cpu", timer=_timer)
     assert found.trials[0].config == found.default == {"block": 4, "warps": 8}
     assert len(found.trials) == 12 and found.left == 0 and found.bucket == "4x1024"
     assert found.best.config == {"block": 2, "warps": 4} and found.best.seconds == 1.0
@@ -72,9 +67,9 @@ def test_what_gains_next_to_nothing_is_not_kept() -> None:
     def nearly(calls: Any, replays: int) -> list[float]:
         return [1.0 if calls[0].keywords["config"] == {"block": 4, "warps": 8} else 0.995] * replays
 
-    found = search.search(_knobs(), CASE, "cpu", timer=nearly, race=_again(nearly))
+    found = search.search(_knobs(), CASE, "cpu", timer=nearly)
     assert found.best.config != found.default and found.choice == found.default
-    assert search.search(_knobs(), CASE, "cpu", timer=_timer, race=_again(_timer)).choice == {"block": 2, "warps": 4}
+    assert search.search(_knobs(), CASE, "cpu", timer=_timer).choice == {"block": 2, "warps": 4}
 
 
 def test_the_fastest_are_timed_again_beside_the_heuristic_s() -> None:
@@ -86,11 +81,11 @@ def test_the_fastest_are_timed_again_beside_the_heuristic_s() -> None:
         once = seen.count(config) == 1
         return [{1: 0.5 if once else 4.0, 2: 2.0, 4: 3.0}.get(config["block"], 9.0)] * replays
 
-    found = search.search(_knobs(choices={"block": (1, 2, 4)}), CASE, "cpu", timer=lucky, race=_again(lucky))
+    found = search.search(_knobs(choices={"block": (1, 2, 4)}), CASE, "cpu", timer=lucky)
     assert sorted(trial.config["block"] for trial in found.finals) == [1, 2, 4]
     assert found.finals[0].config == found.default
     assert found.best.config["block"] == 2 and found.gain == 1.5
-    assert len(seen) == 3 + 3
+    assert len(seen) == 3 + 3 * under_load.ROUNDS
 
 
 def test_what_runs_by_the_rule_is_raced_though_it_won_at_the_full_clock() -> None:
@@ -120,7 +115,6 @@ def test_the_one_in_use_is_timed_again_though_others_were_faster_once() -> None:
         CASE,
         "cpu",
         timer=unlucky,
-        race=_again(unlucky),
         in_use=lambda launcher, size: {"block": 64},
     )
     assert [trial.config["block"] for trial in found.finals[:2]] == [4, 64] and len(found.finals) == 5
@@ -134,7 +128,7 @@ def test_only_what_makes_sense_is_tried() -> None:
 
 
 def test_time_limit_leaves_the_heuristic_s() -> None:
-    found = search.search(_knobs(), CASE, "cpu", seconds=0, timer=_timer, race=_again(_timer))
+    found = search.search(_knobs(), CASE, "cpu", seconds=0, timer=_timer)
     assert [trial.config for trial in found.trials] == [{"block": 4, "warps": 8}]
     assert found.left == 11 and found.worth() == {"block": 1.0, "warps": 1.0}
 
@@ -142,7 +136,7 @@ def test_time_limit_leaves_the_heuristic_s() -> None:
 def test_nothing_runs() -> None:
     knobs = _knobs(choices={"block": (8,)}, heuristic=lambda size: {"block": 8})
     with pytest.raises(ValueError, match=r"double, one: no configuration ran; .*out of resources"):
-        search.search(knobs, CASE, "cpu", timer=_timer, race=_again(_timer))
+        search.search(knobs, CASE, "cpu", timer=_timer)
 
 
 def test_one_case_of_each_bucket() -> None:
@@ -220,7 +214,7 @@ def test_the_configuration_in_use_is_tried_whatever_the_limit() -> None:
         assert (launcher, size) == ("double", (3, 1000))
         return {"block": 2, "warps": 4}
 
-    found = search.search(_knobs(), CASE, "cpu", seconds=0, in_use=in_use, timer=_timer, race=_again(_timer))
+    found = search.search(_knobs(), CASE, "cpu", seconds=0, in_use=in_use, timer=_timer)
     assert [trial.config for trial in found.trials] == [{"block": 4, "warps": 8}, {"block": 2, "warps": 4}]
     assert found.best.config == {"block": 2, "warps": 4} and found.left == 10
 
@@ -264,7 +258,7 @@ def test_the_command_keeps_the_best_of_every_operator(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "A new GPU")
     monkeypatch.setattr(search, "cases_of", lambda knobs, cases, device, shapes: list(cases))
-    monkeypatch.setattr(search, "search", partial(search.search, device="cpu", timer=_timer, race=_again(_timer)))
+    monkeypatch.setattr(search, "search", partial(search.search, device="cpu", timer=_timer))
     trials = cache.parent / "trials.json"
     with pytest.raises(SystemExit) as stop:
         main(["tune", "double", "twice", "--json", str(trials)])

@@ -20,7 +20,8 @@ class GPUOptions:
             pages (not where ``EngineConfig.deterministic``).
         prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
         gathered_keys: in steps of 1,024 tokens and more, prompts whose beginning is in the cache attend to a copy of
-            their keys that lie side by side (Hopper; it has not run on a GPU yet, so only where it is asked for).
+            their keys that lie side by side (Hopper; quicker for heads of 128 in one run, but not yet timed in turns
+            with keys in pages nor under load, so only where it is asked for).
         chained_blocks: a step of one request on a model held in blocks of a GGUF file multiplies in whole numbers, the
             four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``; it has
             not run on a GPU yet, so only where it is asked for).

@@ -15,8 +15,10 @@ from torch import Tensor
 from ...formats.affine import AffineGroups
 from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
-from ...ops.cpu.packing import pack, pack_groups
+from ...ops.cpu.packing import pack, pack_fp8, pack_groups
+from ...ops.linear.packed.scaled8_rounding import BLOCK
 from ...ops.opset import OpSet
+from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values
 from ..storage import Layout, WeightFormat
 from ..stored import Codes4, Codes8
@@ -28,7 +30,8 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 class Packed(Weight):
     """Without values until it is loaded or ``take`` is called. ``half``: dense matrices are kept in bfloat16, not as
-    they come; ``int4``: all are kept in 4 bits (``int4_serving.py``)."""
+    they come; ``quantization``: all are rounded to ``int4`` (``int4_serving.py``), ``int8`` or ``fp8``, these with a
+    scale for each row; ``whole``: it is no part of a matrix, so a checkpoint's scales of blocks are whole too."""
 
     def __init__(
         self,
@@ -38,13 +41,15 @@ class Packed(Weight):
         *,
         library: Library,
         half: bool = False,
-        int4: bool = False,
+        quantization: str | None = None,
+        whole: bool = True,
         ops: OpSet | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(out_features, in_features)
-        self._library, self._half, self._int4 = library, half, int4
+        self._library, self._half, self._quantization = library, half, quantization
+        self._whole = whole
         self._matrix: PackedWeight | None = None
         self.add_bias(bias, "cpu", torch.float32)
 
@@ -55,24 +60,33 @@ class Packed(Weight):
 
     def takes(self, layout: Layout) -> bool:
         return (
-            not self._int4
+            self._quantization is None
+            and (self._whole or not layout.blocks)
             and (
-                layout.format == "int8"
+                layout.format in ("int8", "fp8")
                 or (layout.format == "int4" and not layout.ordered and layout.group % PANEL == 0)
             )
             and self.in_features % PANEL == 0
         )
 
     def load(self, values: Values | Codes8 | Codes4, staging: Staging) -> None:
-        if isinstance(values, (Codes8, Codes4)):
-            self.take(pack_groups(self._library, groups_of_codes(values)))
-            return
-        if self._int4:
-            self.take(pack_groups(self._library, affine_groups(dense_values(values))))
-            return
-        if self._half and isinstance(values, Tensor):
-            values = values.to(torch.bfloat16)
-        self.take(pack(self._library, values))
+        if self._quantization is not None:
+            assert not isinstance(values, (Codes8, Codes4))  # see ``takes``
+            self.take(self._rounded(dense_values(values)))
+        elif isinstance(values, (Codes8, Codes4)):
+            self.take(_pack_codes(self._library, values))
+        else:
+            if self._half and isinstance(values, Tensor):
+                values = values.to(torch.bfloat16)
+            self.take(pack(self._library, values))
+
+    def _rounded(self, values: Tensor) -> PackedWeight:
+        if self._quantization == "int4":
+            return pack_groups(self._library, affine_groups(values))
+        fp8 = self._quantization == "fp8"
+        codes, scale = (to_fp8 if fp8 else to_int8)(values)
+        layout = Layout("fp8" if fp8 else "int8")
+        return _pack_codes(self._library, Codes8(layout, codes.view(torch.int8), scale[:, 0]))
 
     @property
     def matrix(self) -> PackedWeight:
@@ -167,6 +181,21 @@ class PackedEmbedding(torch.nn.Module):
     def load(self, values: Tensor | QuantizedTensor, staging: Staging) -> None:
         """Take the values of a file, of this shape."""
         self.table.load(values, staging)
+
+
+def _by_panel(values: Codes8) -> Tensor:
+    """A scale for each ``PANEL`` numbers of each row, from one for a row or for a block."""
+    panels = values.codes.shape[1] // PANEL
+    if values.scale.ndim == 1:
+        return values.scale[:, None].expand(-1, panels).contiguous()
+    rows = values.scale.repeat_interleave(BLOCK, 0)[: len(values.codes)]
+    return rows.repeat_interleave(BLOCK // PANEL, 1)[:, :panels].contiguous()
+
+
+def _pack_codes(library: Library, values: Codes8 | Codes4) -> PackedWeight:
+    if isinstance(values, Codes8) and values.layout.format == "fp8":
+        return pack_fp8(library, values.codes, _by_panel(values))
+    return pack_groups(library, groups_of_codes(values))
 
 
 def groups_of_codes(values: Codes8 | Codes4) -> AffineGroups:

@@ -61,7 +61,7 @@ class Products8:
     decoded for each product."""
 
     few: scaled8_rows.CudaRows8 | None = None
-    many: scaled8_tiles.Products8 | None = None
+    many: scaled8_tiles.Tiles8 | None = None
     dependent: bool = False
     """Launches begin while the kernel before still ends."""
     chain: scaled8_chain.CudaChain | None = None
@@ -84,7 +84,7 @@ class Products8:
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
         chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 else None
-        return cls(few, scaled8_tiles.Products8(dependent_launch=dependent), dependent, chain)
+        return cls(few, scaled8_tiles.Tiles8(dependent_launch=dependent), dependent, chain)
 
 
 class Scaled8(Weight):
@@ -262,7 +262,7 @@ class Stream8:
     and one kernel makes the next one's input of it: residual add, norm and rounding, or gate and rounding.
     """
 
-    def __init__(self, few: scaled8_rows.CudaRows8, many: scaled8_tiles.Products8 | None, weight: Scaled8) -> None:
+    def __init__(self, few: scaled8_rows.CudaRows8, many: scaled8_tiles.Tiles8 | None, weight: Scaled8) -> None:
         self._few, self._many, self._weight = few, many if weight.rounds_inputs else None, weight
         self._rounding, self._dependent = (weight.fp8, weight.blocks), weight._products.dependent
 

@@ -1,7 +1,7 @@
 // Paged attention for a ragged batch: every query row of every sequence against the K and V that its block table names.
 //
 // Cache. K of a (block, kv head) is stored [head_dim][block_size], positions innermost, so that a vector holds one
-// component of LANES positions and a score needs no sum across lanes; V is [block_size][head_dim]. Both bf16 or float32.
+// component of LANES positions and a score needs no sum across lanes; V is [block_size][head_dim]. Both float32, bf16 or fp8.
 //
 // Method. The positions of a sequence are cut into tiles of TILE at absolute multiples of TILE. A tile gives each query
 // row a partial result (max m, sum l of exp(s - m), o = sum exp(s - m) V); partial results merge in the order of their
@@ -36,6 +36,15 @@ struct Cache {  // of one layer
   int kv_heads, head_dim, block_size;
   int64_t offset(int64_t block, int head) const { return (block * kv_heads + head) * int64_t(head_dim) * block_size; }
 };
+
+enum KV : int32_t { KV_F32 = 0, KV_BF16 = 1, KV_FP8 = 2 };  // in what K and V are cached
+
+template <class F>
+void with_kv(int kv, F f) {
+  if (kv == KV_BF16) f.template operator()<bf16>();
+  else if (kv == KV_FP8) f.template operator()<fp8>();
+  else f.template operator()<float>();
+}
 
 struct Partial {  // m, l and then head_dim floats of o, for one query row
   static int floats(int head_dim) { return head_dim + LANES; }

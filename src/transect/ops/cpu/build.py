@@ -33,7 +33,7 @@ TOGETHER = (
     "Q4_0, Q4_K",
     "Q4_HALF, Q4_FLOAT",
     "Q8_HALF, Q8_FLOAT, Q8_FLOAT_G16",
-    "Q8_0, BF16, F32",
+    "Q8_0, FP8, BF16, F32",
 )
 """Kinds of ``kinds.h`` that one compiler makes the products of."""
 COMPILERS = ("c++", "g++", "clang++")

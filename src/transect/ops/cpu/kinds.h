@@ -8,6 +8,7 @@
 //   Blocks   the block types of GGUF files in nearly their own bits: 16 float16 scales (and minima) of the panel; then,
 //            for each group, its whole-number steps where the type has them, words of codes of 8 or 4 bits, and a word
 //            with the upper 1 or 2 bits of all of them
+//   Fp8      words of codes in e4m3 (4 columns of each row), then 16 scales
 //   Dense    words of 2 bfloat16 or 1 float32
 //
 // A kind W gives W(panel, slice), what a panel has in common; w.group(panel, g, slice), its g-th group, whose
@@ -25,8 +26,9 @@ constexpr int SLICES = GROUP_ROWS / LANES;  // vectors per row group: 1 with AVX
 enum Kind : int32_t {
   Q4_HALF = 0, Q4_FLOAT = 1, Q8_HALF = 2, Q8_FLOAT = 3, Q8_FLOAT_G16 = 4, BF16 = 5, F32 = 6,
   Q4_0 = 7, Q5_0 = 8, Q5_1 = 9, Q8_0 = 10, Q4_K = 11, Q5_K = 12, Q6_K = 13,
+  FP8 = 14,
 };
-constexpr int KINDS = 14;
+constexpr int KINDS = 15;
 
 template <int I, int N, class F>
 inline void unrolled(F&& f) {
@@ -40,8 +42,8 @@ template <int BITS, int PANEL_K, bool HALF_SCALES>
 struct Affine {
   static constexpr int PANEL = PANEL_K, GROUPS = 1, PER_WORD = 32 / BITS, WORDS = PANEL / PER_WORD;
   static constexpr bool BY_PLACE = false;
-  static constexpr int SCALE_BYTES = GROUP_ROWS * (HALF_SCALES ? 2 : 4);
-  static constexpr int PANEL_BYTES = WORDS * 64 + 2 * SCALE_BYTES;
+  static constexpr int SCALE_BYTES = GROUP_ROWS * (HALF_SCALES ? 2 : 4), SCALES = 2;
+  static constexpr int PANEL_BYTES = WORDS * 64 + SCALES * SCALE_BYTES;
   vf scale, zero;
   explicit Affine(const uint8_t* panel, int slice) {
     const uint8_t* p = panel + WORDS * 64 + slice * LANES * (HALF_SCALES ? 2 : 4);
@@ -140,6 +142,23 @@ struct Blocks {
   }
 };
 
+struct Fp8 {
+  static constexpr int PANEL = 32, GROUPS = 1, PER_WORD = 4, WORDS = PANEL / PER_WORD;
+  static constexpr bool BY_PLACE = false;
+  static constexpr int SCALE_BYTES = GROUP_ROWS * 4, SCALES = 1;
+  static constexpr int PANEL_BYTES = WORDS * 64 + SCALES * SCALE_BYTES;
+  vf scale;
+  // Sign, exponent and digits of a code, put where a float has its own, make a number that is 2^120 times too small.
+  explicit Fp8(const uint8_t* panel, int slice) : scale(load((const float*)(panel + WORDS * 64) + slice * LANES) * 0x1p120f) {}
+  const Fp8& group(const uint8_t*, int, int) const { return *this; }
+  static vi word(const uint8_t* panel, int, int j, int slice) { return load_words(panel + 64 * j + 4 * LANES * slice); }
+  template <int I>
+  vf weight(vi word) const {
+    const vi high = word << (24 - 8 * I);
+    return as_float((high & INT32_MIN) | ((high >> 4) & 0x07F00000)) * scale;
+  }
+};
+
 template <bool HALF>
 struct Dense {
   static constexpr int PANEL = HALF ? 2 : 1, GROUPS = 1, PER_WORD = PANEL, WORDS = 1, PANEL_BYTES = 64;
@@ -168,6 +187,7 @@ constexpr auto kind() {
   else if constexpr (KIND == Q8_0) return Is<Blocks<8, 0, 32, 1, false, false, 128>>();
   else if constexpr (KIND == Q4_K) return Is<Blocks<4, 0, 32, 8, true, true, 0>>();
   else if constexpr (KIND == Q5_K) return Is<Blocks<4, 1, 32, 8, true, true, 0>>();
+  else if constexpr (KIND == FP8) return Is<Fp8>();
   else return Is<Blocks<4, 2, 16, 16, true, false, 32>>();
 }
 template <int KIND>

@@ -39,16 +39,21 @@ class Kind(IntEnum):
     Q4_K = 11
     Q5_K = 12
     Q6_K = 13
+    FP8 = 14
 
 
 class _Packed(Structure):
     _fields_ = (("kind", c_int32), ("n", c_int32), ("k", c_int32), ("data", c_void_p), ("bias", c_void_p))
 
 
+KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
+"""In what keys and values may be cached, by the numbers of ``attention.h``."""
+
+
 class _StackConfig(Structure):
     _fields_ = (
         *((name, c_int32) for name in ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn", "block_size")),
-        *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv_bf16")),
+        *((name, c_int32) for name in ("layer_norm", "gated", "activation", "rotary_half", "kv")),
         *((name, c_float) for name in ("norm_eps", "scale")),
     )
 
@@ -59,6 +64,7 @@ class _Layer(Structure):
         *((n, c_void_p) for n in ("q_norm", "k_norm")),
         *((n, POINTER(_Packed)) for n in ("q", "k", "v", "o", "gate", "up", "down")),
         ("window", c_int64),
+        *((n, c_void_p) for n in ("k_scale", "v_scale")),
     )
 
 
@@ -99,6 +105,9 @@ class StackLayer:
     down: PackedWeight
     window: int
     """Sliding window in tokens; 0 for none."""
+    k_scale: Tensor | None = None
+    """What keys are divided by before they are cached, float32 for each key head; None: nothing."""
+    v_scale: Tensor | None = None
 
 
 class Library:
@@ -159,7 +168,8 @@ class Library:
         return next(k for k in (1, 2, 4, 8, 16, 32, 256) if self._c.transect_packed_bytes(kind, GROUP_ROWS, k))
 
     def pack_affine(self, kind: Kind, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8."""
+        """Pack ``weight = scale * code + zero``: codes uint8 [n, k]; scale, zero float32 [n, k / group] -> uint8. In
+        ``FP8`` codes are the bits of e4m3, and ``zero`` is not read."""
         n, k = codes.shape
         out = torch.empty(self._c.transect_packed_bytes(kind, n, k), dtype=torch.uint8)
         codes, scale, zero = codes.contiguous(), scale.contiguous(), zero.contiguous()
@@ -220,7 +230,7 @@ class Library:
     ) -> Tensor:
         """q [T, heads, D] against one layer's caches [blocks, kv_heads, block_size, D] -> float32 [T, heads, D].
 
-        ``k_cache`` must be stored with positions innermost, as ``empty_cache`` makes it; both bf16 or float32.
+        ``k_cache`` must be stored with positions innermost, as ``empty_cache`` makes it; both of one of ``KV_DTYPES``.
         """
         _check_cache(k_cache, v_cache)
         _, kv_heads, block_size, head_dim = v_cache.shape
@@ -229,7 +239,7 @@ class Library:
         batch = _batch_arguments(block_tables, query_starts, seq_lens)
         self._c.transect_paged_attention(
             self._pool,
-            int(v_cache.dtype == torch.bfloat16),
+            KV_DTYPES[v_cache.dtype],
             *(q.data_ptr(), out.data_ptr(), q.shape[1], kv_heads, head_dim, block_size),
             *(k_cache.data_ptr(), v_cache.data_ptr()),
             *batch,
@@ -263,7 +273,7 @@ class LayerStack:
     def _c_layer(self, layer: StackLayer) -> _Layer:
         def address(tensor: Tensor | None) -> int | None:
             if tensor is not None and (tensor.dtype != torch.float32 or not tensor.is_contiguous()):
-                raise ValueError("norm weights must be contiguous float32")
+                raise ValueError("norm weights and scales must be contiguous float32")
             return None if tensor is None else tensor.data_ptr()
 
         def packed(weight: PackedWeight | None) -> Any:
@@ -273,8 +283,9 @@ class LayerStack:
             return ctypes.pointer(self._structs[-1])
 
         norms = ("attention_norm", "attention_norm_bias", "mlp_norm", "mlp_norm_bias", "q_norm", "k_norm")
+        scales = ("k_scale", "v_scale")
         weights = ("q", "k", "v", "o", "gate", "up", "down")
-        fields: dict[str, Any] = {name: address(getattr(layer, name)) for name in norms}
+        fields: dict[str, Any] = {name: address(getattr(layer, name)) for name in (*norms, *scales)}
         fields |= {name: packed(getattr(layer, name)) for name in weights}
         return _Layer(**fields, window=layer.window)
 
@@ -312,7 +323,7 @@ def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tenso
     memory is taken only as blocks are written.
 
     Raises:
-        ValueError: block size or head size is not a multiple of 16, or the dtype is neither bf16 nor float32.
+        ValueError: block size or head size is not a multiple of 16, or the dtype is none of ``KV_DTYPES``.
     """
     *outer, block_size, head_dim = shape
     if block_size % GROUP_ROWS or head_dim % GROUP_ROWS:
@@ -320,8 +331,8 @@ def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tenso
             f"the C++ kernels need a block size and a head size that are multiples of {GROUP_ROWS}, got {block_size} "
             f"and {head_dim}; use block_size=16, or native=False to run on torch alone"
         )
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ValueError(f"the C++ kernels keep K and V as bfloat16 or float32, not {dtype}")
+    if dtype not in KV_DTYPES:
+        raise ValueError(f"the C++ kernels keep K and V as bfloat16, float32 or fp8, not {dtype}")
     k = torch.empty(*outer, head_dim, block_size, dtype=dtype).transpose(-1, -2)
     return k, torch.empty(*outer, block_size, head_dim, dtype=dtype)
 

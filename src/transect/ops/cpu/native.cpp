@@ -17,7 +17,7 @@ void transect_pool_free(Pool* pool) { delete pool; }
 
 int64_t transect_packed_bytes(int kind, int n, int k) { return group_bytes(kind, k) * ((n + GROUP_ROWS - 1) / GROUP_ROWS); }
 
-// codes [n][k] uint8, scale and zero [n][k / group] float32, into the layout of kinds.h.
+// codes [n][k] uint8, scale and, where the kind has it, zero [n][k / group] float32, into the layout of kinds.h.
 void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const float* scale, const float* zero, uint8_t* out) {
   with_kind(kind, [&]<class W>() {
     if constexpr (requires { W::SCALE_BYTES; }) {
@@ -34,14 +34,14 @@ void transect_pack_affine(int kind, int n, int k, const uint8_t* codes, const fl
             for (int i = 0; i < W::PER_WORD; i++) word |= uint32_t(from[j * W::PER_WORD + i]) << (BITS * i);
             std::memcpy(to + 64 * j + 4 * r, &word, 4);
           }
-          const float pair[2] = {scale[(first + r) * panels + g], zero[(first + r) * panels + g]};
-          for (int s = 0; s < 2; s++) {
+          for (int s = 0; s < W::SCALES; s++) {
+            const float number = (s ? zero : scale)[(first + r) * panels + g];
             uint8_t* at = to + G / W::PER_WORD * 64 + s * W::SCALE_BYTES;
             if (W::SCALE_BYTES == 2 * GROUP_ROWS) {
-              const _Float16 half = _Float16(pair[s]);
+              const _Float16 half = _Float16(number);
               std::memcpy(at + 2 * r, &half, 2);
             } else {
-              std::memcpy(at + 4 * r, &pair[s], 4);
+              std::memcpy(at + 4 * r, &number, 4);
             }
           }
         }
@@ -98,7 +98,7 @@ void transect_rows(const Packed* w, const int64_t* rows, int count, float* out) 
 }
 
 // out [T][heads][head_dim] = attention of q over K and V already in the cache (see attention.h)
-void transect_paged_attention(Pool* pool, int kv_bf16, const float* q, float* out, int heads, int kv_heads, int head_dim,
+void transect_paged_attention(Pool* pool, int kv, const float* q, float* out, int heads, int kv_heads, int head_dim,
                               int block_size, void* k, void* v, int rows, const int32_t* query_starts,
                               const int32_t* seq_lens, const int32_t* block_tables, int64_t table_stride, float scale,
                               int window) {
@@ -107,8 +107,9 @@ void transect_paged_attention(Pool* pool, int kv_bf16, const float* q, float* ou
   for (int b = 0; b < rows; b++) longest = std::max(longest, seq_lens[b]);
   std::vector<float> partials(Attention<float>::partial_floats(head_dim, heads, longest));
   pool->run([&](int) {
-    if (kv_bf16) Attention<bf16>{batch, {(bf16*)k, (bf16*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
-    else Attention<float>{batch, {(float*)k, (float*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
+    with_kv(kv, [&]<class E>() {
+      Attention<E>{batch, {(E*)k, (E*)v, kv_heads, head_dim, block_size}, heads, scale, window, q, out, partials.data()}.run(*pool);
+    });
   });
 }
 

@@ -58,6 +58,13 @@ def pack_groups(library: Library, groups: AffineGroups) -> PackedWeight:
     return PackedWeight(kind, *groups.shape, library.pack_affine(kind, codes, scale, zero))
 
 
+def pack_fp8(library: Library, codes: Tensor, scale: Tensor) -> PackedWeight:
+    """The bits of e4m3 [n, k] in any type of one byte, and a scale float32 for each 32 of a row [n, k / 32]."""
+    data = library.pack_affine(Kind.FP8, codes.view(torch.uint8), scale, scale)
+    n, k = codes.shape
+    return PackedWeight(Kind.FP8, n, k, data)
+
+
 def _kind(groups: AffineGroups) -> Kind:
     if groups.group == 16:
         return Kind.Q8_FLOAT_G16

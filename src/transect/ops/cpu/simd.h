@@ -98,6 +98,33 @@ inline void store(bf16* p, vf v) {  // to_bf16 on every lane
   std::memcpy(p, &h, sizeof h);
 }
 
+// A number of 8 bits, e4m3. Sign, exponent and digits, put where a float has its own, make one 2^120 times too small.
+struct fp8 { uint8_t bits; };
+
+inline vf load(const fp8* p) {
+  vi v;
+#if defined(__AVX512F__)
+  if constexpr (LANES == 16) v = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  if constexpr (LANES == 8) v = (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#endif
+  if constexpr (LANES == 4)
+    for (int i = 0; i < LANES; i++) v[i] = p[i].bits;
+  return (vf)((v & 0x80) << 24 | (v & 0x7F) << 20) * 0x1p120f;
+}
+
+inline void store(fp8* p, vf v) {  // to the nearest, of two as near to the even one; beyond 448 to 448, NaN stays NaN
+  typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+  typedef uint8_t vb __attribute__((vector_size(LANES)));
+  const vi magnitude = (vi)v & INT32_MAX, most = (vi)splat(448.f);
+  const vi within = (magnitude < most & magnitude) | (magnitude >= most & most);
+  const vu small = (vu)((vf)within * 0x1p-120f);
+  const vu code = (small + 0x7FFFFu + ((small >> 20) & 1)) >> 20;
+  const vu is_nan = (vu)(magnitude > 0x7f800000);
+  const vb b = __builtin_convertvector((is_nan & 0x7Fu) | (~is_nan & code) | ((vu)v >> 24 & 0x80u), vb);
+  std::memcpy(p, &b, sizeof b);
+}
+
 inline float from_f16(f16 h) {
 #if defined(__F16C__)
   return _cvtsh_ss(h);

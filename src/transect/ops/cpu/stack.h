@@ -13,7 +13,7 @@ enum Activation : int32_t { SILU = 0, GELU_TANH = 1, GELU_EXACT = 2 };
 
 struct StackConfig {  // mirrored field by field in library.py
   int32_t layers, dim, heads, kv_heads, head_dim, ffn, block_size;
-  int32_t layer_norm, gated, activation, rotary_half, kv_bf16;
+  int32_t layer_norm, gated, activation, rotary_half, kv;
   float norm_eps, scale;
 };
 
@@ -25,6 +25,7 @@ struct Layer {  // mirrored field by field in library.py
   const float *attention_norm, *attention_norm_bias, *mlp_norm, *mlp_norm_bias, *q_norm, *k_norm;
   const Packed *q, *k, *v, *o, *gate, *up, *down;
   int64_t window;
+  const float *k_scale, *v_scale;  // [kv_heads], what keys and values are divided by; or null
 };
 
 class Stack {
@@ -40,8 +41,7 @@ class Stack {
            int64_t blocks) {
     reserve(tokens, batch);
     rotation_ = rotation;
-    if (c_.kv_bf16) run_layers<bf16>(x, tokens, positions, batch, (bf16*)k_cache, (bf16*)v_cache, blocks);
-    else run_layers<float>(x, tokens, positions, batch, (float*)k_cache, (float*)v_cache, blocks);
+    with_kv(c_.kv, [&]<class E>() { run_layers<E>(x, tokens, positions, batch, (E*)k_cache, (E*)v_cache, blocks); });
   }
 
  private:
@@ -76,6 +76,7 @@ class Stack {
         project({{layer.q, q_.data()}, {layer.k, k_.data()}, {layer.v, v_.data()}}, normed_.data(), tokens, STORE, scratch);
         pool_.share(tokens, [&](int t) { place(layer, t, positions[t], row_of[t], batch, cache); });
         Attention<E>{batch, cache, c_.heads, c_.scale, int(layer.window), q_.data(), attended_.data(), partials_.data()}.run(pool_);
+        if (layer.v_scale) pool_.share(tokens, [&](int t) { multiply_heads(attended_.data(), t, c_.heads, layer.v_scale, false); });
         project({{layer.o, x}}, attended_.data(), tokens, ADD, scratch);
         normalize(x, tokens, layer.mlp_norm, layer.mlp_norm_bias);
         feed_forward(layer, tokens, scratch);
@@ -122,11 +123,23 @@ class Stack {
       if (rotation_.cosine) rotate(head, rotation_.cosine + at, rotation_.sine + at, c_.rotary_half);
     };
     for (int h = 0; h < c_.heads; h++) prepare(q_.data() + (int64_t(t) * c_.heads + h) * D, layer.q_norm);
+    if (layer.k_scale) multiply_heads(q_.data(), t, c_.heads, layer.k_scale, false);
+    if (layer.v_scale) multiply_heads(v_.data(), t, c_.kv_heads, layer.v_scale, true);
     const int64_t block = batch.block_tables[row * batch.table_stride + position / c_.block_size];
     for (int h = 0; h < c_.kv_heads; h++) {
       float* k = k_.data() + (int64_t(t) * c_.kv_heads + h) * D;
       prepare(k, layer.k_norm);
+      if (layer.k_scale) for (int d = 0; d < D; d++) k[d] /= layer.k_scale[h];
       write_kv(cache, block, int(position % c_.block_size), h, k, v_.data() + (int64_t(t) * c_.kv_heads + h) * D);
+    }
+  }
+
+  // The heads of one token times the scale of their key head, or divided by it.
+  void multiply_heads(float* all, int t, int heads, const float* scale, bool divide) const {
+    for (int h = 0; h < heads; h++) {
+      const float s = scale[h * c_.kv_heads / heads], factor = divide ? 1.f / s : s;
+      float* head = all + (int64_t(t) * heads + h) * c_.head_dim;
+      for (int d = 0; d < c_.head_dim; d++) head[d] *= factor;
     }
   }
 

@@ -2,9 +2,9 @@
 
 It tries the heuristic's configuration first, which every other is compared with, then the one in use. So the result is
 never slower than either. A candidate is rejected when it does not compile or run, when its result is not the
-heuristic's up to rounding, or when its result differs between runs (a race). A trial of milliseconds is too short for
-the clock to follow the power, and the fastest of many is the luckiest. So the fastest few are timed again under load,
-in turns with those two (``under_load.py``), and those times count.
+heuristic's up to rounding, or when its result differs between runs (a race). A GPU may be at its power limit for a part
+of the search, and the fastest of many is the luckiest. So the fastest few are timed again, in turns with those two:
+each after a pause, at the full clock, or under load (``under_load.py``). Those times count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from ..registry import Case, Knobs
 from ..tuning import bucket_name
 from . import under_load
-from .bench import EXPECTED, MOST_COPIES, ROTATE_BYTES, sentence
+from .bench import EXPECTED, MOST_COPIES, REST_SECONDS, ROTATE_BYTES, sentence
 from .timing import Calls, time_graph
 
 REPEATS = 5
@@ -61,8 +61,7 @@ class Found:
     left: int
     """Configurations that the time limit left untried."""
     finals: Sequence[Trial] = ()
-    """The heuristic's, the one in use and the fastest, timed again under load; empty where nothing was
-    near the heuristic's."""
+    """The heuristic's, the one in use and the fastest, timed again in turns; empty where nothing could win."""
 
     @property
     def best(self) -> Trial:
@@ -116,14 +115,15 @@ def search(
     seconds: float = 60.0,
     in_use: Callable[[str, Any], Mapping[str, Any] | None] = lambda launcher, size: None,
     timer: Callable[[Calls, int], list[float]] = time_graph,
-    race: Callable[[Sequence[Calls]], list[float]] = under_load.race,
+    race: Callable[[Sequence[Calls]], list[float]] | None = None,
 ) -> Found:
     """Try configurations at ``case`` until all are tried or ``seconds`` are over.
 
     Args:
         in_use: what a launcher is tuned to at a size so far; tried right after the heuristic's, whatever the limit.
         timer: seconds of a call in each of so many replays, of a trial.
-        race: seconds of a call of each of the finalists.
+        race: seconds of a call of each of the finalists, as ``under_load.race``; None: the median of ``timer``'s in
+            turns, each after a pause.
 
     Raises:
         ValueError: nothing ran, not even the heuristic's configuration.
@@ -159,24 +159,42 @@ def search(
             if place.type == "cuda":
                 torch.cuda.synchronize()  # raises when the device is unusable from here on
 
+    def rested(calls: Calls) -> float:
+        if place.type == "cuda":
+            time.sleep(REST_SECONDS)
+        return statistics.median(timer(calls, REPLAYS))
+
     def again(configs: Sequence[Mapping[str, Any]]) -> list[float]:
-        return race([[partial(knobs.launch, **p, config=config) for p in prepared] for config in configs])
+        calls = [[partial(knobs.launch, **p, config=config) for p in prepared] for config in configs]
+        return race(calls) if race else under_load.in_turns([partial(rested, each) for each in calls])
 
     if all(trial.seconds is None for trial in trials):
         raise ValueError(f"{knobs.name}, {case.name}: no configuration ran; the heuristic's: {trials[0].reason}")
-    return Found(knobs.name, case.name, bucket_name(size), default, trials, len(queue), _finals(trials, needed, again))
+    return Found(
+        knobs.name,
+        case.name,
+        bucket_name(size),
+        default,
+        trials,
+        len(queue),
+        _finals(trials, needed, again, race is None),
+    )
 
 
 def _finals(
-    trials: Sequence[Trial], given: int, again: Callable[[Sequence[Mapping[str, Any]]], list[float]]
+    trials: Sequence[Trial],
+    given: int,
+    again: Callable[[Sequence[Mapping[str, Any]]], list[float]],
+    full_clock: bool,
 ) -> list[Trial]:
-    """The first ``given`` (the heuristic's and the one in use) and the fastest with their times under load; none where
-    nothing is near the heuristic's, or that did not run."""
+    """The first ``given`` (the heuristic's and the one in use) and the fastest with their times in a second race; none
+    where nothing is near the heuristic's, or that did not run. ``full_clock``: that race is like the trials, so none
+    either where the heuristic's was as fast as any."""
     first = trials[0].seconds
-    if first is None:
-        return []
     ran = [trial for trial in trials if trial.seconds is not None]
     fastest = sorted(ran, key=lambda trial: trial.seconds or 0.0)[:FINALISTS]
+    if first is None or (full_clock and first < WORTH * (fastest[0].seconds or 0.0)):
+        return []
     near = [trial for trial in fastest if (trial.seconds or 0.0) <= NEAR * first]
     configs = [trial.config for trial in ran if trial in trials[:given] or trial in near]
     if len(configs) < 2:

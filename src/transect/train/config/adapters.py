@@ -31,7 +31,7 @@ class LoRAConfig:
         dropout: share of an adapter's inputs that are 0 in a pass with a gradient.
         targets: which matrices have one, by our names (q, k, v, o, gate, up, down, embed, head), PEFT's (q_proj, ...,
             embed_tokens, lm_head), ``all-linear`` (all matrices of the layers), or regular expressions for whole names
-            (``model.layers.0.self_attn.q_proj``).
+            (``model.layers.0.self_attn.q_proj``); by default those of the seven that the model has outside its experts.
         modules_to_save: what is trained whole and saved with the adapter, such as embed_tokens, lm_head, norm.
         start: the directory of an adapter in PEFT's layout, or of a run, to go on from. Its rank, alpha, targets and
             kind take the place of these.

@@ -95,6 +95,11 @@ class ParallelConfig:
             raise ValueError(f"parallel.timeout must be 0 or a number of seconds, not {self.timeout}")
         if self.zero and self.data == 1 and not (self.zero == 3 and self.offload == "all"):
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
+        if self.sums == "fused" and self.sharded:
+            raise ValueError(
+                'parallel.sums = "fused" is for gradients of whole parameters: set parallel.zero to 0, 1 or 2, or '
+                'parallel.sums to "auto"'
+            )
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence shares tokens between ranks of parallel.tensor: set that to 2 or more")
         for name in ("offload_path", "delayed_update"):

@@ -24,7 +24,7 @@ class NextToken(Objective):
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
         self._config, self._trainable = config, trainable
         self._accumulate = config.accumulate
-        self._loss = token_loss(trainable.device)
+        self._loss = token_loss(trainable.device, trainable.source.config.logit_softcap)
         self._balance = Balance(trainable.model, config.router)
         vocab_size = trainable.source.config.vocab_size
         tools = vocab_size, trainable.tokenizer, trainable.template

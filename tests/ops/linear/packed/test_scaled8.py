@@ -72,7 +72,7 @@ def test_both_sides_in_eight_bits(name, m, n, k):
     codes, scale = weight(name, n, k)
     fp8, bias, x = name != "int8", rows_of(1, n)[0], rows_of(m, k)
     a, s = scaled8_rounding.rounded(x, fp8, name == "blocks")
-    found = scaled8_tiles.Products8().product(a, s, codes, scale, bias, fp8, dtype=torch.float32)
+    found = scaled8_tiles.Tiles8().product(a, s, codes, scale, bias, fp8, dtype=torch.float32)
     torch.testing.assert_close(found, scaled8_tiles.reference(x, codes, scale, bias, fp8), rtol=1e-5, atol=1e-4)
     wide = s[:, None] if s.ndim == 1 else s.repeat_interleave(128, 1)[:, :k]
     error = (a.view(torch.float8_e4m3fn).float() if fp8 else a.float()) * wide - x
@@ -156,7 +156,7 @@ def test_many_rows_in_eight_bits(name, m, n, k):
     of_torch, scale_of_torch = scaled8_rounding.rounded(x, fp8, name == "blocks")
     torch.testing.assert_close(s, scale_of_torch)
     assert (a.int() - of_torch.int()).ne(0).float().mean() <= 0.01
-    found = scaled8_tiles.Products8()(x, codes, scale, None, fp8)
+    found = scaled8_tiles.Tiles8()(x, codes, scale, None, fp8)
     want = scaled8_tiles.reference(x.float(), codes, scale, None, fp8)
     assert (found.float() - want).norm() <= 0.01 * want.norm()
     want = exact(x, codes, scale, fp8)

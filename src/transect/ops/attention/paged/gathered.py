@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ...lang.jit import TRITON_TARGETS, kernel, tl
+from ...lang.jit import TRITON_TARGETS, kernel_of_numbers, tl
 from ...registry import Kernel
 from ..packed import hopper
 from ..packed.tiling import padded
@@ -28,7 +28,7 @@ MOST_BYTES = 1 << 28
 """Bytes that copies may take; longer rows stay in their pages."""
 
 
-@kernel
+@kernel_of_numbers("rows", "table_b")
 def _gather(  # type: ignore[no-untyped-def]
     k_cache, v_cache, k_out, v_out, tables, keys, lengths, rows, table_b, cache_b, cache_k, D: tl.constexpr,
     DP: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -97,6 +97,4 @@ def kernels() -> Sequence[Kernel]:
     pointers = caches | dict.fromkeys(("tables", "keys", "lengths"), "*i32")
     ints = dict.fromkeys(("rows", "table_b", "cache_b", "cache_k"), "i32")
     sizes = {"D": 128, "DP": 128, "K": 8, "BLOCK": 16, "TILE": 64}
-    return [
-        Kernel("gather", _gather, pointers | ints, sizes, ("table_b", "cache_b", "cache_k"), targets=TRITON_TARGETS)
-    ]
+    return [Kernel("gather", _gather, pointers | ints, sizes, ("cache_b", "cache_k"), targets=TRITON_TARGETS)]

@@ -3,9 +3,10 @@
 Every launch follows another of its kind, on weights that the L2 cache no longer holds, and asks for its weights before
 that one has ended, as in a decode step. A contender is left out if it is further from float32 sums than rounding to
 bfloat16 goes, or if two runs differ. The first trial is one of milliseconds, at the full clock. Steps of many rows run
-at the board's limit of power, where another kernel may win. So what runs today, the quickest of each kind and the
-quickest of all are timed again under load (``ops/tools/under_load.py``), and those times count. What runs today is kept
-unless another takes at least ``WORTH`` less time: less is within the spread.
+at the board's limit of power, where another kernel may win. So where a race under load is asked for
+(``ops/tools/under_load.py``), what runs today, the quickest of each kind and the quickest of all are timed again there,
+and those times count. What runs today is kept unless another takes at least ``WORTH`` less time: less is within the
+spread.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Measured:
     tried: int
     """Contenders that ran."""
     finals: Sequence[Final] = ()
-    """What runs today first; empty where nothing is near it."""
+    """What runs today first; empty where nothing is near it, or nothing was raced."""
 
 
 def cuda_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
@@ -207,7 +208,7 @@ def search(
     rows: Iterable[int],
     multiply: Multiply,
     timer: Callable[[Calls, int], list[float]],
-    race: Callable[[Sequence[Calls]], list[float]],
+    race: Callable[[Sequence[Calls]], list[float]] | None,
     device: torch.device,
     units: int = 132,
 ) -> Iterator[Measured]:
@@ -216,7 +217,8 @@ def search(
     Args:
         timer: seconds of a call for each of so many replays of calls one after another, as
             ``ops.tools.timing.time_graph``.
-        race: seconds of a call of each of several contenders under load, as ``ops.tools.under_load.race``.
+        race: seconds of a call of each of several contenders under load, as ``ops.tools.under_load.race``;
+            None: the trials decide.
     """
     _, n, k, gated = product
     copies = max(2, min(16, -(-TURN // (2 * n * k)))) if device.type == "cuda" else 1
@@ -244,7 +246,7 @@ def search(
         if before not in times:
             continue
         timed, finals = times, list[Final]()
-        if len(chosen := finalists(before, times)) > 1:
+        if race is not None and len(chosen := finalists(before, times)) > 1:
             timed = dict(zip(chosen, race([_calls(multiply, each, x, weights, gated) for each in chosen]), strict=True))
             finals = [Final(choice, times[choice], seconds) for choice, seconds in timed.items()]
         best = min(timed, key=lambda choice: timed[choice])

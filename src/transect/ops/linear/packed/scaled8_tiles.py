@@ -144,7 +144,7 @@ def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling:
     return Tiling(128, 128 if blocks else 256, 128, stages=4 if blocks else 3, flat=True)
 
 
-class Products8:
+class Tiles8:
     """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream."""
 
     def __init__(self, *, dependent_launch: bool = False) -> None:
@@ -304,7 +304,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",)),
-            "triton": Implementation("triton", available(Products8()), ("sm_90",), refusal=_refusal),
+            "triton": Implementation("triton", available(Tiles8()), ("sm_90",), refusal=_refusal),
         },
         examples=_examples,
         peers={"torch": reference},
