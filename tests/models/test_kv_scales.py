@@ -150,6 +150,9 @@ def test_what_is_wrong_is_said(loud, tmp_path):
     with pytest.raises(ValueError, match=r"layers.1.self_attn.k_scale' is missing"):
         read()
     assert read_scales(plain, 2, 2) is None
+    both = {f"model.layers.{i}.self_attn.kv_scale": torch.tensor(i + 1.0) for i in range(2)}  # older checkpoints
+    save_file(state | both, tmp_path / "model.safetensors")
+    assert read_scales(tmp_path, 2, 2).tolist() == [[[1, 1], [1, 1]], [[2, 2], [2, 2]]]
     model = Decoder(TINY, dtype=torch.float32, ops=resolve_ops("cpu")).requires_grad_(False)
     model.init_weights(0.3, torch.Generator().manual_seed(0))
     model.layers[0].attention.k.weight.fill_(torch.nan)

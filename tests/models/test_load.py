@@ -131,6 +131,9 @@ def test_which_way_runs_is_said_and_why(tmp_path, monkeypatch, caplog):
     assert "multiple of" in kernels(odd)[1]
     with pytest.raises(ValueError, match=r"native=True, but the C\+\+ kernels need a head size"):
         kernels(odd, native=True)
+    assert kernels(config, kv_cache_dtype="fp8", shared=True)[1].endswith("where ranks share a model)")
+    with pytest.raises(ValueError, match=r"native=True, but .* in fp8 where ranks share a model"):
+        kernels(config, native=True, kv_cache_dtype="fp8", shared=True)
 
     def no_compiler(threads):
         raise Unavailable("no C++ compiler found")

@@ -8,7 +8,8 @@ a cache in another dtype a model's results are the same.
 
 Shapes: L layers, K key heads, H query heads, T tokens, d head size; scales float32 ``[L, 2, K]``, keys' before values'.
 
-Source: the names are those of vLLM (``self_attn.k_scale`` and ``v_scale``); ``kv_cache_scheme`` of compressed-tensors.
+Source: the names are those of vLLM (``self_attn.k_scale`` and ``v_scale``, in older checkpoints ``kv_scale`` for both);
+``kv_cache_scheme`` of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ MOST = 448.0
 """The largest number of fp8 (e4m3)."""
 ROOM = 2.0
 """How much larger than in the text of a calibration keys and values may be."""
-_PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale")
+_PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.kv_scale")
 
 
 class KVScales:

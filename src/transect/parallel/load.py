@@ -160,11 +160,11 @@ def load_shard(
 
 
 def refuse_adapter(source: ModelSource) -> None:
-    """ValueError if a model with an adapter is to be cut and rounded to 4 bits."""
+    """ValueError if a model with an adapter is to be cut, and its weights are packed."""
     if source.adapter is not None:
         raise ValueError(
-            "int4 over several devices takes no adapter: leave one of them out, or merge the adapter first (transect "
-            "export --merge)"
+            "quantized weights over several devices take no adapter: leave one of them out, or merge the adapter first "
+            "(transect export --merge)"
         )
 
 

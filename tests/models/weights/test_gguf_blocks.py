@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,11 @@ from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
+from transect.models.storage import Layout
+from transect.models.weights import gguf_blocks
 from transect.models.weights.gguf_blocks import BlockStream, GGUFBlocks
+from transect.models.weights.kinds import kinds_for
+from transect.models.weights.weight import Weight
 from transect.ops.linear.few_rows.cuda import Beside
 from transect.ops.linear.packed import gguf_chain
 from transect.ops.linear.packed.gguf_chain import values
@@ -119,6 +124,17 @@ def test_parts_of_other_kinds_are_no_matrix_for_it():
     assert isinstance(stacked, BlockStream) and len(stacked._matrix) == 2
     assert q.stack([v, None]) is None and stacked.stack([v, v]) is None
     assert not stacked.biased and stacked.chain([q]) is None
+
+
+@pytest.mark.parametrize(("block_type", "asked"), [("Q6_K", False), ("Q6_K", True), ("Q4_K", False)])
+def test_experts_in_types_that_no_gpu_ran_are_decoded_where_it_is_asked_for(monkeypatch, block_type, asked):
+    layouts = (("mlp.experts_down", Layout("gguf", block_type=block_type)),)
+    weight = kinds_for(None, "cpu", layouts=layouts, grouped_blocks=asked)("mlp.experts_down")(32, 256, ops=None)
+    monkeypatch.setattr(gguf_blocks, "runs_triton", lambda x: True)
+    monkeypatch.setattr(Weight, "grouped", lambda *given: "rebuilt")
+    monkeypatch.setattr(gguf_blocks.grouped_blocks, "triton_grouped_blocks", lambda *given: "decoded")
+    decoded = asked or block_type == "Q4_K"
+    assert weight.grouped(SimpleNamespace(is_cuda=True), range(3)) == ("decoded" if decoded else "rebuilt")
 
 
 def test_it_is_off_where_it_is_not_asked_for():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -173,6 +174,26 @@ def test_paged_attention_reads_only_its_own_slots(
         assert torch.equal(last, mine[-1:])
 
 
+def test_every_number_of_fp8_is_read_from_a_cache(library: Library) -> None:
+    """Also those below the normal range, zeros of both signs and NaN, which infects what reads it."""
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    k, v = (cache.zero_() for cache in empty_cache((1, 1, 16, 256), torch.float8_e4m3fn))
+    v[0, 0, 0] = codes
+    one = torch.tensor([1], dtype=torch.int32)
+    read = partial(library.paged_attention, torch.ones(1, 1, 256), block_tables=torch.zeros(1, 1, dtype=torch.int32),
+                   query_starts=torch.tensor([0, 1], dtype=torch.int32), seq_lens=one, scale=1.0)  # fmt: skip
+    torch.testing.assert_close(read(k_cache=k, v_cache=v)[0, 0], codes.float(), rtol=0, atol=0, equal_nan=True)
+    k[0, 0, 0, 3] = math.nan
+    assert read(k_cache=k, v_cache=v.zero_()).isnan().all()
+
+
+def test_scales_of_fp8_that_overflow_are_refused(library: Library) -> None:
+    codes = torch.ones(16, 32, dtype=torch.uint8)
+    packing.pack_fp8(library, codes, torch.full((16, 1), 255.0))
+    with pytest.raises(ValueError, match=r"below 256.*has 256; use native=False"):
+        packing.pack_fp8(library, codes, torch.full((16, 1), 256.0))
+
+
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES, "F16", "BF16", "F32"])
 def test_packing_keeps_every_value_of_a_gguf_tensor(library: Library, type_name: str) -> None:
     tensor = quantize(np.random.default_rng(1).standard_normal((48, 256)).astype(np.float32), type_name)
@@ -236,7 +257,7 @@ def test_a_broken_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_refusals_name_what_to_change() -> None:
     with pytest.raises(ValueError, match="multiples of 16, got 8 and 64; use block_size=16"):
         empty_cache((4, 2, 8, 64), torch.float32)
-    with pytest.raises(ValueError, match="bfloat16 or float32"):
+    with pytest.raises(ValueError, match="bfloat16, float32 or fp8"):
         empty_cache((4, 2, 16, 64), torch.float16)
     try:
         library = load(1)

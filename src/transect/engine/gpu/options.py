@@ -25,6 +25,9 @@ class GPUOptions:
         chained_blocks: a step of one request on a model held in blocks of a GGUF file multiplies in whole numbers, the
             four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``; it has
             not run on a GPU yet, so only where it is asked for).
+        grouped_blocks: experts of a GGUF file in types other than Q4_0, Q4_1, Q4_K and MXFP4 are decoded in the grouped
+            product, as those are; without it all experts of such a matrix are rebuilt for each product (it has not run
+            on a GPU yet, so only where it is asked for).
         rounding_norms: with matrices in fp8 or int8 and more than 16 rows, one kernel adds the residual, normalises and
             rounds, and another gates and rounds (Hopper; it has not run on a GPU yet, so only where it is asked for).
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
@@ -45,6 +48,7 @@ class GPUOptions:
     prune_last_layer: bool = True
     gathered_keys: bool = False
     chained_blocks: bool = False
+    grouped_blocks: bool = False
     rounding_norms: bool = False
     copy_kernels: bool = True
     peer_sums: bool = True

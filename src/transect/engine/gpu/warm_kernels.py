@@ -54,6 +54,7 @@ class Work:
     copy_kernels: bool = False
     gathered_keys: bool = False
     chained_blocks: bool = False
+    grouped_blocks: bool = False
     quantization: str | None = None
     layouts: Layouts = ()
     cache_dtype: torch.dtype | None = None
@@ -108,7 +109,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
     kinds = kinds_for(
         work.quantization, device, dependent_launch=work.dependent_launch, layouts=work.layouts,
-        chained_blocks=work.chained_blocks,
+        chained_blocks=work.chained_blocks, grouped_blocks=work.grouped_blocks,
     )  # fmt: skip
     model = allocated(Decoder(config, "meta", work.dtype, ops=ops, kinds=kinds), device)
     stacks: list[FusedStack] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ def kinds_for(
     dependent_launch: bool = False,
     layouts: Layouts = (),
     chained_blocks: bool = False,
+    grouped_blocks: bool = False,
 ) -> Kinds | None:
     """The kinds of weight of a model that plain torch or a GPU serves; None: all are dense.
 
@@ -33,7 +34,7 @@ def kinds_for(
             stays dense.
         dependent_launch: as ``dependent`` in ``Int4Products.on``.
         layouts: without ``quantization``: of a checkpoint that packs its matrices: those of the layers stay so.
-        chained_blocks: as ``chained`` of ``gguf_matmul.Products``.
+        chained_blocks, grouped_blocks: as ``chained`` and ``grouped`` of ``gguf_matmul.Products``.
     """
     if quantization in EIGHT_BITS:
         eight = Products8.on(device, dependent=dependent_launch, fp8=quantization == "fp8")
@@ -44,10 +45,18 @@ def kinds_for(
         return lambda name: Dense if name == "head" else int4
     if not layouts:
         return None
-    return _as_stored(dict(layouts), device, dependent_launch, chained_blocks)
+    make_blocks = partial(
+        gguf_matmul.Products, device, dependent=dependent_launch, chained=chained_blocks, grouped=grouped_blocks
+    )
+    return _as_stored(dict(layouts), device, dependent_launch, make_blocks)
 
 
-def _as_stored(layouts: Mapping[str, Layout], here: torch.device | str, dependent: bool, chained: bool) -> Kinds:
+def _as_stored(
+    layouts: Mapping[str, Layout],
+    here: torch.device | str,
+    dependent: bool,
+    make_blocks: Callable[[], gguf_matmul.Products],
+) -> Kinds:
     formats = {layout.format for layout in layouts.values()}
     blocks: gguf_matmul.Products | None = None
     four = Int4Products.on(here, dependent=dependent) if "int4" in formats else None
@@ -70,7 +79,7 @@ def _as_stored(layouts: Mapping[str, Layout], here: torch.device | str, dependen
             four = four or Int4Products.on(device or "cpu", dependent=dependent)
             own = partial(ServingInt4, products=four, group=layout.group, ordered=layout.ordered)
         elif layout is not None and layout.format == "gguf":
-            blocks = blocks or gguf_matmul.Products(here, dependent=dependent, chained=chained)
+            blocks = blocks or make_blocks()
             own = partial(GGUFBlocks, block_type=layout.block_type, products=blocks)
         elif layout is not None:
             eight = eight or Products8.on(device or "cpu", dependent=dependent, fp8="fp8" in formats)

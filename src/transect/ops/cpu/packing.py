@@ -59,7 +59,16 @@ def pack_groups(library: Library, groups: AffineGroups) -> PackedWeight:
 
 
 def pack_fp8(library: Library, codes: Tensor, scale: Tensor) -> PackedWeight:
-    """The bits of e4m3 [n, k] in any type of one byte, and a scale float32 for each 32 of a row [n, k / 32]."""
+    """The bits of e4m3 [n, k] in any type of one byte, and a scale float32 for each 32 of a row [n, k / 32].
+
+    Raises:
+        ValueError: a scale of 256 or more, which the kernels' float32 cannot hold times 2^120.
+    """
+    if scale.numel() and float(scale.abs().max()) >= 256:
+        raise ValueError(
+            f"the C++ kernels take fp8 with scales below 256, and this matrix has {float(scale.abs().max()):g}; use "
+            "native=False to run on plain torch"
+        )
     data = library.pack_affine(Kind.FP8, codes.view(torch.uint8), scale, scale)
     n, k = codes.shape
     return PackedWeight(Kind.FP8, n, k, data)

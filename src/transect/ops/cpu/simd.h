@@ -98,19 +98,32 @@ inline void store(bf16* p, vf v) {  // to_bf16 on every lane
   std::memcpy(p, &h, sizeof h);
 }
 
-// A number of 8 bits, e4m3. Sign, exponent and digits, put where a float has its own, make one 2^120 times too small.
+// A number of 8 bits, e4m3. Sign, exponent and digits, put where a float16 has its own, make one 2^8 times too small, and
+// where a float has them one 2^120 times too small. That is below float's normal range for small numbers, which some
+// processors multiply a hundred times as slowly, so float16 comes first. 0x7F, of either sign, is NaN.
 struct fp8 { uint8_t bits; };
 
 inline vf load(const fp8* p) {
-  vi v;
-#if defined(__AVX512F__)
-  if constexpr (LANES == 16) v = (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
-#elif defined(__AVX2__)
-  if constexpr (LANES == 8) v = (vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#if defined(__AVX512F__) && defined(__AVX2__)
+  if constexpr (LANES == 16) {
+    const __m256i most = _mm256_set1_epi16(0x3F80), wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+    const __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16(int16_t(0xBF80)));
+    const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, most), most);
+    return (vf)_mm512_cvtph_ps(_mm256_or_si256(half, _mm256_and_si256(nan, _mm256_set1_epi16(0x7E00)))) * 0x1p8f;
+  }
+#elif defined(__AVX2__) && defined(__F16C__)
+  if constexpr (LANES == 8) {
+    const __m128i most = _mm_set1_epi16(0x3F80), wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i*)p));
+    const __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16(int16_t(0xBF80)));
+    const __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(half, most), most);
+    return (vf)_mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7E00)))) * 0x1p8f;
+  }
 #endif
-  if constexpr (LANES == 4)
-    for (int i = 0; i < LANES; i++) v[i] = p[i].bits;
-  return (vf)((v & 0x80) << 24 | (v & 0x7F) << 20) * 0x1p120f;
+  vi v;
+  for (int i = 0; i < LANES; i++) v[i] = p[i].bits;
+  const vi code = v & 0x7F;
+  const vf number = (vf)((v & 0x80) << 24 | code << 20) * 0x1p120f;
+  return (vf)((vi)number | ((code == 0x7F) & 0x7FC00000));
 }
 
 inline void store(fp8* p, vf v) {  // to the nearest, of two as near to the even one; beyond 448 to 448, NaN stays NaN

@@ -37,7 +37,7 @@ Counters, and what was tried and lost, are in ``docs/lab-notes/attention.md``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -518,7 +518,7 @@ def _descriptor(t: Tensor, rows: int) -> Any:
     return tensor_descriptor(t, [rows, 1, _columns(t.shape[2])], _layout())
 
 
-@cache
+@lru_cache(1024)
 def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
     """How many heads are worked on at a time: as many as have keys and values of 16 MB together, which leaves most of
     the L2 cache free, and at least those that share a key head."""

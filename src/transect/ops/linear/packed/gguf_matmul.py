@@ -146,11 +146,14 @@ class Products:
     """``reference`` on a device, whichever way is quicker for the number of rows; resolved once.
 
     ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_chain.cu`` takes one row.
+    ``grouped``: experts in any type are decoded in the grouped product, not only in those that a GPU has run.
     """
 
-    def __init__(self, device: torch.device | str, *, dependent: bool = False, chained: bool = False) -> None:
+    def __init__(
+        self, device: torch.device | str, *, dependent: bool = False, chained: bool = False, grouped: bool = False
+    ) -> None:
         device = torch.device(device)
-        self.dependent = dependent
+        self.dependent, self.grouped = dependent, grouped
         self._rows: gguf_rows.GGUFRows | None = None
         self.chain: gguf_chain.GGUFChain | None = None
         self._tiles: gguf_tiles.GGUFTiles | None = None
