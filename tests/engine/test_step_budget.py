@@ -1,5 +1,7 @@
 """Steps that are sized by time: the shipping scheduler on a device whose steps take a known time."""
 
+from types import SimpleNamespace
+
 import pytest
 from small_engine import lengths, request
 
@@ -7,6 +9,7 @@ from transect.engine.batch import ScheduledBatch, StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
 from transect.engine.gpu.step_sizes import token_bucket
+from transect.engine.leading import FollowingCore, LeadingCore, Orders
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.engine.step_budget import AUTO_RATIO, LEARN_STEPS, even
@@ -209,6 +212,15 @@ def test_a_prompt_longer_than_the_largest_step_leaves_room_where_nobody_decodes(
     assert sizes(alike, 3) == [[1000]] * 3, "of two that are alike the first is not held up"
 
 
+def test_a_long_prompt_leaves_no_room_for_those_that_cannot_be_admitted():
+    """No KV blocks are left for the short one. Whether there are some now is tried in every second step."""
+    core = engine(itl_target=20e-3, num_blocks=222)
+    core.add(request("long", prompt=3500, max_tokens=2))
+    sizes(core, 1)
+    core.add(request("short", prompt=100, first=3, max_tokens=2))
+    assert sizes(core, 3) == [[500], [1000], [1000]]
+
+
 def test_one_long_prompt_is_no_long_queue():
     """Streams feel no longer steps because one user's prompt is long; they do because many wait."""
 
@@ -320,6 +332,31 @@ def test_what_takes_long_to_launch_counts_from_the_end_of_the_step_before():
         assert seconds == pytest.approx(BASE + EACH * tokens, rel=0.1)
     small = [seconds for tokens, seconds in told if tokens <= 64]
     assert min(small) > 0.7 * BASE and max(small) < 1.3 * (BASE + 3 * EACH)
+
+
+def test_ranks_of_a_pipeline_plan_the_same_steps():
+    """The others hear how long a step took only with the next orders of rank 0."""
+
+    class Uneven(Device):
+        def seconds(self, tokens: int) -> float:
+            return super().seconds(tokens) * (1.0, 1.4, 0.7)[len(self.batches) % 3]
+
+    limits = {"lag": 1, "device": Uneven, "itl_target": 20e-3, "pipeline_depth": 2}
+    follower = FollowingCore(engine(**limits))
+
+    def announce(orders: Orders) -> None:
+        for name, arguments, _ in orders.messages:
+            getattr(follower, name)(*arguments)
+        follower.step()
+
+    ranks = SimpleNamespace(check=lambda: None, world=SimpleNamespace(announce=announce), explain=lambda error: error)
+    core = LeadingCore(engine(**limits), ranks)
+    for index in range(20):
+        core.add(request(str(index), prompt=200 + 10 * index, first=7 + index, max_tokens=12))
+        for _ in range(3):
+            core.step()
+    planned = [[lengths(batch) for _, batch in each.executor.batches] for each in (core, follower)]
+    assert planned[0] == planned[1] and len(planned[0]) > 40
 
 
 def test_there_is_nothing_to_wait_for_without_a_step_in_flight_or_a_target():

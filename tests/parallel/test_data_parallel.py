@@ -232,6 +232,7 @@ def test_each_rank_keeps_its_part(pair, tmp_path):
         ({"optimizer": {"name": "zero_one_adam"}, "precision": "bfloat16"}, 'set precision to "mixed"'),
         ({"parallel": {"data": 1, "zero": 1}}, r"set parallel\.data to 2 or more"),
         ({"parallel": {"data": 2, "zero": 3, "sums": "fused"}}, r"set parallel\.zero to 0, 1 or 2"),
+        ({"parallel": {"offload": "all", "sums": "fused"}}, r'set parallel\.offload to "optimizer", or'),
         ({}, "2 ranks .*and 1 were started"),
     ],
 )

@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
@@ -132,6 +134,23 @@ def test_ranks_end_with_their_parent_and_a_lost_one_is_named(tmp_path):
     said, errors = process.communicate(timeout=PATIENCE_S)
     assert f"RankFailure('rank 1 (process {child}) ended with code 1: RuntimeError: on purpose')" in said
     assert errors.count("RuntimeError: on purpose") == 1 and gone(child)
+
+
+def test_groups_of_gpus_are_ended_by_one_thread_at_a_time(monkeypatch):
+    """That which ends kernels after the end of a rank may take longer than ``close`` waits."""
+    go, ended = threading.Event(), []
+    monkeypatch.setattr(launch, "END_S", 0.01)
+    monkeypatch.setattr(Ranks, "_abort", lambda self: go.wait())
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ended.append(True))
+    child = SimpleNamespace(pid=1, wait=lambda: -9)
+    ranks = Ranks(SimpleNamespace(device=torch.device("cuda")), {1: child}, None)
+    wait_for(lambda: ranks.failure, "the end of the child")
+    ranks._leave()
+    assert not ended
+    go.set()
+    ranks._aborting.join()
+    ranks._leave()
+    wait_for(lambda: ended, "the end of the groups")
 
 
 def on_two_hosts(*program):

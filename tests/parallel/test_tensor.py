@@ -144,12 +144,14 @@ def test_blocks_of_a_file_stay_packed(quantized, checkpoints, pair, settings):
 
 
 def test_8_bits_over_ranks_are_for_the_c_kernels(pair, tmp_path):
-    """Plain torch would round them to 4."""
+    """Plain torch would round them to 4. A KV cache in fp8 is for those of one rank."""
     make_model("llama", hidden_size=64, head_dim=64, intermediate_size=256).save_pretrained(tmp_path)
     save_tiny_llm_text(tmp_path)
     how = {"ranks": pair, "tensor_parallel_size": 2, **SETTINGS, "quantization": "fp8", "block_size": 16}
     with pytest.raises(ValueError, match=r"fp8 over several ranks on a CPU is for the C\+\+ kernels"):
         LLM(str(tmp_path), **how | {"native": False})
+    with pytest.raises(ValueError, match=r"native=True, but .* no KV cache in fp8 where ranks share a model"):
+        LLM(str(tmp_path), **how | {"native": True, "kv_cache_dtype": "fp8"})
     llm = LLM(str(tmp_path), **how | {"native": True})
     assert "the layers' weights in fp8" in llm.kernels and llm.generate(PROMPTS[:1])[0].outputs[0].token_ids
     llm.close()

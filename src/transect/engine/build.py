@@ -161,17 +161,17 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         "threads": threads,
         "block_size": config.block_size,
         "quantization": config.quantization,
+        "kv_cache_dtype": config.kv_cache_dtype,
     }
     drawn = {"seed": config.seed or 0, "deterministic": config.deterministic, "stream": stream}
     if mesh is None or (mesh.parts.size == 1 and not mesh.layout.expert):
-        library, why = kernels(source.config, **choice, kv_cache_dtype=config.kv_cache_dtype)  # type: ignore[arg-type]
+        library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
         native = library is not None
-        model = load_model(source, **drawn, **choice, kv_cache_dtype=config.kv_cache_dtype)  # type: ignore[arg-type]
+        model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
             beside = "beside the packed weights, layers operator by operator"
             why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
-        choice["native"] = choice["native"] if config.kv_cache_dtype == "auto" else False
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"

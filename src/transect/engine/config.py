@@ -48,7 +48,7 @@ class EngineConfig:
         kv_cache_dtype: ``auto``: keys and values are cached in the compute dtype. ``fp8``: in e4m3, at half the bytes
             of bfloat16, divided by the checkpoint's scales where it has any; what is beyond 448 becomes 448. ``int8``:
             with a scale for each head of a token. Both by Triton kernels on a GPU (fp8 on Hopper by a kernel in CUDA
-            C++ where steps decode); on a CPU fp8 by the C++ kernels, int8 by plain torch.
+            C++ where steps decode); on a CPU fp8 by the C++ kernels where no ranks share the model, else plain torch.
         device: ``auto`` (a CUDA GPU if there is one and Triton is installed), ``cpu`` or ``cuda``.
         deterministic: a request's logits are the same to the bit alone and in any batch, at any chunk size, with the
             prefix cache or without; slower on a GPU. The C++ CPU kernels are so always.

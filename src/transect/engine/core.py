@@ -133,8 +133,8 @@ class EngineCore:
         return max(seconds, 0.0)
 
     def step(self) -> list[EngineOutput]:
-        """Submit at most one batch (in a pipeline another one, as soon as tokens have come), wait for at most one, and
-        return what became known. Cheap when there is no work."""
+        """Submit at most one batch (in a pipeline another one, as soon as tokens have come, unless steps are sized by
+        time), wait for at most one, and return what became known. Cheap when there is no work."""
         batch = self._submit() if len(self._in_flight) <= self.lag else None
         if batch is None and self.idle is not None:
             self.idle()
@@ -142,8 +142,10 @@ class EngineCore:
             self._take_result()
             if self._in_flight:
                 self._draw()
-            if self.scheduler.config.pipeline_depth > 1 and self.idle is None:
-                self._submit()  # the first stage has nothing to do until then, and the caller takes its time
+            # The first stage has nothing to do until then, and the caller takes its time. But other ranks hear what was
+            # learned of a step's time only before the next call, and must plan the same.
+            if self.scheduler.config.pipeline_depth > 1 and self.idle is None and not self._timed:
+                self._submit()
         outputs, self._ready = self._ready, []
         return outputs
 

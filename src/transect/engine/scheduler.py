@@ -46,6 +46,9 @@ from .waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")
 
+BARRED = ("kv", "places")
+"""What holds the queue's head back however much room a step has."""
+
 
 class Scheduler:
     """Bookkeeping of all requests of an engine. Not thread-safe: one loop owns it.
@@ -127,7 +130,7 @@ class Scheduler:
 
     def coming(self) -> Coming:
         """What the next step would have if it were planned now."""
-        return self.budget.coming(self.running, self.waiting, self._cut)
+        return self.budget.coming(self.running, self.waiting, self._cut, self.held_back in BARRED)
 
     def schedule(self) -> ScheduledBatch | None:
         """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
@@ -136,7 +139,7 @@ class Scheduler:
         running = self.running
         depth = self.config.pipeline_depth
         most = -(-len(running) // depth)
-        budget = self.budget.of_next(running, self.waiting, self._cut)
+        budget = self.budget.of_next(running, self.waiting, self._cut, self.held_back in BARRED)
         spare = budget.tokens - len(running)
         plan = Plan(self._step + 1, budget.chunk)
         step, rows, sequences = plan.step, plan.rows, plan.sequences

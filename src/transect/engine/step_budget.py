@@ -91,22 +91,24 @@ class StepBudget:
         graph = config.graph_tokens or 0
         self._graph = min(graph, self._mixed) if graph >= 2 * config.max_num_seqs else self._mixed
 
-    def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool) -> Budget:
+    def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Budget:
         """What the next step may have.
 
         Args:
             cut: the step before left a prompt unfinished.
+            barred: it had no place or no KV blocks for the queue's head, so a long prompt leaves no room for those that
+                wait: nobody would take it.
         """
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
             timed = self._config.itl_target is not None
-            return Budget(most, self._share_of(most, most, prompts, waiting) if timed else self._chunk)
+            return Budget(most, self._share_of(most, most, prompts, waiting, barred) if timed else self._chunk)
         if not (len(waiting) or cut):
             return Budget(self._mixed, self._chunk)
         if self._config.itl_target is not None:
             if self.times.steps >= LEARN_STEPS:
-                return self._by_time(self._config.itl_target, running, waiting)
+                return self._by_time(self._config.itl_target, running, waiting, barred)
         elif self._fills(running, waiting):
             assert self.fill_tokens is not None
             return Budget(self.fill_tokens, self._chunk)
@@ -116,16 +118,16 @@ class StepBudget:
         """A step was planned, with prompts or without."""
         self._share += SMOOTHING * (prompts - self._share)
 
-    def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool) -> Coming:
+    def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
         """What the next step would have if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk = self.of_next(running, waiting, cut)
+        tokens, chunk = self.of_next(running, waiting, cut, barred)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.length, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
 
-    def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue) -> Budget:
+    def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
         left = [(seq.length - seq.scheduled, seq.scheduled) for seq in running]
         prompts = [(count, done) for count, done in left if count > 1]
         rows = len(left)
@@ -146,16 +148,17 @@ class StepBudget:
             tokens = max(rows, min(rows + -(-waits // PATIENCE), most))
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
-        return Budget(tokens, self._share_of(room, long, [count for count, _ in prompts], waiting))
+        return Budget(tokens, self._share_of(room, long, [count for count, _ in prompts], waiting, barred))
 
-    def _share_of(self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue) -> int:
+    def _share_of(self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool) -> int:
         """What one prompt may take of a step's ``room``: less where others, no more than half as long, wait beside one
         of more than ``long`` tokens. ``prompts``: tokens that are left of those that have begun."""
         longest = max(prompts, default=0)
         if longest <= long:
             return self._chunk
         half = longest // 2
-        short = sum(count <= half for count in prompts) + sum(seq.length <= half for seq in waiting.in_order())
+        short = sum(count <= half for count in prompts)
+        short += 0 if barred else sum(seq.length <= half for seq in waiting.in_order())
         return min(self._chunk, max(1, -(-room // min(1 + short, SHARES))))
 
     def _cheap(self, most: int, beside: StepLoad) -> int:

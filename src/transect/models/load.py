@@ -240,8 +240,10 @@ def kernels(
     block_size: int = 16,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    shared: bool = False,
 ) -> tuple[cpu_library.Library | None, str]:
     """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
+    ``shared``: it is one rank's part.
 
     Raises:
         ValueError: ``native`` insists on them and they cannot run; unknown dtype.
@@ -256,6 +258,8 @@ def kernels(
         reason = f"the C++ kernels compute in float32, not {dtype}"
     elif kv_cache_dtype == "int8":
         reason = "the C++ kernels have no KV cache in int8, only in fp8"
+    elif kv_cache_dtype == "fp8" and shared:
+        reason = "the C++ kernels have no KV cache in fp8 where ranks share a model"
     else:
         reason = refusal(config, block_size, quantization)
     if reason is None:

@@ -54,6 +54,8 @@ class Ranks:
         self._closing = self._calls = False
         self._told: list[Callable[[str], object]] = []
         self._aborting: threading.Thread | None = None
+        self._lock = threading.Lock()
+        """Whoever ends the groups, ``close`` or the end of a child, ends them alone."""
         for rank, child in children.items():
             threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
 
@@ -135,9 +137,10 @@ class Ranks:
 
     def close(self) -> None:
         """End the children. Harmless when repeated."""
-        if self._closing:
-            return
-        self._closing = True
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
         if self._calls and not self._children:  # others of torchrun, whom no pipe tells
             with contextlib.suppress(RuntimeError):
                 self.world.announce(None)  # the end of the job ...
@@ -163,11 +166,13 @@ class Ranks:
         if self.world.device.type != "cuda":
             dist.destroy_process_group()
             return
-        if self._aborting is not None:  # both at once free memory twice
-            self._aborting.join(END_S)
-        leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        leaving.start()
-        leaving.join(END_S)
+        leaving = self._aborting
+        if leaving is not None:
+            leaving.join(END_S)
+        if leaving is None or not leaving.is_alive():  # both at once free memory twice
+            leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
+            leaving.start()
+            leaving.join(END_S)
         if leaving.is_alive():
             log.warning("NCCL has not let go within %g s: this process can start no other ranks", END_S)
 
@@ -187,14 +192,15 @@ class Ranks:
 
     def _watch(self, rank: int, child: subprocess.Popen[bytes]) -> None:
         code = child.wait()
-        if self._closing or self.failure is not None:
-            return
-        self.failure = ended(rank, child.pid, code, self._folder)
-        if self.world.device.type == "cuda":
-            self._aborting = threading.Thread(target=self._abort, daemon=True)
-            self._aborting.start()
+        with self._lock:
+            if self._closing or self.failure is not None:
+                return
+            if self.world.device.type == "cuda":
+                self._aborting = threading.Thread(target=self._abort, daemon=True)
+                self._aborting.start()
+            failure = self.failure = ended(rank, child.pid, code, self._folder)  # who sees it may close at once
         for listener in self._told:
-            listener(self.failure)
+            listener(failure)
 
 
 def check_devices(size: int, device: str, first_device: int = 0) -> None:

@@ -119,6 +119,7 @@ def load_shard(
     seed: int = 0,
     deterministic: bool = False,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
     stream: StreamPlan | None = None,
 ) -> tuple[Decoder, str, bool]:
     """This rank's part of a model on the CPU; a sentence for the start-up line: what computes it, and why; and whether
@@ -137,6 +138,8 @@ def load_shard(
         threads=threads,
         block_size=block_size,
         quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        shared=True,
     )
     if library is None:
         model = _torch_model(source, shard, mesh, dtype, deterministic, stream)

@@ -123,7 +123,7 @@ class _Rows:
 
 
 def _summed(gradients: Tensor, ids: Tensor, rows: int) -> Tensor:
-    """``[rows, D]``: the sum of the gradients of each id, made in float32 and rounded once."""
+    """``[rows, D]``: the sum of the gradients of each id, in their dtype."""
     found: Tensor = torch.ops.aten.embedding_dense_backward(gradients, ids, rows, -1, False)
     return found
 

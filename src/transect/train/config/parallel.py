@@ -96,9 +96,11 @@ class ParallelConfig:
         if self.zero and self.data == 1 and not (self.zero == 3 and self.offload == "all"):
             raise ValueError(f"parallel.zero = {self.zero} cuts over several ranks: set parallel.data to 2 or more")
         if self.sums == "fused" and self.sharded:
+            changes = ["parallel.zero to 0, 1 or 2"] if self.zero == 3 else []
+            changes += ['parallel.offload to "optimizer"'] if self.offload == "all" else []
             raise ValueError(
-                'parallel.sums = "fused" is for gradients of whole parameters: set parallel.zero to 0, 1 or 2, or '
-                'parallel.sums to "auto"'
+                'parallel.sums = "fused" is for gradients of whole parameters: set '
+                f'{" and ".join(changes)}, or parallel.sums to "auto"'
             )
         if self.sequence and self.tensor == 1:
             raise ValueError("parallel.sequence shares tokens between ranks of parallel.tensor: set that to 2 or more")
