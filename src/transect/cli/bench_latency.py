@@ -44,7 +44,7 @@ def command(
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
-    **engine: Any,
+    **engine_settings: Any,
 ) -> None:
     """Prefill and decode of one or more requests at once: time, floor, and the share of the floor."""
     from ..engine.config import EngineConfig
@@ -53,13 +53,13 @@ def command(
     meters = meter(energy, energy_gpu)
     _, step_tokens = EngineConfig(
         model=model, max_num_seqs=max(batches), max_num_batched_tokens=max_num_batched_tokens
-    ).limits(device_type(engine["device"]))
+    ).limits(device_type(engine_settings["device"]))
     spare = -(-max(batches) * prompt_tokens // (step_tokens - max(batches) + 1)) + 2
     longest = prompt_tokens + new_tokens + spare + 1
     blocks = -(-longest // 16) * max(batches)
     settings = engine_config(
         model,
-        **engine,
+        **engine_settings,
         enable_prefix_caching=False,
         max_num_seqs=max(batches),
         max_num_batched_tokens=step_tokens,

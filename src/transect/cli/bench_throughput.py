@@ -54,7 +54,7 @@ def command(
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
-    **engine: Any,
+    **engine_settings: Any,
 ) -> None:
     """Many sequences at once: the protocol of nano-vllm's and mini-sglang's benchmarks.
 
@@ -71,7 +71,7 @@ def command(
     settings = engine_config(
         model,
         data_parallel_size=data_parallel_size,
-        **engine,
+        **engine_settings,
         enable_prefix_caching=False,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -38,7 +38,7 @@ def command(
     adapter: Adapter = None,
     max_model_len: MaxModelLen = None,
     config: ConfigFile = None,
-    **engine: Any,
+    **engine_settings: Any,
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def command(
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
     settings = engine_config(
         model,
-        **engine,
+        **engine_settings,
         adapter=adapter,
         max_model_len=max_model_len,
         max_num_seqs=1,

@@ -140,7 +140,8 @@ def how_it_runs(
 
 
 def takes(*groups: Callable[..., None]) -> Callable[[Command], Command]:
-    """Gives a command the options that ``groups`` have as parameters; it finds their values in its ``**engine``.
+    """Gives a command the options that ``groups`` have as parameters; their values come in its
+    ``**engine_settings``.
 
     typer reads options from a signature, so this writes one: the command's own parameters, then those of the groups.
     """
@@ -150,8 +151,8 @@ def takes(*groups: Callable[..., None]) -> Callable[[Command], Command]:
         return [each.replace(kind=each.KEYWORD_ONLY) for each in found if each.kind is not each.VAR_KEYWORD]
 
     def add(command: Command) -> Command:
-        together = [each for function in (command, *groups) for each in parameters(function)]
-        command.__signature__ = inspect.Signature(together)  # type: ignore[attr-defined]
+        added = [each for group in groups for each in parameters(group)]
+        command.__signature__ = inspect.Signature([*parameters(command), *added])  # type: ignore[attr-defined]
         return command
 
     return add

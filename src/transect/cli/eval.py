@@ -47,7 +47,7 @@ def command(
     calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
     plot: Annotated[Path | None, typer.Option(help="--formats: a picture, perplexity over bits.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    **engine: Any,
+    **engine_settings: Any,
 ) -> None:
     """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
     if not text and not tasks:
@@ -59,7 +59,7 @@ def command(
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
     if formats is not None:
-        _formats(model, formats, text, window, engine["dtype"], plot, json, calibrate, calibrate_tokens)
+        _formats(model, formats, text, window, engine_settings["dtype"], plot, json, calibrate, calibrate_tokens)
         return
     if calibrate is not None:
         raise ValueError("--calibrate goes with --formats: give both, or transect quantize --calibrate")
@@ -69,7 +69,7 @@ def command(
 
     config = engine_config(
         model,
-        **engine,
+        **engine_settings,
         adapter=adapter,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,

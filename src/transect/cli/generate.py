@@ -35,7 +35,7 @@ def command(
     adapter: Adapter = None,
     max_model_len: MaxModelLen = None,
     config: ConfigFile = None,
-    **engine: Any,
+    **engine_settings: Any,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.sampling_params import SamplingParams
@@ -51,7 +51,7 @@ def command(
     )
     settings = engine_config(
         model,
-        **engine,
+        **engine_settings,
         adapter=adapter,
         max_model_len=max_model_len,
         max_num_seqs=1,

@@ -130,7 +130,7 @@ def command(
     data_parallel_size: DataParallel = 1,
     check_plans: CheckPlans = False,
     config: ConfigFile = None,
-    **engine: Any,
+    **engine_settings: Any,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
@@ -167,7 +167,7 @@ def command(
     sock = None if follows else (bind(host, port) if uds is None else bind_unix(uds))
     settings = engine_config(
         model,
-        **engine,
+        **engine_settings,
         revision=revision,
         adapter=adapter,
         tokenizer=tokenizer,
