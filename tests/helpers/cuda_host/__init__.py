@@ -45,7 +45,7 @@ LITERAL = re.compile(r'"(?:\\.|[^"\\])*"')
 
 
 def _fields(text: str, first: int, between: str) -> tuple[list[str], int]:
-    """What the letter ``between`` parts, from ``first`` on up to the closing bracket that nothing opened; and that place.
+    """What the letter ``between`` parts, from ``first`` on up to the closing bracket that nothing opened; that place.
     Letters in brackets and in strings part nothing."""
     found: list[str] = []
     depth, at, own = 0, first, ""
