@@ -44,10 +44,36 @@ def test_training_on_several_devices_is_per_rank(capsys):
     code, out, _ = run(capsys, "llama-3.1-8b", *small, "--checkpointing", "full", "--json")
     found = json.loads(out)
     assert code == 0 and found["fits"] and {term["name"] for term in found["host"]} >= {"weights", "gradients"}
-    assert "set it to 3" in run(capsys, "llama-3.1-8b", *small, "--dp", "2", "--zero", "1")[2]
+    assert "set parallel.zero to 3" in run(capsys, "llama-3.1-8b", *small, "--dp", "2", "--zero", "1")[2]
     code, out, _ = run(capsys, "qwen3-30b-a3b", *few, "--dp", "8", "--ep", "8", "--json")
     assert code == 0 and json.loads(out)["layout"] == "dp 8, experts shared"
     assert "set both to 4" in run(capsys, "qwen3-30b-a3b", *few, "--dp", "4", "--ep", "2")[2]
+
+
+def test_what_is_asked_follows_from_the_options(capsys):
+    code, out, _ = run(capsys, "llama-3.1-8b", "--task", "qlora", "--objective", "dpo", "--device-memory", "24GB")
+    assert code == 0 and "qlora with dpo, bfloat16, adamw, micro-batches of 4096 tokens" in out and "fits" in out
+    assert "full sequences" in run(capsys, "llama-3.1-8b", "--context", "4096", "--device-memory", "24GB")[1]
+
+
+def test_the_file_of_a_run_is_asked_about_as_it_is(tmp_path, capsys):
+    from transect.train.config import TrainConfig
+
+    file = tmp_path / "run.toml"
+    file.write_text(
+        'model = "llama-3.2-1b"\ntask = "lora"\nprecision = "mixed"\naccumulate = 4\ndevice = "cpu"\n'
+        "[data]\nseq_len = 512\nmicro_batch = 512\n[lora]\nrank = 8\n[parallel]\ndata = 2\n"
+    )
+    found = json.loads(run(capsys, str(file), "--device-memory", "24GB", "--json")[1])
+    assert (found["task"], found["precision"], found["layout"]) == ("lora", "mixed", "dp 2")
+    adapters = 4 * 2 * 8 * 16 * sum((2048 + 2048, 2 * (2048 + 512), 2048 + 2048, 3 * (2048 + 8192)))
+    assert {t["name"]: t["bytes"] for t in found["terms"]}["optimizer state"] == adapters
+    changed = json.loads(
+        run(capsys, str(file), "--device-memory", "24GB", "--rank", "16", "--set", "lora.alpha=4", "--json")[1]
+    )
+    assert {t["name"]: t["bytes"] for t in changed["terms"]}["optimizer state"] == 2 * adapters
+    assert TrainConfig.from_toml(file).accumulate == 4  # what was not given stays the file's
+    assert "for --train: give the model" in run(capsys, str(file), "--serve")[2]
 
 
 def test_serving(capsys):
@@ -81,6 +107,14 @@ def test_serving(capsys):
         (("llama-3.1-8b", "--train", "--tp", "3", "--device-memory", "80GB"), "cannot be cut for 3 ranks"),
         (("llama-3.1-8b", "--train", "--zero", "1", "--device-memory", "80GB"), "parallel.data to 2"),
         (("llama-9b", "--train"), "llama-9b"),
+        (("llama-3.1-8b", "--task", "dpo"), 'set objective to "dpo", and task to what is trained'),
+        (("llama-3.1-8b", "--task", "lora", "--context", "99"), "--context is for --serve, and this asks for --train"),
+        (("llama-3.1-8b", "--serve", "--task", "lora"), "--task is for --train, and this asks for --serve"),
+        (("llama-3.1-8b", "--offload", "--device-memory", "80GB"), 'set precision to "mixed"'),
+        (("llama-3.1-8b", "--objective", "distill", "--device-memory", "80GB"), "distill.teacher"),
+        (("smollm2-135m", "--task", "qlora", "--device-memory", "80GB"), "set lora.group to 32"),
+        (("smollm2-135m", "--seq-len", "9000", "--micro-batch", "9000"), "data.seq_len to at most 8192"),
+        (("runs/none.toml",), "cannot read runs/none.toml"),
         (("qwen3-0.6b", "--serve", "--context", "99999"), "--context is 99999, but the model knows 40960 positions"),
     ],
 )

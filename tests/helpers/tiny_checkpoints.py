@@ -25,6 +25,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 
+LLAMA4 = {"moe_layers": [0], "no_rope_layers": [1, 0], "attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.5}
 FEW_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
@@ -48,7 +49,7 @@ def make_config(family, **changes):
         ),
         "mixtral": lambda: t.MixtralConfig(**SMALL | changes, num_local_experts=4),
         "qwen2-moe": lambda: t.Qwen2MoeConfig(
-            **SMALL | changes, **FEW_EXPERTS, shared_expert_intermediate_size=40, mlp_only_layers=[1]
+            **SMALL | {"mlp_only_layers": [1]} | changes, **FEW_EXPERTS, shared_expert_intermediate_size=40
         ),
         "qwen3-moe": lambda: t.Qwen3MoeConfig(**SMALL | changes, **FEW_EXPERTS, head_dim=16, norm_topk_prob=True),
         "olmoe": lambda: t.OlmoeConfig(**SMALL | changes, num_experts=6, num_experts_per_tok=2),
@@ -72,24 +73,20 @@ def make_config(family, **changes):
             **SMALL | changes, head_dim=16, sliding_window=7, attn_logit_softcapping=2.0, final_logit_softcapping=8.0
         ),
         "gemma3": lambda: t.Gemma3TextConfig(
-            **SMALL | changes, head_dim=16, sliding_window=7, layer_types=["sliding_attention", "full_attention"]
+            **SMALL | {"layer_types": ["sliding_attention", "full_attention"]} | changes, head_dim=16, sliding_window=7
         ),
+        "phi3": lambda: t.Phi3Config(**SMALL | changes, pad_token_id=0),
         "olmo2": lambda: t.Olmo2Config(**SMALL | changes),
         "granite": lambda: t.GraniteConfig(
             **SMALL | changes, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6
         ),
-        "smollm3": lambda: t.SmolLM3Config(**SMALL | changes, no_rope_layers=[1, 0], pad_token_id=0),
+        "smollm3": lambda: t.SmolLM3Config(**SMALL | {"no_rope_layers": [1, 0]} | changes, pad_token_id=0),
         "llama4": lambda: t.Llama4TextConfig(
-            **SMALL | changes,
+            **SMALL | LLAMA4 | changes,
             head_dim=16,
             intermediate_size_mlp=96,
             num_local_experts=4,
             num_experts_per_tok=1,
-            moe_layers=[0],
-            no_rope_layers=[1, 0],
-            attention_chunk_size=16,
-            floor_scale=8,
-            attn_scale=0.5,
         ),
     }[family]()
 
@@ -130,35 +127,82 @@ def save_mxfp4(folder, **changes):
     (folder / "config.json").write_text(json.dumps(settings))
 
 
-def write_gguf(path, model, type_name="F32", *, leave_out=(), change=None):
-    """The model as a GGUF file, matrices in ``type_name``. ``change(name, array)`` may replace a tensor."""
+GGUF_NAMES = {
+    "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss",
+    "gemma3_text": "gemma3", "llama4_text": "llama4",
+}  # fmt: skip
+"""The architecture that converters write for a ``model_type``, where it is another."""
+
+
+def write_gguf(path, model, type_name="F32", *, leave_out=(), change=None, metadata=None):
+    """The model as a GGUF file, matrices in ``type_name``. ``change(name, array)`` may replace a tensor; ``metadata``
+    adds keys."""
     config = model.config
-    architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
+    architecture = GGUF_NAMES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture)
     _write_metadata(writer, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    for hf_name, weight in model.state_dict().items():
-        if hf_name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        array = weight.detach().numpy()
-        if config.model_type == "gpt2" and array.ndim == 2 and ".h." in hf_name:
-            array = np.ascontiguousarray(array.T)
-        if architecture == "llama" and ".q_proj." in hf_name:
-            array = interleave(array, config.num_attention_heads)
-        if architecture == "llama" and ".k_proj." in hf_name:
-            array = interleave(array, config.num_key_value_heads)
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    for key, value in (metadata or {}).items():
+        getattr(writer, f"add_{key}")(value)
+    for name, array in _gguf_tensors(model, architecture):
         if name in leave_out:
             continue
         if change is not None:
             array = change(name, array)
-        kind = gguf.GGMLQuantizationType[type_name if array.ndim == 2 else "F32"]
+        packed = array.ndim >= 2 and name.endswith("weight") and not name.endswith("gate_inp.weight")
+        packed = packed and array.shape[-1] % 32 == 0
+        kind = gguf.GGMLQuantizationType[type_name if packed else "F32"]
         writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _gguf_tensors(model, architecture):
+    """What a converter writes, (name, array) each."""
+    config = model.config
+    arch = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for hf_name, weight in model.state_dict().items():
+        if hf_name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = weight.detach().numpy()
+        if ".experts." in hf_name:
+            yield from _experts(config, hf_name, array)
+            continue
+        if config.model_type == "gpt2" and array.ndim == 2 and ".h." in hf_name:
+            array = np.ascontiguousarray(array.T)
+        if architecture in ("llama", "granite", "smollm3") and ".q_proj." in hf_name:
+            array = interleave(array, config.num_attention_heads)
+        if architecture in ("llama", "granite", "smollm3") and ".k_proj." in hf_name:
+            array = interleave(array, config.num_key_value_heads)
+        if architecture.startswith("gemma") and hf_name.endswith("norm.weight"):
+            array = array + 1
+        if hf_name.endswith("shared_expert_gate.weight"):
+            array = array[0]
+        if hf_name.endswith("self_attn.sinks"):
+            hf_name += ".weight"
+        if hf_name.endswith("e_score_correction_bias"):
+            hf_name = hf_name.replace("e_score_correction_bias", "e_score_correction.bias")
+        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        assert name is not None, hf_name
+        yield name, array
+
+
+def _experts(config, hf_name, array):
+    """Gate and up of all experts as two tensors ``[E, outputs, inputs]``, down as one."""
+    block = f"blk.{hf_name.split('.')[2]}"
+    kind = "bias" if "bias" in hf_name else "weight"
+    if config.model_type in ("gpt_oss", "llama4_text") and kind == "weight":  # inputs by outputs
+        array = array.swapaxes(1, 2)
+    if "down_proj" in hf_name:
+        yield f"{block}.ffn_down_exps.{kind}", array
+        return
+    half = array.shape[1] // 2
+    turns = config.model_type == "gpt_oss"
+    yield f"{block}.ffn_gate_exps.{kind}", array[:, ::2] if turns else array[:, :half]
+    yield f"{block}.ffn_up_exps.{kind}", array[:, 1::2] if turns else array[:, half:]
 
 
 def interleave(array, heads):
@@ -178,12 +222,47 @@ def _write_metadata(writer, config):
         writer.add_feed_forward_length(4 * config.hidden_size)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
-    writer.add_feed_forward_length(config.intermediate_size)
+    llama4 = config.model_type == "llama4_text"
+    writer.add_feed_forward_length(config.intermediate_size_mlp if llama4 else config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    rope = config.rope_parameters
+    writer.add_rope_freq_base(rope["full_attention"]["rope_theta"] if "full_attention" in rope else rope["rope_theta"])
     if getattr(config, "head_dim", None):
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
-    if config.model_type == "mistral":
+    if config.model_type in ("mistral", "gemma2", "gemma3_text", "gpt_oss"):
         writer.add_sliding_window(config.sliding_window)
+    if config.model_type == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if config.model_type == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    _write_moe(writer, config)
+
+
+def _write_moe(writer, config):
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    experts = experts or getattr(config, "n_routed_experts", None)
+    if experts is None:
+        return
+    writer.add_expert_count(experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type != "mixtral":
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+    if config.model_type == "dots1":
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type == "llama4_text":
+        writer.add_interleave_moe_layer_step(1)

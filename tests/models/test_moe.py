@@ -17,7 +17,7 @@ from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.models.load import load_model
 from transect.models.resolve import resolve
-from transect.models.shapes import active_parameter_count, parameter_count, weight_shapes
+from transect.models.shapes import parameter_count, weight_shapes
 from transect.models.weights.packed import Packed
 from transect.models.weights_hf_out import save_hf
 from transect.ops.cpu import library as cpu_library
@@ -236,8 +236,6 @@ def test_cost_counts_the_experts_that_are_touched():
     assert single.bytes_read < many.bytes_read
 
 
-def test_parameters_that_a_token_meets():
-    idle = 2 * 4 * 3 * 16 * 32  # layers, experts it does not go to, matrices
-    assert parameter_count(CONFIG) - active_parameter_count(CONFIG) == idle
+def test_parameters_are_counted():
     assert sum(p.numel() for p in drawn().parameters()) == parameter_count(CONFIG)
     assert set(weight_shapes(CONFIG)) == set(drawn().state_dict())

@@ -22,62 +22,29 @@ from .bench_shared import (
 )
 from .engine_options import (
     BUILTIN,
-    AsyncScheduling,
-    CpuOffload,
-    CudaGraphs,
-    DependentLaunch,
-    Deterministic,
-    Device,
-    DeviceSampling,
-    Dtype,
-    ExpertParallel,
-    FusedOperators,
-    GpuMemory,
-    KVCacheDtype,
-    LoadFormat,
     MaxBatchedTokens,
-    Native,
-    OffloadFolder,
-    PipelineParallel,
-    Quantization,
-    TensorParallel,
-    Threads,
     engine_config,
+    how_it_runs,
+    takes,
+    where_it_runs,
 )
 
 PREFILL = ("requests", "prefill ms", "min - max", "tok/s", "floor ms", "of floor", "MBU", "MFU")
 DECODE = ("requests", "ms/token", "min - max", "step p99", "tok/s", "floor ms", "of floor", "MBU", "MFU")
 
 
+@takes(where_it_runs, how_it_runs)
 def command(
     model: Model = BUILTIN,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; may be given again.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Random prompt tokens of each request.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="Decode steps that are timed.")] = 64,
     runs: Runs = 3,
-    load_format: LoadFormat = "auto",
-    device: Device = "auto",
-    deterministic: Deterministic = False,
-    gpu_memory_utilization: GpuMemory = None,
-    cpu_offload_gb: CpuOffload = 0.0,
-    offload_folder: OffloadFolder = None,
-    cuda_graphs: CudaGraphs = None,
-    async_scheduling: AsyncScheduling = None,
-    fused_operators: FusedOperators = True,
-    dependent_launch: DependentLaunch = True,
-    device_sampling: DeviceSampling = True,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    threads: Threads = None,
-    tensor_parallel_size: TensorParallel = 1,
-    pipeline_parallel_size: PipelineParallel = 1,
-    enable_expert_parallel: ExpertParallel = False,
-    native: Native = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
+    **engine_settings: Any,
 ) -> None:
     """Prefill and decode of one or more requests at once: time, floor, and the share of the floor."""
     from ..engine.config import EngineConfig
@@ -86,31 +53,13 @@ def command(
     meters = meter(energy, energy_gpu)
     _, step_tokens = EngineConfig(
         model=model, max_num_seqs=max(batches), max_num_batched_tokens=max_num_batched_tokens
-    ).limits(device_type(device))
+    ).limits(device_type(engine_settings["device"]))
     spare = -(-max(batches) * prompt_tokens // (step_tokens - max(batches) + 1)) + 2
     longest = prompt_tokens + new_tokens + spare + 1
     blocks = -(-longest // 16) * max(batches)
     settings = engine_config(
         model,
-        load_format=load_format,
-        device=device,
-        deterministic=deterministic,
-        gpu_memory_utilization=gpu_memory_utilization,
-        cpu_offload_gb=cpu_offload_gb,
-        offload_folder=offload_folder,
-        cuda_graphs=cuda_graphs,
-        async_scheduling=async_scheduling,
-        fused_operators=fused_operators,
-        dependent_launch=dependent_launch,
-        device_sampling=device_sampling,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        threads=threads,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
-        native=native,
+        **engine_settings,
         enable_prefix_caching=False,
         max_num_seqs=max(batches),
         max_num_batched_tokens=step_tokens,

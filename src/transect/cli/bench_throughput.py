@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .bench_shared import EnergyGpu, Json, MeasureEnergy, Model, Runs, meter, show, spread, subject, write
 from .engine_options import (
     BUILTIN,
-    AsyncScheduling,
-    CpuOffload,
-    CudaGraphs,
     DataParallel,
-    DependentLaunch,
-    Deterministic,
-    Device,
-    DeviceSampling,
-    Dtype,
-    ExpertParallel,
     FillSteps,
-    FusedOperators,
-    GpuMemory,
-    KVCacheDtype,
-    LoadFormat,
     MaxBatchedTokens,
     MaxMixedTokens,
     MaxNumSeqs,
-    Native,
-    OffloadFolder,
-    PipelineParallel,
-    Quantization,
-    TensorParallel,
-    Threads,
     engine_config,
+    how_it_runs,
+    takes,
+    where_it_runs,
 )
 
 COLUMNS = (
@@ -50,6 +34,7 @@ COLUMNS = (
 )
 
 
+@takes(where_it_runs, how_it_runs)
 def command(
     model: Model = BUILTIN,
     sequences: Annotated[int, typer.Option(min=1, help="How many.")] = 256,
@@ -57,26 +42,7 @@ def command(
     longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt, and of an output.")] = 1024,
     runs: Runs = 1,
     warm_up: Annotated[bool, typer.Option(help="Run a few sequences first.")] = True,
-    load_format: LoadFormat = "auto",
-    device: Device = "auto",
-    deterministic: Deterministic = False,
-    gpu_memory_utilization: GpuMemory = None,
-    cpu_offload_gb: CpuOffload = 0.0,
-    offload_folder: OffloadFolder = None,
-    cuda_graphs: CudaGraphs = None,
-    async_scheduling: AsyncScheduling = None,
-    fused_operators: FusedOperators = True,
-    dependent_launch: DependentLaunch = True,
-    device_sampling: DeviceSampling = True,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    threads: Threads = None,
-    tensor_parallel_size: TensorParallel = 1,
-    pipeline_parallel_size: PipelineParallel = 1,
     data_parallel_size: DataParallel = 1,
-    enable_expert_parallel: ExpertParallel = False,
-    native: Native = None,
     max_num_seqs: MaxNumSeqs = 256,
     max_num_batched_tokens: MaxBatchedTokens = None,
     max_mixed_tokens: MaxMixedTokens = None,
@@ -88,6 +54,7 @@ def command(
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
+    **engine_settings: Any,
 ) -> None:
     """Many sequences at once: the protocol of nano-vllm's and mini-sglang's benchmarks.
 
@@ -103,26 +70,8 @@ def command(
     meters = meter(energy, energy_gpu)
     settings = engine_config(
         model,
-        load_format=load_format,
-        device=device,
-        deterministic=deterministic,
-        gpu_memory_utilization=gpu_memory_utilization,
-        cpu_offload_gb=cpu_offload_gb,
-        offload_folder=offload_folder,
-        cuda_graphs=cuda_graphs,
-        async_scheduling=async_scheduling,
-        fused_operators=fused_operators,
-        dependent_launch=dependent_launch,
-        device_sampling=device_sampling,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
-        threads=threads,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
-        native=native,
+        **engine_settings,
         enable_prefix_caching=False,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

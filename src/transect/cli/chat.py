@@ -11,20 +11,18 @@ import typer
 from .engine_options import (
     BUILTIN,
     Adapter,
-    Device,
-    Dtype,
     MaxModelLen,
     ModelArgument,
-    Native,
-    Quantization,
-    Threads,
     engine_config,
+    takes,
+    where_it_runs,
 )
 from .settings import ConfigFile
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
 
 
+@takes(where_it_runs)
 def command(
     model: ModelArgument = BUILTIN,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
@@ -38,13 +36,9 @@ def command(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
     adapter: Adapter = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
     max_model_len: MaxModelLen = None,
-    threads: Threads = None,
-    native: Native = None,
     config: ConfigFile = None,
+    **engine_settings: Any,
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.sampling_params import SamplingParams
@@ -57,13 +51,9 @@ def command(
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
     settings = engine_config(
         model,
+        **engine_settings,
         adapter=adapter,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
         max_model_len=max_model_len,
-        threads=threads,
-        native=native,
         max_num_seqs=1,
     )
     with contextlib.suppress(ImportError):

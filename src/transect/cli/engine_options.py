@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -10,6 +12,8 @@ if TYPE_CHECKING:
     from ..engine.config import EngineConfig
 
 BUILTIN = "smollm2-135m"
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 ModelArgument = Annotated[
     str, typer.Argument(help="A built-in name, a .gguf file, a directory in Hugging Face layout, or a hub id.")
@@ -104,6 +108,54 @@ ExpertParallel = Annotated[
 CheckPlans = Annotated[
     bool, typer.Option("--check-plans", help="To find errors: the ranks compare what they planned in every step.")
 ]
+
+
+def where_it_runs(
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    quantization: Quantization = None,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    cpu_offload_gb: CpuOffload = 0.0,
+    offload_folder: OffloadFolder = None,
+    threads: Threads = None,
+    native: Native = None,
+    tensor_parallel_size: TensorParallel = 1,
+    pipeline_parallel_size: PipelineParallel = 1,
+    enable_expert_parallel: ExpertParallel = False,
+) -> None:
+    """The options of every command with an engine: on which devices it runs, and in how many bits."""
+
+
+def how_it_runs(
+    load_format: LoadFormat = "auto",
+    deterministic: Deterministic = False,
+    gpu_memory_utilization: GpuMemory = None,
+    cuda_graphs: CudaGraphs = None,
+    async_scheduling: AsyncScheduling = None,
+    fused_operators: FusedOperators = True,
+    dependent_launch: DependentLaunch = True,
+    device_sampling: DeviceSampling = True,
+) -> None:
+    """The options of those that serve or measure it: what may be random, and each optimization of a GPU."""
+
+
+def takes(*groups: Callable[..., None]) -> Callable[[Command], Command]:
+    """Gives a command the options that ``groups`` have as parameters; their values come in its
+    ``**engine_settings``.
+
+    typer reads options from a signature, so this writes one: the command's own parameters, then those of the groups.
+    """
+
+    def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+        found = inspect.signature(function, eval_str=True).parameters.values()
+        return [each.replace(kind=each.KEYWORD_ONLY) for each in found if each.kind is not each.VAR_KEYWORD]
+
+    def add(command: Command) -> Command:
+        added = [each for group in groups for each in parameters(group)]
+        command.__signature__ = inspect.Signature([*parameters(command), *added])  # type: ignore[attr-defined]
+        return command
+
+    return add
 
 
 def engine_config(model: str, **settings: Any) -> EngineConfig:

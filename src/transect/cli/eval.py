@@ -9,22 +9,19 @@ import typer
 
 from .engine_options import (
     Adapter,
-    Device,
-    Dtype,
-    KVCacheDtype,
     MaxModelLen,
     MaxNumSeqs,
     ModelArgument,
-    Native,
-    Quantization,
-    Threads,
     engine_config,
+    takes,
+    where_it_runs,
 )
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
 
 
+@takes(where_it_runs)
 def command(
     model: ModelArgument,
     text: Annotated[list[Path] | None, typer.Option(help="A text file to predict; may be given again.")] = None,
@@ -36,14 +33,8 @@ def command(
     limit: Annotated[int | None, typer.Option(help="--tasks: questions of each task.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="--tasks: put questions into the chat template.")] = False,
     adapter: Adapter = None,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    device: Device = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
-    threads: Threads = None,
-    native: Native = None,
     formats: Annotated[
         str | None,
         typer.Option(
@@ -56,6 +47,7 @@ def command(
     calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
     plot: Annotated[Path | None, typer.Option(help="--formats: a picture, perplexity over bits.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    **engine_settings: Any,
 ) -> None:
     """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
     if not text and not tasks:
@@ -67,7 +59,7 @@ def command(
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
     if formats is not None:
-        _formats(model, formats, text, window, dtype, plot, json, calibrate, calibrate_tokens)
+        _formats(model, formats, text, window, engine_settings["dtype"], plot, json, calibrate, calibrate_tokens)
         return
     if calibrate is not None:
         raise ValueError("--calibrate goes with --formats: give both, or transect quantize --calibrate")
@@ -75,16 +67,14 @@ def command(
 
     from ..engine.llm import LLM
 
-    settings = {
-        "adapter": adapter,
-        "dtype": dtype,
-        "quantization": quantization,
-        "kv_cache_dtype": kv_cache_dtype,
-        "device": device,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-    }
-    config = engine_config(model, **settings, threads=threads, native=native, enable_prefix_caching=bool(names))
+    config = engine_config(
+        model,
+        **engine_settings,
+        adapter=adapter,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        enable_prefix_caching=bool(names),
+    )
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(values.pop("model"), **values)
     found: dict[str, Any] = {"model": model, **({"adapter": adapter} if adapter else {}), "kernels": llm.kernels}

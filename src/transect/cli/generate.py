@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from .engine_options import (
     Adapter,
-    CpuOffload,
-    Device,
-    Dtype,
-    ExpertParallel,
-    KVCacheDtype,
     MaxModelLen,
     ModelArgument,
-    Native,
-    OffloadFolder,
-    PipelineParallel,
-    Quantization,
-    TensorParallel,
-    Threads,
     engine_config,
+    takes,
+    where_it_runs,
 )
 from .settings import ConfigFile
 
 
+@takes(where_it_runs)
 def command(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
@@ -41,19 +33,9 @@ def command(
         bool, typer.Option(help="Special tokens spelled in the prompt, such as <|im_end|>, are those tokens.")
     ] = True,
     adapter: Adapter = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
-    threads: Threads = None,
-    tensor_parallel_size: TensorParallel = 1,
-    pipeline_parallel_size: PipelineParallel = 1,
-    enable_expert_parallel: ExpertParallel = False,
-    native: Native = None,
-    cpu_offload_gb: CpuOffload = 0.0,
-    offload_folder: OffloadFolder = None,
     config: ConfigFile = None,
+    **engine_settings: Any,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.sampling_params import SamplingParams
@@ -69,19 +51,9 @@ def command(
     )
     settings = engine_config(
         model,
+        **engine_settings,
         adapter=adapter,
-        device=device,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
-        threads=threads,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
-        native=native,
-        cpu_offload_gb=cpu_offload_gb,
-        offload_folder=offload_folder,
         max_num_seqs=1,
     )
     with Session(settings) as session:

@@ -10,20 +10,37 @@ from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
     from ..models.layouts import Layouts
-    from ..models.memory.terms import Estimate
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
-    from ..parallel.spread import Spread
-    from ..parallel.training_memory import StageMemory
 
+SERVING = (
+    *("context", "max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
+    *("cpu_offload_gb", "offload_folder", "link"),
+)
+"""Options that mean something for an engine alone."""
+TRAINING = (
+    *("task", "objective", "precision", "optimizer", "checkpointing", "micro_batch", "seq_len", "accumulate", "rank"),
+    *("dp", "zero", "fsdp", "cp", "sp", "reduce", "offload", "offload_all", "changes"),
+)
+"""Options that mean something for a run alone."""
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
 
 def command(
-    model: Annotated[str, typer.Argument(help="A built-in name or shape, a .gguf file, a directory, or a hub id.")],
-    train: Annotated[bool, typer.Option("--train", help="The memory of a training step.")] = False,
-    serve: Annotated[bool, typer.Option("--serve", help="The memory of an engine.")] = False,
+    call: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A built-in name or shape, a .gguf file, a directory, a hub id, or the .toml file of a run."
+        ),
+    ],
+    train: Annotated[
+        bool, typer.Option("--train", help="The memory of a training step; follows from --task and the like.")
+    ] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="The memory of an engine; follows from --context and the like.")
+    ] = False,
     device_memory: Annotated[
         str | None, typer.Option(help="Such as 80GB or 24GiB; default: what is free here.")
     ] = None,
@@ -31,9 +48,11 @@ def command(
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
     ] = "auto",
     task: Annotated[str, typer.Option(help="--train: pretrain, finetune, lora or qlora.")] = "finetune",
-    objective: Annotated[str, typer.Option(help="--train: next_token, dpo, orpo, kto or grpo.")] = "next_token",
+    objective: Annotated[
+        str, typer.Option(help="--train: next_token, dpo, orpo, kto, grpo or distill.")
+    ] = "next_token",
     precision: Annotated[str, typer.Option(help="--train: float32, bfloat16 or mixed.")] = "bfloat16",
-    optimizer: Annotated[str, typer.Option(help="--train: adamw, adamw8bit or muon.")] = "adamw",
+    optimizer: Annotated[str, typer.Option(help="--train: adamw, adamw8bit, lamb, muon, ...")] = "adamw",
     checkpointing: Annotated[str, typer.Option(help="--train: none, selective, full, or auto: what fits.")] = "auto",
     micro_batch: Annotated[int, typer.Option(help="--train: tokens of one forward pass.")] = 4096,
     seq_len: Annotated[int, typer.Option(help="--train: longest document.")] = 1024,
@@ -73,6 +92,9 @@ def command(
     reduce: Annotated[str, typer.Option(help="--train: float32 or bfloat16, for sums of gradients.")] = "float32",
     offload: Annotated[bool, typer.Option("--offload", help="--train: optimizer and masters on the host.")] = False,
     offload_all: Annotated[bool, typer.Option("--offload-all", help="--train: weights too, layer by layer.")] = False,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="--train: KEY=VALUE of a run's file, such as lora.dora=true.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
@@ -81,45 +103,52 @@ def command(
     from ..models.memory.terms import parse_bytes
     from ..models.presets import PRESETS
     from ..models.resolve import resolve
-    from ..parallel.spread import Spread
+    from .memory_training import is_run, run_of, show_training
 
-    if train == serve:
-        raise ValueError("say which memory: --train or --serve")
-    shape = model in PRESETS or Path(model).is_dir()
-    source = resolve(model, load_format="dummy" if shape else "auto")
-    kind = _device(device, device_memory)
+    options = dict(call.params)
+    given = {name for name in options if call.get_parameter_source(name).name in ("COMMANDLINE", "ENVIRONMENT")}  # type: ignore[union-attr]
+    run = None
+    if _trains(call, given, train, serve, is_run(model)):
+        run = run_of(model, options, given, changes or [])
+    name = model if run is None else run.model
+    shape = name in PRESETS or Path(name).is_dir()
+    source = resolve(name, load_format="dummy" if shape else "auto")
+    kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
-    if train:
-        settings: dict[str, Any] = {
-            "task": task, "objective": objective, "precision": precision, "checkpointing": checkpointing,
-            "optimizer": {"name": optimizer}, "lora": {"rank": rank},
-            "data": {"micro_batch": micro_batch, "seq_len": seq_len},
-        }  # fmt: skip
-        if fsdp is not None:
-            if dp > 1 or zero not in (None, 3):
-                raise ValueError("--fsdp N is --dp N --zero 3: give one or the other")
-            dp, zero = fsdp, 3 if fsdp > 1 else 0
-        if reduce not in ("float32", "bfloat16"):
-            raise ValueError(f"--reduce must be float32 or bfloat16, not {reduce!r}")
-        if ep not in (1, dp):
-            raise ValueError(
-                f"--ep {ep} shares experts between the ranks of --dp in training: set both to {max(ep, dp)}"
-            )
-        level = 3 if offload_all and dp == 1 and zero is None else zero or 0
-        if offload_all and level != 3:
-            raise ValueError(f"--offload-all is for sharded weights: leave --zero {level} out, or set it to 3")
-        spread = Spread(data=dp, zero=level, tensor=tp, sequence=sp, pipeline=pp, context=cp, expert=ep > 1,
-                        reduce=4 if reduce == "float32" else 2, host_state=offload or offload_all,
-                        host_weights=offload_all)  # fmt: skip
-        settings["accumulate"] = accumulate or dp * pp
-        _train(source, settings, spread, kind, budget, json)
-    else:
-        settings = {"max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype,
-                    "quantization": quantization, "max_num_batched_tokens": max_num_batched_tokens,
-                    "cpu_offload_gb": cpu_offload_gb, "offload_folder": offload_folder,
-                    "kv_cache_dtype": kv_cache_dtype,
-                    "tensor_parallel_size": tp, "pipeline_parallel_size": pp, **_sharing(tp, ep)}  # fmt: skip
-        _serve(source, settings, kind, budget, json, link)
+    if run is not None:
+        show_training(run, source, kind, budget, json)
+        return
+    settings: dict[str, Any] = {
+        "max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype, "quantization": quantization,
+        "max_num_batched_tokens": max_num_batched_tokens, "cpu_offload_gb": cpu_offload_gb,
+        "offload_folder": offload_folder, "kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tp,
+        "pipeline_parallel_size": pp, **_sharing(tp, ep),
+    }  # fmt: skip
+    _serve(source, settings, kind, budget, json, link)
+
+
+def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file: bool) -> bool:
+    """Whether the memory of a run is asked for; else that of an engine.
+
+    Raises:
+        ValueError: it cannot be said, or there are options of the other kind.
+    """
+    own = {name: [_option(call, each) for each in names if each in given]
+           for name, names in (("--train", TRAINING), ("--serve", SERVING))}  # fmt: skip
+    if (train and serve) or not (train or serve or file or own["--train"] or own["--serve"]):
+        raise ValueError("say which memory: --train or --serve")
+    if file and serve:
+        raise ValueError("the file of a run is for --train: give the model to --serve")
+    trains = train or (not serve and (file or bool(own["--train"])))
+    kind, other = ("--train", "--serve") if trains else ("--serve", "--train")
+    if own[other]:
+        raise ValueError(f"{', '.join(own[other])} is for {other}, and this asks for {kind}: give one or the other")
+    return trains
+
+
+def _option(call: typer.Context, name: str) -> str:
+    """What a parameter is called on the command line."""
+    return next(param.opts[0] for param in call.command.params if param.name == name)
 
 
 def _sharing(tp: int, ep: int) -> dict[str, Any]:
@@ -161,76 +190,6 @@ def _free(kind: str) -> int:
     return free
 
 
-def _train(source: ModelSource, settings: dict[str, Any], spread: Spread, kind: str, budget: int, json: bool) -> None:
-    from dataclasses import replace
-
-    import torch
-
-    from ..models.memory.fit import first_that_fits, smallest_change
-    from ..models.memory.terms import gib
-    from ..parallel.training_memory import estimator, for_rank, training_ranks
-    from ..train.config import TrainConfig
-    from ..train.memory import plan_of
-
-    config = TrainConfig.from_dict({"model": source.name, **settings})
-    plan = plan_of(config, source.config, torch.device(kind))
-    account = estimator(spread)
-    account(source.config, plan)  # a layout that cannot be is told of here
-    if config.checkpointing == "auto":
-        found = first_that_fits(source.config, plan, budget, account)
-        plan = found[0] if found else replace(plan, checkpointing="full")
-    plan = for_rank(plan, spread)
-    stages = training_ranks(source.config, plan, spread)
-    worst = max(stages, key=lambda stage: stage.estimate.needed)
-    estimate = worst.estimate
-    fits = estimate.fits(budget)
-    change = None if fits else smallest_change(source.config, plan, budget, account)
-    if json:
-        facts: dict[str, Any] = {
-            "checkpointing": plan.checkpointing,
-            "layers_without": plan.whole,
-            "budget": budget,
-            "fits": fits,
-        }
-        facts["ranks"] = [
-            {"stage": number, "share": str(stage.shard), **stage.estimate.to_dict()}
-            for number, stage in enumerate(stages)
-        ]
-        facts["layout"] = str(spread)
-        _dump(estimate, {**facts, "change": dict(change.settings) if change else None})
-        return
-    place = f", {spread}, on each of {spread.ranks} ranks" if spread.ranks > 1 else ""
-    if len(stages) > 1:
-        place = f", {spread}: what the worst stage needs, number {stages.index(worst)}"
-    _table(f"training {source.name}, checkpointing {plan.checkpointing}{place}", estimate)
-    if len(stages) > 1:
-        _stages(stages)
-    if fits:
-        print(f"fits: {gib(estimate.needed)} of {gib(budget)}")
-    else:
-        print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there")
-        print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
-
-
-def _stages(stages: list[StageMemory]) -> None:
-    """The terms of every stage beside each other."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..models.memory.terms import gib
-
-    table = Table(title="each rank of stage", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("term")
-    found = [{term.name: term.bytes for term in stage.estimate.terms} for stage in stages]
-    for number in range(len(stages)):
-        table.add_column(str(number), justify="right", no_wrap=True)
-    for name in dict.fromkeys(name for each in found for name in each if each[name]):
-        table.add_row(name, *(gib(each.get(name, 0)) if each.get(name) else "-" for each in found))
-    table.add_row("peak", *(gib(stage.estimate.peak) for stage in stages))
-    Console().print(table, highlight=False)
-
-
 def _layouts(source: ModelSource) -> Layouts:
     """How the files of a model pack its matrices; nothing where there are no weights."""
     from pathlib import Path
@@ -260,6 +219,7 @@ def _serve(
     from ..models.memory.terms import gib
     from ..models.storage import storage_for
     from ..parallel.memory import smallest_layout, smallest_sharing, stages
+    from .memory_tables import dump, show
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
     context, positions = config.max_model_len, source.config.max_position
@@ -305,10 +265,10 @@ def _serve(
         facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
         if shared is not None:
             facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
-        _dump(found.account, {"budget": budget, "context": plan.context, **facts})
+        dump(found.account, {"budget": budget, "context": plan.context, **facts})
         return
     place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
-    _table(f"serving {source.name}, {seqs} sequences of up to {plan.context} tokens{place}", found.account)
+    show(f"serving {source.name}, {seqs} sequences of up to {plan.context} tokens{place}", found.account)
     for number, stage in enumerate(each if config.ranks > 1 else []):
         what = f"stage {number}, {config.tensor_parallel_size} ranks" if len(each) > 1 else "each rank"
         print(f"{what}: {gib(_weights(stage))} of weights, the first of them {stage.shard}")
@@ -354,38 +314,6 @@ def _link(kind: str, given: float | None) -> tuple[float, str]:
 
 def _weights(stage: StageEstimate) -> int:
     return next(term.bytes for term in stage.estimate.account.terms if term.name == "weights")
-
-
-def _dump(estimate: Estimate, facts: dict[str, Any]) -> None:
-    from json import dumps
-
-    print(dumps({**facts, **estimate.to_dict()}, indent=1))
-
-
-def _table(title: str, estimate: Estimate) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from ..models.memory.terms import gib
-
-    console = Console()
-    terms = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    terms.add_column("term")
-    terms.add_column("memory", justify="right", no_wrap=True)
-    terms.add_column("what it is", overflow="fold")
-    for term in (*estimate.terms, estimate.margin):
-        if term.bytes:
-            terms.add_row(term.name, gib(term.bytes), term.why)
-    for term in estimate.host:
-        terms.add_row(f"{term.name} (host)", gib(term.bytes), term.why)
-    console.print(terms, highlight=False)
-    phases = Table(title="held at the same time", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    phases.add_column("moment")
-    phases.add_column("memory", justify="right", no_wrap=True)
-    for phase in estimate.phases:
-        phases.add_row(phase.name + (" (peak)" if phase is estimate.worst else ""), gib(phase.bytes))
-    console.print(phases, highlight=False)
 
 
 def _cache_bytes(kv_cache_dtype: str, dtype: str, head_dim: int) -> float:

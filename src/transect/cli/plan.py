@@ -37,11 +37,16 @@ def training(
     precision: Annotated[str, typer.Option(help="float32, bfloat16 or mixed.")] = "mixed",
     optimizer: Annotated[str, typer.Option(help="adamw, adamw8bit, lamb or muon.")] = "adamw",
     rank: Annotated[int, typer.Option(help="Of adapters.")] = 16,
-    seq_len: Annotated[int, typer.Option(min=1, help="Tokens of a document.")] = 4096,
+    seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a document; default: 4096, or as many as the model knows.")
+    ] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Of a step, all devices; default: 32768 for each.")] = None,
     offload: Annotated[bool, typer.Option("--offload", help="Masters and the optimizer's state on the host.")] = False,
     axes: Annotated[str, typer.Option(help="Which axes may have several ranks.")] = "data,tensor,pipeline,context",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE of a run's file, such as lora.group=32.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
     """Rank every way to spread a training run over some devices by predicted tokens per second, and say why."""
@@ -50,12 +55,14 @@ def training(
 
     from ..hardware.presets import PRESETS as GPUS
     from ..models.memory.terms import parse_bytes
+    from ..models.memory.training_plan import check_base
     from ..models.presets import PRESETS
     from ..models.resolve import resolve
     from ..plan.layouts import AXES
     from ..plan.layouts import rank as ranked
     from ..plan.machine import Machine
     from ..train.config import TrainConfig
+    from ..train.memory import check_length
 
     found = [name for name in GPUS if name == gpu] or [name for name in GPUS if name.startswith(gpu)]
     if len(found) != 1:
@@ -68,11 +75,14 @@ def training(
     if unknown := sorted(set(allowed) - set(AXES)):
         raise ValueError(f"--axes knows {', '.join(AXES)}, not {', '.join(unknown)}")
     source = resolve(model, load_format="dummy" if model in PRESETS or Path(model).is_dir() else "auto")
+    seq_len = seq_len or min(4096, source.config.max_position)
     config = TrainConfig.from_dict({
         "model": source.name, "task": task, "precision": precision, "optimizer": {"name": optimizer},
         "lora": {"rank": rank}, "data": {"seq_len": seq_len, "micro_batch": seq_len},
-    })  # fmt: skip
+    }).changed(changes or [])  # fmt: skip
+    check_length(config, source.config)
     plan = _plan(config, source.config)
+    check_base(source.config, plan)
     tokens = tokens or TOKENS * gpus
     budget = machine.memory_bytes if memory is None else parse_bytes(memory)
     result = ranked(source.config, plan, gpus, machine, tokens, budget=budget, axes=allowed, host_state=offload)

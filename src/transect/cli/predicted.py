@@ -45,7 +45,7 @@ class Pace:
 def compared(trainer: Trainer, pace: Pace) -> str | None:
     """Predicted beside measured, of a run that several ranks or the host took part in; else None."""
     parallel = trainer.config.parallel
-    if (parallel.data == 1 and parallel.offload == "none") or pace.median is None:
+    if (parallel.layout.size == 1 and parallel.offload == "none") or pace.median is None:
         return None
     from ..models.memory.terms import gib
 
@@ -68,7 +68,7 @@ def prediction(config: Any, model: Any, device: Any, fitted: Any = None) -> Step
     plan = plan_of(config, model, device)
     if fitted is not None:
         plan = replace(plan, checkpointing=fitted.checkpointing, whole=fitted.whole)
-    return predict(model, plan, spread_of(config, device), machine_here(device.type, config.parallel.data))
+    return predict(model, plan, spread_of(config, device), machine_here(device.type, config.parallel.layout.size))
 
 
 def machine_here(kind: str, ranks: int) -> Machine:

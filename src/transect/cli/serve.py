@@ -5,50 +5,34 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .engine_options import (
     BUILTIN,
     Adapter,
-    AsyncScheduling,
     ChatTemplateText,
     CheckPlans,
-    CpuOffload,
-    CudaGraphs,
     DataParallel,
     DecisionLog,
-    DependentLaunch,
-    Deterministic,
-    Device,
-    DeviceSampling,
-    Dtype,
-    ExpertParallel,
     FillSteps,
-    FusedOperators,
     GenerationConfig,
-    GpuMemory,
     JumpAhead,
-    KVCacheDtype,
-    LoadFormat,
     MaxBatchedTokens,
     MaxMixedTokens,
     MaxModelLen,
     MaxNumSeqs,
     ModelArgument,
-    Native,
-    OffloadFolder,
     OverrideGenerationConfig,
-    PipelineParallel,
     PrefixCaching,
-    Quantization,
     Revision,
-    TensorParallel,
-    Threads,
     TokenizerName,
     TokenizerRevision,
     engine_config,
+    how_it_runs,
+    takes,
+    where_it_runs,
 )
 from .settings import ConfigFile
 
@@ -56,6 +40,7 @@ if TYPE_CHECKING:
     from ..engine.async_engine import AsyncEngine
 
 
+@takes(where_it_runs, how_it_runs)
 def command(
     model: ModelArgument = BUILTIN,
     host: Annotated[str, typer.Option(help="Local address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -115,7 +100,6 @@ def command(
         str | None,
         typer.Option(help="Send OpenTelemetry spans of requests there: http://HOST:4318 or grpc://HOST:4317."),
     ] = None,
-    load_format: LoadFormat = "auto",
     revision: Revision = None,
     adapter: Adapter = None,
     enable_lora: Annotated[bool, typer.Option("--enable-lora", help="As in vLLM, before --lora-modules.")] = False,
@@ -127,19 +111,6 @@ def command(
     chat_template: ChatTemplateText = None,
     generation_config: GenerationConfig = "auto",
     override_generation_config: OverrideGenerationConfig = None,
-    device: Device = "auto",
-    deterministic: Deterministic = False,
-    gpu_memory_utilization: GpuMemory = None,
-    cpu_offload_gb: CpuOffload = 0.0,
-    offload_folder: OffloadFolder = None,
-    cuda_graphs: CudaGraphs = None,
-    async_scheduling: AsyncScheduling = None,
-    fused_operators: FusedOperators = True,
-    dependent_launch: DependentLaunch = True,
-    device_sampling: DeviceSampling = True,
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
     max_model_len: MaxModelLen = None,
     max_num_seqs: MaxNumSeqs = None,
     max_num_batched_tokens: MaxBatchedTokens = None,
@@ -156,14 +127,10 @@ def command(
     prefix_caching: PrefixCaching = True,
     jump_ahead: JumpAhead = True,
     decision_log: DecisionLog = None,
-    threads: Threads = None,
-    native: Native = None,
-    tensor_parallel_size: TensorParallel = 1,
-    pipeline_parallel_size: PipelineParallel = 1,
     data_parallel_size: DataParallel = 1,
-    enable_expert_parallel: ExpertParallel = False,
     check_plans: CheckPlans = False,
     config: ConfigFile = None,
+    **engine_settings: Any,
 ) -> int:
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
@@ -200,7 +167,7 @@ def command(
     sock = None if follows else (bind(host, port) if uds is None else bind_unix(uds))
     settings = engine_config(
         model,
-        load_format=load_format,
+        **engine_settings,
         revision=revision,
         adapter=adapter,
         tokenizer=tokenizer,
@@ -208,19 +175,6 @@ def command(
         chat_template=chat_template,
         generation_config=generation_config,
         override_generation_config=override_generation_config,
-        device=device,
-        deterministic=deterministic,
-        gpu_memory_utilization=gpu_memory_utilization,
-        cpu_offload_gb=cpu_offload_gb,
-        offload_folder=offload_folder,
-        cuda_graphs=cuda_graphs,
-        async_scheduling=async_scheduling,
-        fused_operators=fused_operators,
-        dependent_launch=dependent_launch,
-        device_sampling=device_sampling,
-        dtype=dtype,
-        quantization=quantization,
-        kv_cache_dtype=kv_cache_dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
@@ -233,12 +187,7 @@ def command(
         decision_log=decision_log,
         max_queue=max_queue,
         hung_after_s=hung_after,
-        threads=threads,
-        native=native,
-        tensor_parallel_size=tensor_parallel_size,
-        pipeline_parallel_size=pipeline_parallel_size,
         data_parallel_size=data_parallel_size,
-        enable_expert_parallel=enable_expert_parallel,
         check_plans=check_plans,
     )
     if follows:

@@ -90,7 +90,7 @@ class Planned(msgspec.Struct, tag="s", array_like=True):
     held_back: str
     """Why the head of the queue was not admitted: ``places`` (max_num_seqs are taken), ``kv`` (too few free blocks),
     ``budget`` (the step is full), ``batch`` (the static batch runs), ``flight`` (a step of it is under way); empty:
-    nobody waits."""
+    nobody waits. Where the head let others go before it, ``places`` and ``kv`` are those of the next of them."""
     waiting: int
     running: int
     free_blocks: int

@@ -15,7 +15,6 @@ import numpy as np
 
 from .ggml_search import affine_scale, inverse, symmetric_scale
 
-K_BLOCK = 256
 K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 Half = Callable[[np.ndarray], np.ndarray]
 """Float32 to float16, refusing what that cannot hold."""

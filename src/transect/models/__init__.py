@@ -4,7 +4,7 @@ What a model is, and what it costs (no torch):
 
 * ``config.py``: ``ModelConfig``, ``RopeConfig``; ``config_moe.py``: ``MoEConfig``
 * ``config_hf.py`` (``config_hf_moe.py``, ``config_hf_families.py``, ``config_quantized.py``) and ``config_gguf.py``
-  read and write them
+  (``config_gguf_families.py``) read and write them
 * ``shapes.py``: canonical names and shapes of all weights
 * ``storage.py``: bits of a number, by kind of weight; ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory
   that training and serving need, before they start
@@ -35,7 +35,7 @@ Weights and names:
   ``quantized_codes.py``: the same packed; ``layouts.py``: how a model's checkpoint packs its matrices;
   ``quantize_out.py`` writes such, on the 4-bit values of ``quantized_grid.py``; ``calibration.py``: what matrices are
   multiplied with when a model reads a text; ``gptq.py`` rounds by that
-* ``weights_gguf.py``: GGUF in, ``gguf_out.py``: out; ``weights_dummy.py``: random
+* ``weights_gguf.py``: GGUF in, ``gguf_out.py``: out, where ``gguf_places.py`` says; ``weights_dummy.py``: random
 * ``grown.py``: tables with rows for new tokens
 * ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
   their settings

@@ -2,7 +2,8 @@
 
 Keys are ``{architecture}.{what}`` as in the GGUF specification (ggml/docs/gguf.md). Three things differ from
 ``config.json``: biases, QK-norm and tied embeddings show only in which tensors there are; Llama 3.1's frequency scaling
-is a tensor of divisors (``rope_freqs.weight``) and not four numbers; Mistral is stored as ``llama``.
+is a tensor of divisors (``rope_freqs.weight``) and not four numbers; Mistral and Mixtral are stored as ``llama``.
+``config_gguf_families.py`` has what single families add.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from types import NoneType
 from typing import Any
 
 from ..formats.fields import Fields, shown
-from .config import ModelConfig, RopeConfig, unsupported_architecture
+from .config import MAX_LAYERS, ModelConfig, RopeConfig
+from .config_gguf_families import family_from_gguf, moe_from_gguf
+from .gguf_places import ARCHITECTURES
 
-_GGUF_ARCHITECTURES = ("gpt2", "llama", "qwen2", "qwen3")
+_OWN = {there: here for here, there in ARCHITECTURES.items() if here not in ("mistral", "mixtral")}
+"""Architecture here, by that of a file."""
+_BIASES = {"qkv_bias": ("attn_q", "attn_qkv"), "o_bias": ("attn_output",), "mlp_bias": ("ffn_down",)}
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -26,68 +31,75 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
     Raises:
         ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
     """
-    architecture = metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in _GGUF_ARCHITECTURES:
-        raise unsupported_architecture(
-            architecture if isinstance(architecture, (str, NoneType)) else shown(architecture)
+    found = metadata.get("general.architecture")
+    if not isinstance(found, str) or found not in _OWN:
+        raise ValueError(
+            f"architecture {found if isinstance(found, (str, NoneType)) else shown(found)!r} is not supported in GGUF "
+            f"files; supported are: {', '.join(_OWN)}"
         )
-
-    read = Fields(metadata, "the GGUF metadata", f"{architecture}.")
+    read = Fields(metadata, "the GGUF metadata", f"{found}.")
     number, integer = read.number, read.integer
-    if integer("expert_count", 0):
-        raise ValueError("the GGUF file holds a mixture-of-experts model, which is not supported yet")
     dim, heads = integer("embedding_length"), integer("attention.head_count")
     if heads <= 0:
-        raise ValueError(
-            f"'{architecture}.attention.head_count' in the GGUF metadata must be greater than 0, not {heads}"
-        )
+        raise ValueError(f"'{found}.attention.head_count' in the GGUF metadata must be greater than 0, not {heads}")
     if "token_embd.weight" not in tensors:
         raise ValueError("the GGUF file has no tensor 'token_embd.weight': it is not a whole model, fetch it again")
-    default_head_dim = 128 if architecture == "qwen3" else dim // heads
-    head_dim = integer("attention.key_length", default_head_dim)
+    head_dim = integer("attention.key_length", 128 if found == "qwen3" else dim // heads)
     if integer("attention.value_length", head_dim) != head_dim:
         raise ValueError("GGUF models whose key and value heads differ in size are not supported")
-    gpt2 = architecture == "gpt2"
+    gpt2 = found == "gpt2"
     if not gpt2 and integer("rope.dimension_count", head_dim) != head_dim:
         raise ValueError(f"GGUF models that rotate only part of a head ({head_dim}) are not supported")
-    max_position = integer("context_length")
+    max_position, layers = integer("context_length"), integer("block_count")
+    if layers > MAX_LAYERS:
+        raise ValueError(f"'{found}.block_count' in the GGUF metadata must be at most {MAX_LAYERS}, not {layers}")
     rope = RopeConfig() if gpt2 else _rope(read, tensors, max_position)
+    if rope.scaling == "yarn":
+        # Files of stretched models often keep the length before stretching.
+        max_position = max(max_position, int(rope.original_max_position * rope.factor))
+    moe = moe_from_gguf(found, read, tensors, layers)
     # Converters write Qwen's window even where the model does not use it, and not the layers it would start at; every
     # released Qwen2 and Qwen3 has it off. Mistral's (stored as llama) is for all layers.
-    window = integer("attention.sliding_window", 0) if architecture == "llama" else 0
+    window = integer("attention.sliding_window", 0) if found == "llama" else 0
     tokens = Fields(metadata, "the GGUF metadata", "tokenizer.ggml.")
     ends = [tokens.token_id(key) for key in _END_TOKENS]
     layernorm = "attention.layer_norm_epsilon" if gpt2 else "attention.layer_norm_rms_epsilon"
-    return ModelConfig(
-        architecture="mistral" if window else architecture,
-        vocab_size=int(tensors["token_embd.weight"].shape[0]),
-        dim=dim,
-        n_layers=integer("block_count"),
-        n_heads=heads,
-        n_kv_heads=integer("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        ffn_dim=integer("feed_forward_length"),
-        max_position=max_position,
-        norm="layernorm" if gpt2 else "rmsnorm",
-        norm_eps=_short_float(number(layernorm)),
-        activation="gelu_tanh" if gpt2 else "silu",
-        gated_mlp=not gpt2,
-        qkv_bias="blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors,
-        o_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_down.bias" in tensors,
-        qk_norm="blk.0.attn_q_norm.weight" in tensors,
-        tied_embeddings="output.weight" not in tensors,
-        position="learned" if gpt2 else "rope",
-        rope=rope,
-        sliding_window=window or None,
-        bos_token_id=tokens.token_id("bos_token_id"),
-        eos_token_ids=tuple(dict.fromkeys(token for token in ends if token is not None)),
-    )
+    fields: dict[str, Any] = {
+        "architecture": "mixtral" if found == "llama" and moe else "mistral" if window else _OWN[found],
+        "vocab_size": int(tensors["token_embd.weight"].shape[0]),
+        "dim": dim,
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_kv_heads": integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "ffn_dim": integer("feed_forward_length", None if moe is None else moe.expert_dim),
+        "max_position": max_position,
+        "norm": "layernorm" if gpt2 else "rmsnorm",
+        "norm_eps": short_float(number(layernorm)),
+        "activation": "gelu_tanh" if gpt2 else "silu",
+        "gated_mlp": not gpt2,
+        "qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+        "tied_embeddings": "output.weight" not in tensors,
+        "position": "learned" if gpt2 else "rope",
+        "rope": rope,
+        "sliding_window": window or None,
+        "bos_token_id": tokens.token_id("bos_token_id"),
+        "eos_token_ids": tuple(dict.fromkeys(token for token in ends if token is not None)),
+        "moe": moe,
+    }
+    for name, matrices in _BIASES.items():
+        fields[name] = any(f"blk.0.{matrix}.bias" in tensors for matrix in matrices)
+    return ModelConfig(**(fields | family_from_gguf(found, read, tensors, fields)))
 
 
 def _rope(read: Fields, tensors: Mapping[str, Any], max_position: int) -> RopeConfig:
     number = read.number
     theta = number("rope.freq_base", 10000.0)
+    if any(name.startswith(("rope_factors_long", "rope_factors_short")) for name in tensors):
+        raise ValueError(
+            "the GGUF file has rope scaling 'longrope' (Phi-3 of 128k, Phi-4-mini), which is not supported: it changes "
+            "frequencies within a sequence; take the 4k or 16k model"
+        )
     if "rope_freqs.weight" in tensors:
         factors = tuple(float(value) for value in tensors["rope_freqs.weight"].dequantize().reshape(-1))
         return _llama3_from_factors(theta, factors) or RopeConfig(
@@ -128,6 +140,6 @@ def _llama3_from_factors(theta: float, factors: tuple[float, ...]) -> RopeConfig
     return rope
 
 
-def _short_float(value: float) -> float:
+def short_float(value: float) -> float:
     """The shortest decimal that is this float32 number: 1e-05 where the file's float32 reads 9.999999747378752e-06."""
     return float(f"{value:.7g}")

@@ -1,8 +1,9 @@
 """A model's weights and configuration as llama.cpp reads them: the way back of ``weights_gguf.py`` and
 ``config_gguf.py``.
 
-Norms, biases and learned positions stay in float32. Matrices take the type that is asked for where their rows are whole
-blocks of it, else one of blocks of 32 with about as many bits, as llama.cpp chooses it, else F16. With a type below 8
+Norms, biases, routers and learned positions stay in float32, experts that are in MXFP4 (gpt-oss) in that. Matrices take
+the type that is asked for where their rows are whole blocks of it, else one of blocks of 32 with about as many bits, as
+llama.cpp chooses it, else F16. With a type below 8
 bits embedding and head have more (Q8_0, of the K types Q6_K): there rounding hurts most. So have, in the mixtures
 Q4_K_M and Q5_K_M, half of the value and down matrices.
 """
@@ -22,25 +23,29 @@ from torch import Tensor
 from ..formats.ggml_blocks import QuantizedTensor, block_type
 from ..formats.ggml_quantize import WRITABLE, quantize
 from ..formats.gguf_write import Planned
+from ..ops.linear.packed.gguf_layout import FORMATS
 from .config import ModelConfig, RopeConfig
+from .config_gguf_families import family_to_gguf
+from .gguf_places import ARCHITECTURES, Place, places
 from .rope import frequencies, half_rotation_rows
 from .shapes import weight_shapes
 from .staging import dense_values
-from .stored import Stored, StoredWeights
-from .weights_gguf import FUSED, IN_LAYER, OUTER
+from .storage import Layout
+from .stored import ALL, Blocks, Stored, StoredWeights
 
 FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16,
     "Q5_K_M": 17, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
 """llama.cpp's number for a file whose matrices are mostly of a type."""
+_MXFP4 = Layout("gguf", block_type="MXFP4", bits=FORMATS["MXFP4"].bits)
 MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
 """A type for most matrices, and Q6_K for some."""
+_FINER = ("attention.v", "mlp.down", "mlp.experts_down")
 MATRIX_TYPES = (*WRITABLE, *MIXTURES)
 """What the matrices of a file can be asked to be."""
 SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """What takes the place of a K type where rows are no whole blocks of 256."""
-ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gpt2": "gpt2"}
 
 
 def gguf_type(name: str) -> str:
@@ -93,6 +98,7 @@ def gguf_metadata(config: ModelConfig, type_name: str, name: str) -> dict[str, A
     }
     if config.sliding_window is not None:
         values[f"{a}.attention.sliding_window"] = config.sliding_window
+    values |= {f"{a}.{key}": value for key, value in family_to_gguf(a, config).items()}
     return values | {f"{a}.rope.scaling.{key}": value for key, value in _scaling(config.rope).items()}
 
 
@@ -130,37 +136,28 @@ def gguf_tensors(
         plain = frequencies(RopeConfig(config.rope.theta), config.head_dim)
         factors = (plain / frequencies(config.rope, config.head_dim)).numpy()
         yield Planned("rope_freqs.weight", factors.shape, "F32", lambda: quantize(factors, "F32"))
-    for name, shape in shapes.items():
-        module, kind = name.rsplit(".", 1)
-        parts = [name]
-        paired = False
-        if module.startswith("layers."):
-            _, layer, inner = module.split(".", 2)
-            if config.architecture == "gpt2" and inner in FUSED:
-                if inner != FUSED[0]:
-                    continue
-                parts = [f"layers.{layer}.{part}.{kind}" for part in FUSED]
-                tensor = f"blk.{layer}.attn_qkv.{kind}"
-            else:
-                tensor = f"blk.{layer}.{IN_LAYER[inner]}.{kind}"
-                paired = ARCHITECTURES[config.architecture] == "llama" and inner in ("attention.q", "attention.k")
-        else:
-            tensor = f"{OUTER[module]}.{kind}"
-        whole = (sum(shapes[part][0] for part in parts), *shape[1:])
-        chosen = _type_of(module, whole, type_name, config.n_layers)
-        heads = shape[0] // config.head_dim if paired else 0
+    parts: dict[str, list[tuple[str, Place]]] = {}
+    for name, place in places(config).items():
+        parts.setdefault(place.tensor, []).append((name, place))
+    for tensor, found in parts.items():
+        found.sort(key=lambda each: each[1].first)
+        name, place = found[0]
+        module = name.rsplit(".", 1)[0]
+        chosen = _type_of(module, place.stored, type_name, config.n_layers)
+        own = [(stored[each], where, shapes[each]) for each, where in found]
+        if own[0][0].layout == _MXFP4:
+            chosen = _MXFP4.block_type
         counts = None if importance is None else importance.get(module)
-        made = partial(_made, [stored[part] for part in parts], chosen, heads, config.head_dim, counts)
-        yield Planned(tensor, whole, chosen, made)
+        yield Planned(tensor, place.stored, chosen, partial(_made, own, chosen, config.head_dim, counts))
 
 
 def _type_of(module: str, shape: tuple[int, ...], wanted: str, layers: int) -> str:
-    if len(shape) == 1 or module == "position_embed":
+    if len(shape) == 1 or module.endswith(("position_embed", "router")) or (len(shape) == 2 and ".experts_" in module):
         return "F32"
     mixture, wanted = wanted in MIXTURES, MIXTURES.get(wanted, wanted)
     if module in ("embed", "head"):
         wanted = "Q6_K" if wanted.endswith("_K") else "Q8_0" if wanted.startswith(("Q4", "Q5")) else wanted
-    elif mixture and module.endswith(("attention.v", "mlp.down")) and _finer(int(module.split(".")[1]), layers):
+    elif mixture and module.endswith(_FINER) and _finer(int(module.split(".")[1]), layers):
         wanted = "Q6_K"
     if shape[-1] % block_type(wanted).block:
         wanted = SMALLER_BLOCKS.get(wanted, "F16")
@@ -175,15 +172,25 @@ def _finer(layer: int, layers: int) -> bool:
 
 
 def _made(
-    parts: list[Stored], type_name: str, heads: int, head_dim: int, importance: np.ndarray | None
+    parts: list[tuple[Stored, Place, tuple[int, ...]]], type_name: str, head_dim: int, importance: np.ndarray | None
 ) -> QuantizedTensor:
-    values = [part.read() for part in parts]
+    place = parts[0][1]
+    if type_name == _MXFP4.block_type:
+        assert len(parts) == 1
+        codes = parts[0][0].codes
+        assert codes is not None
+        packed = codes(ALL, ALL)
+        assert isinstance(packed, Blocks)
+        return QuantizedTensor(type_name, place.stored, packed.blocks.numpy())
+    values = [stored.read() for stored, _, _ in parts]
+    orders = [np.argsort(half_rotation_rows(shape[0] // head_dim, head_dim)) if where.paired else None
+              for _, where, shape in parts]  # fmt: skip
     first = values[0]
-    kept = isinstance(first, QuantizedTensor) and first.type_name == type_name and len(parts) == 1
-    if isinstance(first, QuantizedTensor) and kept:  # in this type already: nothing is rounded anew
-        return first.rows(np.argsort(half_rotation_rows(heads, head_dim))) if heads else first
-    numbers: Tensor = torch.cat([dense_values(value).to(torch.float32) for value in values])
-    array = numbers.numpy()
-    if heads:
-        array = array[np.argsort(half_rotation_rows(heads, head_dim))]
-    return quantize(array, type_name, importance)
+    if isinstance(first, QuantizedTensor) and first.type_name == type_name and len(parts) == 1:
+        # In this type already: nothing is rounded anew.
+        kept = first if orders[0] is None else first.rows(orders[0])
+        return QuantizedTensor(type_name, place.stored, kept.blocks)
+    numbers = [dense_values(value).to(torch.float32) for value in values]
+    ordered = [each if order is None else each[order] for each, order in zip(numbers, orders, strict=True)]
+    whole: Tensor = torch.cat(ordered) + place.added
+    return quantize(whole.reshape(place.stored).numpy(), type_name, importance)

@@ -131,14 +131,3 @@ def largest_matrix(config: ModelConfig) -> int:
 def parameter_count(config: ModelConfig) -> int:
     """How many numbers the weights are."""
     return sum(math.prod(shape) for shape in weight_shapes(config).values())
-
-
-def active_parameter_count(config: ModelConfig) -> int:
-    """How many of them a token is multiplied with: of the experts, those it goes to."""
-    count = parameter_count(config)
-    for layer in range(config.n_layers):
-        moe = config.layer_moe(layer)
-        if moe is not None:
-            idle = moe.experts - moe.per_token
-            count -= idle * 3 * moe.expert_dim * config.dim
-    return count

@@ -1,13 +1,11 @@
-"""The weights of a GGUF file by canonical name, packed as they are in the file.
-
-Two things differ from the names and shapes of ``shapes.py``. Files of the llama architecture (Llama, SmolLM2,
-Mistral) keep the rows of q and k in the order that rotates neighbouring pairs: row ``2j + s`` of a head is row
-``s * half + j`` in the half-rotation order used here. And GPT-2's q, k and v are one matrix.
-"""
+"""The weights of a GGUF file by canonical name, packed as they are in the file. ``gguf_places.py`` says where they are
+and in which form."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,42 +17,26 @@ from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from ..ops.linear.packed.gguf_layout import FORMATS
 from .config import ModelConfig
+from .gguf_places import Place, places
 from .rope import half_rotation_rows
 from .shapes import weight_shapes
 from .storage import Layout
 from .stored import ALL, Blocks, Stored, StoredWeights, Values, is_whole, within
 
-OUTER = {
-    "embed": "token_embd",
-    "position_embed": "position_embd",
-    "norm": "output_norm",
-    "head": "output",
-}
-IN_LAYER = {
-    "attention_norm": "attn_norm",
-    "attention.q": "attn_q",
-    "attention.k": "attn_k",
-    "attention.v": "attn_v",
-    "attention.o": "attn_output",
-    "attention.q_norm": "attn_q_norm",
-    "attention.k_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
-}
-FUSED = ("attention.q", "attention.k", "attention.v")
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 """Frequencies of rotary embedding; the configuration has them."""
 _DENSE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16), "BF16": (np.int16, torch.bfloat16)}
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a weight is: a tensor of the file, and the rows of it (None: all)."""
+class _Found:
+    """A weight ``[O, I]`` or ``[O]`` of a file: the tensor in so many dimensions, the rows of it (None: all), and what
+    its numbers are larger by."""
 
-    tensor: str
+    name: str
+    tensor: QuantizedTensor
     rows: slice | np.ndarray | None
+    added: float
 
 
 def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
@@ -67,66 +49,57 @@ def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
         ValueError: a tensor is missing, superfluous, of the wrong shape, or holds numbers that are not finite; the
             message names the file and the tensor. All but the last are found before the first weight is handed out.
     """
-    places = _places(file, config)
     shapes = weight_shapes(config)
-    return ((name, _stored(file, place, shapes[name])) for name, place in places.items())
+    found = _find(file, config, shapes)
+    return ((name, _stored(file, each, shapes[name])) for name, each in found.items())
 
 
-def _stored(file: GGUFFile, place: _Place, shape: tuple[int, ...]) -> Stored:
+def _stored(file: GGUFFile, found: _Found, shape: tuple[int, ...]) -> Stored:
     """A weight, which may be had in its blocks where it is packed."""
-    read, kind = partial(_read, file, place), file.tensors[place.tensor].block_type
+    read, kind = partial(_read, file, found), found.tensor.block_type
     if len(shape) != 2 or kind.unpack is None:
         return Stored(shape, read)
     layout = Layout("gguf", block_type=kind.name, bits=FORMATS[kind.name].bits)
 
     def codes(rows: slice, columns: slice) -> Blocks:
-        tensor = _read(file, place, rows, columns)
+        tensor = _read(file, found, rows, columns)
         assert isinstance(tensor, QuantizedTensor)
         return Blocks(layout, torch.from_numpy(np.array(tensor.blocks)))
 
     return Stored(shape, read, layout, codes)
 
 
-def _places(file: GGUFFile, config: ModelConfig) -> dict[str, _Place]:
-    fused = config.architecture == "gpt2"
-    interleaved = file.metadata.get("general.architecture") == "llama"
+def _find(file: GGUFFile, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Found]:
     if config.n_layers > len(file.tensors):  # before a list of billions of names is made
         raise ValueError(
             f"{file.path}: {len(file.tensors)} tensors cannot be the {config.n_layers} layers that the metadata names; "
             "fetch or convert the file again"
         )
-    places: dict[str, _Place] = {}
-    for name, shape in weight_shapes(config).items():
-        module, kind = name.rsplit(".", 1)
-        stored = shape
-        part: int | None = None
-        paired = False
-        if module.startswith("layers."):
-            _, layer, inner = module.split(".", 2)
-            if fused and inner in FUSED:
-                part = FUSED.index(inner)
-                tensor = f"blk.{layer}.attn_qkv.{kind}"
-                stored = (3 * config.q_dim, *shape[1:])
-            else:
-                tensor = f"blk.{layer}.{IN_LAYER[inner]}.{kind}"
-                paired = interleaved and inner in ("attention.q", "attention.k")
-        else:
-            tensor = f"{OUTER[module]}.{kind}"
-        _check(file, tensor, stored)
-        rows: slice | np.ndarray | None = None
-        if part is not None:
-            rows = slice(part * config.q_dim, (part + 1) * config.q_dim)
-        elif paired:
-            rows = half_rotation_rows(shape[0] // config.head_dim, config.head_dim)
-        places[name] = _Place(tensor, rows)
-    used = {place.tensor for place in places.values()}
+    planned = places(config, file.tensors)
+    found = {}
+    for name, place in planned.items():
+        _check(file, place.tensor, place.stored)
+        found[name] = _found(config, file.tensors[place.tensor], place, shapes[name])
+    used = {place.tensor for place in planned.values()}
     extra = [name for name in file.tensors if name not in used and not _NOT_WEIGHTS.fullmatch(name)]
     if extra:
         raise ValueError(
             f"{file.path}: a {config.architecture} model has no use for {len(extra)} of the tensors ({_few(extra)}); "
             "the file is of another model family, or was converted wrongly"
         )
-    return places
+    return found
+
+
+def _found(config: ModelConfig, tensor: QuantizedTensor, place: Place, shape: tuple[int, ...]) -> _Found:
+    if len(place.stored) != len(shape):  # all experts in one tensor, or one row as a vector
+        whole = shape if len(shape) == 2 else (math.prod(tensor.shape),)
+        tensor = QuantizedTensor(tensor.type_name, whole, tensor.blocks.reshape(math.prod(whole[:-1]), -1))
+    rows: slice | np.ndarray | None = None
+    if place.paired:
+        rows = place.first + half_rotation_rows(shape[0] // config.head_dim, config.head_dim)
+    elif tensor.shape[0] != shape[0]:
+        rows = slice(place.first, place.first + shape[0])
+    return _Found(place.tensor, tensor, rows, place.added)
 
 
 def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...]) -> None:
@@ -142,28 +115,29 @@ def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _read(file: GGUFFile, place: _Place, rows: slice, columns: slice) -> Values:
-    tensor = file.tensors[place.tensor]
-    if isinstance(place.rows, np.ndarray):
-        taken: slice | np.ndarray = place.rows[rows]
-    else:  # of the rows that the place is, some
-        first, last = within(tensor.shape[0], ALL if place.rows is None else place.rows).indices(tensor.shape[0])[:2]
+def _read(file: GGUFFile, found: _Found, rows: slice, columns: slice) -> Values:
+    tensor = found.tensor
+    if isinstance(found.rows, np.ndarray):
+        taken: slice | np.ndarray = found.rows[rows]
+    else:  # of the rows that the weight is, some
+        first, last = within(tensor.shape[0], ALL if found.rows is None else found.rows).indices(tensor.shape[0])[:2]
         part = within(last - first, rows)
         taken = slice(first + part.start, first + part.stop)
     if len(tensor.shape) == 2:
-        tensor = _columns(file, place, tensor, columns)
+        tensor = _columns(file, found.name, tensor, columns)
         whole = isinstance(taken, slice) and is_whole(tensor.shape[0], taken)
         tensor = tensor if whole else tensor.rows(taken)
         taken = ALL
     if tensor.has_nonfinite_scale():
         raise ValueError(
-            f"{file.path}: the tensor {place.tensor!r} holds infinite or NaN numbers; the file is damaged, fetch it "
-            "again"
+            f"{file.path}: the tensor {found.name!r} holds infinite or NaN numbers; the file is damaged, fetch it again"
         )
-    return tensor if tensor.is_packed and len(tensor.shape) == 2 else _dense(tensor)[taken]
+    if tensor.is_packed and len(tensor.shape) == 2:
+        return tensor
+    return _dense(tensor)[taken] if not found.added else _dense(tensor)[taken].float() - found.added
 
 
-def _columns(file: GGUFFile, place: _Place, tensor: QuantizedTensor, columns: slice) -> QuantizedTensor:
+def _columns(file: GGUFFile, name: str, tensor: QuantizedTensor, columns: slice) -> QuantizedTensor:
     """Some columns of a matrix, whole blocks."""
     if is_whole(tensor.shape[1], columns):
         return tensor
@@ -171,7 +145,7 @@ def _columns(file: GGUFFile, place: _Place, tensor: QuantizedTensor, columns: sl
     block = tensor.block_type
     if part.start % block.block or part.stop % block.block:
         raise ValueError(
-            f"{file.path}: the tensor {place.tensor!r} packs {block.block} numbers of a row together, and a cut at "
+            f"{file.path}: the tensor {name!r} packs {block.block} numbers of a row together, and a cut at "
             f"columns {part.start} and {part.stop} would part them; take fewer parts or a file of another type"
         )
     width = (tensor.shape[0], part.stop - part.start)

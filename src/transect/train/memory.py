@@ -40,6 +40,16 @@ class Fitted:
     """How many layers, counted from the last, keep everything all the same."""
 
 
+def check_length(config: TrainConfig, model: ModelConfig) -> None:
+    """See that the model knows as many positions as documents may have tokens. ValueError if not."""
+    most = model.max_position
+    if config.data.seq_len > most:
+        raise ValueError(
+            f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {most} positions: set data.seq_len "
+            f"to at most {most}"
+        )
+
+
 def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> TrainingPlan:
     """The memory plan of a configuration; ``auto`` checkpointing counts as none."""
     rollouts = 0

@@ -22,14 +22,11 @@ def quantize_layers(model: Decoder, config: LoRAConfig) -> None:
     """Replace every matrix of the layers by its 4-bit form, one at a time.
 
     Raises:
-        ValueError: a matrix has no whole groups.
+        ValueError: a matrix has no whole groups; a run asks ``models.memory`` before, which says what fits.
     """
     for name, weight in list(model.weights()):
         if name != "head":
-            try:
-                model.replace(name, quantized(weight, config))
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}: set lora.group to 32, 64 or 128") from None
+            model.replace(name, quantized(weight, config))
 
 
 def quantized(weight: Weight, config: LoRAConfig) -> Weight:

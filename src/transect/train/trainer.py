@@ -46,10 +46,10 @@ from .crew import Crew
 from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_number, first_bad_tensor
-from .identity import base_identity, compare
+from .identity import base_identity, check_settings, compare
 from .layer_drop import dropping
 from .lora import take_adapter
-from .memory import fit
+from .memory import check_length, fit
 from .merged_layers import MergedLayers, can_merge, stack_of
 from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
@@ -163,12 +163,10 @@ class Trainer:
         # The adapter that it started from may be gone, and is needed only to compare with.
         if checkpoint is not None and config.lora.start and not config.compares:
             begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
+        if checkpoint is not None:
+            check_settings(checkpoint.state.get("config", {}), config.to_dict(), checkpoint.path)
         source = source_of(begun)
-        if config.data.seq_len > source.config.max_position:
-            raise ValueError(
-                f"data.seq_len is {config.data.seq_len} tokens and {config.model} knows {source.config.max_position} "
-                f"positions: set data.seq_len to at most {source.config.max_position}"
-            )
+        check_length(config, source.config)
         self.memory = fit(begun, source.config, device_of(config.device))
         self.trainable: Trainable = self.crew.cut(build(begun, self.told.append, lean=self.crew.lean(source.config)))
         self.model, self.device = self.trainable.model, self.trainable.device

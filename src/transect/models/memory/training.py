@@ -23,7 +23,7 @@ from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .part import Gradients, Part, by_module, count, module_of
 from .terms import Estimate, Phase, Term, gib
-from .training_plan import TrainingPlan, exchange_bytes, state_bytes, step_bytes, trained_shapes
+from .training_plan import TrainingPlan, check_base, exchange_bytes, state_bytes, step_bytes, trained_shapes
 
 LOSS_CHUNK = 1024
 """Tokens whose logits the fused loss holds on a GPU; twice as many for narrow models (``ops/linear_cross_entropy``)."""
@@ -62,6 +62,7 @@ class Account:
     def __init__(self, plan: TrainingPlan, part: Part) -> None:
         self.plan, self.part = plan, part
         config = self.config = part.config
+        check_base(config, plan)
         self.e = plan.element
         self.tokens = -(-plan.micro_batch // part.context)
         """Those of a micro-batch that this rank computes."""

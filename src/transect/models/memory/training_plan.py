@@ -18,6 +18,8 @@ SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
 """The 8-bit optimizer: below this a parameter has float32 moments; numbers that share a scale; blocks at a time."""
 
 
+GROUPS = (32, 64, 128)
+"""Numbers that may share a scale in the 4-bit base of ``qlora``."""
 ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers whose ranks exchange signs."""
 
@@ -99,6 +101,32 @@ def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[i
         found |= {f"{name}.a": (plan.rank, config.dim), f"{name}.b": (config.vocab_size, plan.rank)}
     shapes = weight_shapes(config)
     return found | {f"{name}.weight": shapes[f"{name}.weight"] for name in plan.saved}
+
+
+def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
+    """See that the frozen base of ``qlora`` can be held in its 4 bits.
+
+    Raises:
+        ValueError: it cannot; the message says what can.
+    """
+    if plan.task != "qlora":
+        return
+    shapes = [shape for shape in weight_shapes(config).items() if len(shape[1]) == 2 and shape[0].startswith("layers.")]
+    odd = next((name for name, shape in shapes if math.prod(shape) % 2), None)
+    if odd is not None:
+        raise ValueError(f'{odd} has an odd number of numbers, and two share a byte in 4 bits: set task to "lora"')
+    if plan.base_format == "nf4":
+        return
+    fitting = [group for group in GROUPS if not any(shape[1] % (2 * group) for _, shape in shapes)]
+    if plan.group in fitting:
+        return
+    name, width = next(
+        (name, shape[1]) for name, shape in shapes if plan.group not in GROUPS or shape[1] % (2 * plan.group)
+    )
+    known = f"lora.group to {' or '.join(map(str, fitting))}" if fitting else 'lora.base_format to "nf4"'
+    raise ValueError(
+        f"rows of {width} numbers ({name}) cannot be cut into pairs of groups of lora.group = {plan.group}: set {known}"
+    )
 
 
 def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:

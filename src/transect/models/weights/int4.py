@@ -11,8 +11,6 @@ both directions: it is rebuilt each time and never kept. To serve on a GPU the s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -20,6 +18,7 @@ from ...ops.linear.packed.int4_dequantize import reference as dequantize_referen
 from ...ops.linear.packed.int4_dequantize import triton_dequantize
 from ...ops.linear.packed.int4_packing import pack
 from ..storage import WeightFormat, int4_format
+from .rebuilt import rebuilt_product
 from .weight import Dimension, TrainingPart, Weight, part_of, shard_bias
 
 
@@ -58,8 +57,7 @@ class Int4(Weight):
         return rebuild(self.codes, self.scale, self.zero)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        out: Tensor = _Product.apply(x_TI, self)
-        return out if self.bias is None else out + self.bias
+        return rebuilt_product(x_TI, self)
 
     @property
     def format(self) -> WeightFormat:
@@ -81,19 +79,6 @@ class Int4(Weight):
             triton_dequantize(self.codes, self.scale, self.zero, out=out)
 
         return TrainingPart(self.out_features, self.in_features, self.scale, fill)
-
-
-class _Product(torch.autograd.Function):
-    """``x W^T`` with the gradient of x alone; W lives only within each direction."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Int4) -> Tensor:
-        ctx.weight = weight
-        return x @ weight.dense().mT
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream[0] @ ctx.weight.dense(), None
 
 
 @torch.no_grad()

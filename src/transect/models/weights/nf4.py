@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...formats.nf4 import BLOCK, CODES, NESTED_BLOCK, dynamic_map
 from ..storage import WeightFormat, nf4_format
+from .rebuilt import rebuilt_product
 from .weight import TrainingPart, Weight
 
 
@@ -58,8 +59,7 @@ class NF4(Weight):
         return dequantize(NF4State(self.codes, self.scales, self.nested, self.offset), self.shape).to(self.like.dtype)
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        out: Tensor = _Product.apply(x_TI, self)
-        return out if self.bias is None else out + self.bias
+        return rebuilt_product(x_TI, self)
 
     @property
     def format(self) -> WeightFormat:
@@ -70,19 +70,6 @@ class NF4(Weight):
             out.copy_(self.dense())
 
         return TrainingPart(self.out_features, self.in_features, self.like, fill)
-
-
-class _Product(torch.autograd.Function):
-    """``x W^T`` with the gradient of x alone; W lives only within each direction."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: NF4) -> Tensor:
-        ctx.weight = weight
-        return x @ weight.dense().mT
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
-        return upstream[0] @ ctx.weight.dense(), None
 
 
 @torch.no_grad()

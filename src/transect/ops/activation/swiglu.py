@@ -274,13 +274,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: by_exp, ("any",), batch_invariant=True),
-            "cpu": Implementation(
-                "cpu",
-                lambda: gradients.swiglu(by_exp),
-                ("cpu",),
-                autograd=lambda: gradients.swiglu(by_exp),
-                dtypes=("float32",),
-            ),
+            "cpu": gradients.implementation(gradients.swiglu, by_exp),
             "triton": Implementation(
                 "triton", available(triton_swiglu), TRITON_TARGETS, batch_invariant=True, autograd=lambda: swiglu
             ),

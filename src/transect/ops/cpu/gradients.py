@@ -7,6 +7,7 @@ the operator runs in torch. No second derivatives.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..registry import Implementation
 from .training import Kernels, kernels
 
 Plain = Callable[..., Any]
@@ -95,6 +97,12 @@ def _differentiable(function: type[torch.autograd.Function], plain: Plain, float
         return function.apply(native, *values)
 
     return call
+
+
+def implementation(differentiable: Callable[[Plain], Plain], plain: Plain) -> Implementation:
+    """The entry of one of the operators below in the registry; ``plain`` is what the operator runs in torch."""
+    load = functools.partial(differentiable, plain)
+    return Implementation("cpu", load, ("cpu",), autograd=load, dtypes=("float32",))
 
 
 def rms_norm(plain: Plain) -> Plain:

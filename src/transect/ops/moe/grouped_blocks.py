@@ -34,7 +34,7 @@ from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
-from .triton import _expert_of_tile, tiling
+from .triton import expert_of_tile, rows_of_tile, tiling
 
 MEASURED = ("MXFP4", "Q4_0", "Q4_1", "Q4_K")
 """Block types whose experts a GPU has multiplied so; the others wait for ``GPUOptions.grouped_blocks``."""
@@ -113,13 +113,9 @@ def _product(  # type: ignore[no-untyped-def]
     """See ``triton._grouped_product``. A program has R sixteens of outputs, and takes 128 inputs at a time: half a unit
     of 16 outputs by 256 inputs, UNIT words each, or with INT4 a whole one of 128; ``down`` and ``across``: units of all
     experts. LOW, HIGH: bits of the planes; GROUP: inputs that share a scale, which is a byte (BYTES) LESS an offset."""
-    expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
+    expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
-        r = row + tl.arange(0, BM)
-        inside = r < end
-        source = r
-        if ORDERED:
-            source = tl.load(order + r, inside, 0) // k_choices
+        r, inside, source = rows_of_tile(order, row, end, k_choices, BM, ORDERED)
         sixteen = tl.program_id(0) * R + tl.arange(0, R)
         there = (sixteen < N // 16)[:, None]
         unit = (expert.to(tl.int64) * (N // 16) + sixteen)[:, None]

@@ -32,7 +32,7 @@ from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
-from .triton import _expert_of_tile, tiling
+from .triton import expert_of_tile, rows_of_tile, tiling
 
 
 def reference(
@@ -58,13 +58,9 @@ def _product(  # type: ignore[no-untyped-def]
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """See ``triton._grouped_product``. BLOCKED: BK divides 128, and a scale is for 128 by 128 codes."""
-    expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
+    expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
-        r = row + tl.arange(0, BM)
-        inside = r < end
-        source = r
-        if ORDERED:
-            source = tl.load(order + r, inside, 0) // k_choices
+        r, inside, source = rows_of_tile(order, row, end, k_choices, BM, ORDERED)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         first = expert.to(tl.int64) * N
         acc = tl.zeros([BM, BN], tl.float32)

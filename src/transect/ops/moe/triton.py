@@ -47,7 +47,7 @@ def tiling(rows: int, experts: int, gated: bool = False, fixed: torch.dtype | No
 
 
 @kernel
-def _expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """(expert, first row, end of the expert's rows) of a tile; the expert is E where there is no such tile."""
     e = tl.arange(0, WIDTH)
     first = tl.load(starts + e, e < E, 0)
@@ -58,6 +58,17 @@ def _expert_of_tile(starts, tile, E, BM: tl.constexpr, WIDTH: tl.constexpr):  # 
     mine = e == expert
     row = tl.sum(tl.where(mine, first + (tile - ends + tiles) * BM, 0), 0)
     return expert, row, tl.sum(tl.where(mine, last, 0), 0)
+
+
+@kernel
+def rows_of_tile(order, row, end, k_choices, BM: tl.constexpr, ORDERED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BM rows from ``row`` on, whether each is before ``end``, and the row of x that each takes."""
+    r = row + tl.arange(0, BM)
+    inside = r < end
+    source = r
+    if ORDERED:
+        source = tl.load(order + r, inside, 0) // k_choices
+    return r, inside, source
 
 
 @kernel
@@ -78,7 +89,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
     """``out[r, n] = sum_k x[r, k] weight[expert of r, n, k]``, and the bias; ``[.., k, n]`` if TRANSPOSED. With TWO the
     same of ``x2`` and ``weight2`` is added. With ZEROS the rows that belong to no expert, up to R, are 0; there must be
     enough programs for the tiles of these too."""
-    expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
+    expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if ZEROS:  # noqa: SIM102  (a constant, without which nothing of this is compiled)
         if expert >= E:
             r = _row_of_nobody(starts, tl.program_id(1), E, BM, WIDTH) + tl.arange(0, BM)
@@ -86,11 +97,7 @@ def _grouped_product(  # type: ignore[no-untyped-def]
             place = out + r.to(tl.int64)[:, None] * N + n[None, :]
             tl.store(place, tl.zeros([BM, BN], out.dtype.element_ty), (r < R)[:, None] & (n < N)[None, :])
     if expert < E:
-        r = row + tl.arange(0, BM)
-        inside = r < end
-        source = r
-        if ORDERED:
-            source = tl.load(order + r, inside, 0) // k_choices
+        r, inside, source = rows_of_tile(order, row, end, k_choices, BM, ORDERED)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         at = expert.to(tl.int64) * N * K
         if TRANSPOSED:
@@ -121,13 +128,9 @@ def _grouped_gate_up(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``out[r, n] = silu(sum_k x[r, k] gate[expert of r, n, k]) * sum_k x[r, k] up[expert of r, n, k]``; with SAVE the
     two sums too, for the backward pass."""
-    expert, row, end = _expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
+    expert, row, end = expert_of_tile(starts, tl.program_id(1), E, BM, WIDTH)
     if expert < E:
-        r = row + tl.arange(0, BM)
-        inside = r < end
-        source = r
-        if ORDERED:
-            source = tl.load(order + r, inside, 0) // k_choices
+        r, inside, source = rows_of_tile(order, row, end, k_choices, BM, ORDERED)
         n = tl.program_id(0) * BN + tl.arange(0, BN)
         at = expert.to(tl.int64) * N * K + n[None, :] * K
         g = tl.zeros([BM, BN], tl.float32)

@@ -216,13 +216,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "cpu": Implementation(
-                "cpu",
-                lambda: gradients.rms_norm(reference),
-                ("cpu",),
-                autograd=lambda: gradients.rms_norm(reference),
-                dtypes=("float32",),
-            ),
+            "cpu": gradients.implementation(gradients.rms_norm, reference),
             "triton": Implementation(
                 "triton", available(triton_rms_norm), TRITON_TARGETS, batch_invariant=True, autograd=lambda: rms_norm
             ),

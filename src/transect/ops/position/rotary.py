@@ -268,13 +268,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",), batch_invariant=True),
-            "cpu": Implementation(
-                "cpu",
-                lambda: gradients.rotary(reference),
-                ("cpu",),
-                autograd=lambda: gradients.rotary(reference),
-                dtypes=("float32",),
-            ),
+            "cpu": gradients.implementation(gradients.rotary, reference),
             "triton": Implementation(
                 "triton", available(triton_rotary), TRITON_TARGETS, batch_invariant=True, autograd=lambda: rotary
             ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class LoRAConfig:
 
     def __post_init__(self) -> None:
         positive(self, "rank", "group")
-        if not self.alpha > 0:
+        if not 0 < self.alpha < math.inf:
             raise ValueError(f"lora.alpha must be greater than 0, not {self.alpha}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"lora.dropout is a share, at least 0 and less than 1, not {self.dropout}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,11 +55,13 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         positive(self, "seq_len", "micro_batch")
-        if self.buffer_mib <= 0:
+        if not self.buffer_mib > 0:
             raise ValueError(f"data.buffer_mib must be greater than 0, not {self.buffer_mib}")
         if self.streaming and self.weights:
             raise ValueError("data.weights needs all the data before the first step: leave out data.streaming")
-        if self.weights and (len(self.weights) != len(self.train) or min(self.weights) <= 0):
+        if self.weights and (
+            len(self.weights) != len(self.train) or not all(0 < share < math.inf for share in self.weights)
+        ):
             raise ValueError(
                 f"data.weights needs a number greater than 0 for each of the {len(self.train)} entries of data.train"
             )

@@ -17,6 +17,17 @@ RATES = {
 """Learning rates of an objective: for all weights, and for adapters."""
 PRETRAINING = 3e-4
 
+TASKS = ("pretrain", "finetune", "lora", "qlora")
+MEANT_BY_TASK = {
+    **{name: f'an objective: set objective to "{name}", and task to what is trained' for name in RATES},
+    **dict.fromkeys(("sft", "full", "fft", "full_finetune", "cpt"), 'task = "finetune" here, or "lora"'),
+}
+MEANT_BY_OBJECTIVE = {
+    **{name: f'a task: set task to "{name}", and objective to what is minimised' for name in TASKS},
+    **dict.fromkeys(("sft", "clm", "ce", "cross_entropy", "lm"), 'objective = "next_token" here'),
+}
+"""What somebody meant who gave one of these as ``task`` or ``objective``."""
+
 MEANT = {
     "lr": "optimizer.learning_rate",
     "learning_rate": "optimizer.learning_rate",
@@ -87,6 +98,10 @@ def hint(where: str, key: str, names: list[str]) -> str:
     return f"did you mean {where}{near[0]}?" if near else f"known are {', '.join(names)}"
 
 
+def _known(key: str) -> str:
+    return ", ".join(TASKS if key == "task" else RATES)
+
+
 def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with what the task decides filled in where it is left out; what has another form stays as it is."""
     filled = dict(values)
@@ -96,6 +111,9 @@ def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
         return filled
     if filled.get("steps") == 0 and not filled.get("epochs"):
         raise ValueError("steps must be at least 1, not 0")
+    for key, value, meant in (("task", task, MEANT_BY_TASK), ("objective", objective, MEANT_BY_OBJECTIVE)):
+        if isinstance(value, str) and value in meant:
+            raise ValueError(f"{key} = {value!r}: that is {meant[value]} ({key} is one of {_known(key)})")
     adapted = task in ("lora", "qlora")
     rate = PRETRAINING if task == "pretrain" else RATES.get(str(objective), RATES["next_token"])[adapted]
     decay = 0.1 if task == "pretrain" else 0.0 if adapted else 0.01

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 Objective = Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"]
-OBJECTIVES: tuple[str, ...] = get_args(Objective)
-PAIRWISE = ("dpo", "kto", "orpo", "grpo")
-"""Objectives that need the log-probability of each token, not its cross entropy alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

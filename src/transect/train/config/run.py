@@ -128,7 +128,7 @@ class TrainConfig:
         if self.memory:
             parse_bytes(self.memory)
         for name in ("save_every", "eval_every", "patience", "min_gain", "seed"):
-            if getattr(self, name) < 0:
+            if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
 
     @property
@@ -147,12 +147,12 @@ class TrainConfig:
             ValueError: not readable, not TOML, an unknown key, or a value of the wrong type or out of its range.
         """
         try:
-            values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            values = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
-        return cls.from_dict(overridden(values, settings))
+        return cls.from_dict(_overridden(values, settings))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
@@ -167,8 +167,18 @@ class TrainConfig:
         Raises:
             ValueError: not such a setting, or as in ``from_toml``.
         """
-        return self.from_dict(overridden(self.to_dict(), settings))
+        return self.from_dict(_overridden(self.to_dict(), settings))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""
         return dataclasses.asdict(self)
+
+
+def _overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
+    """``parse.overridden``, where ``steps`` takes the place of the file's ``epochs``, and the other way round."""
+    made = overridden(values, settings)
+    given = {setting.partition("=")[0].strip() for setting in settings}
+    for name, other in (("steps", "epochs"), ("epochs", "steps")):
+        if name in given and other not in given and made[name]:
+            made.pop(other, None)
+    return made

@@ -1,6 +1,9 @@
 """Products of one row with blocks of GGUF files, alone and four in one launch: what is refused everywhere, results on a
 GPU."""
 
+from types import SimpleNamespace
+
+import cuda_host
 import pytest
 import torch
 from cuda_kernels import loaded
@@ -36,6 +39,7 @@ def weights_of(d, q, f, n, types, device="cpu", bias=False):
 
 
 TYPES = ("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q6_K")
+OTHERS = ("Q8_0", "Q5_K", "Q4_0", "Q2_K", "Q3_K")
 
 
 def miss(found, wanted):
@@ -133,7 +137,7 @@ def test_a_norm_on_either_side(chain):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("types", [TYPES, ("Q8_0", "Q5_K", "Q4_0", "Q2_K", "Q3_K")])
+@pytest.mark.parametrize("types", [TYPES, OTHERS])
 @pytest.mark.parametrize("sizes", [(256, 512, 256, 64), (2048, 2048, 8192, 3072), (4096, 4096, 14336, 6144)])
 def test_four_products_have_the_values(chain, types, sizes):
     d, q, f, n = sizes
@@ -149,3 +153,88 @@ def test_four_products_have_the_values(chain, types, sizes):
                 assert miss(y, want_y) < 0.015
                 first = first or (y, u)
                 assert torch.equal(first[0], y) and torch.equal(first[1], u)  # how far it reads ahead changes no bit
+
+
+def source(instead=None):
+    """The source itself on this processor."""
+    kernel = object.__new__(GGUFChain)
+    kernel._launch = cuda_host.Launcher("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiiii" + "p", instead)
+    kernel._meetings = torch.zeros(gguf_chain.COUNTERS, dtype=torch.int32)
+    return kernel
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """As if this processor had three multiprocessors."""
+    monkeypatch.setattr(gguf_chain, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+
+
+@pytest.fixture
+def on_host(three):
+    return source()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_source_has_the_values_of_one_product(on_host, name):
+    n, k = 96, 768
+    own, x, bias = matrix((name, n), k=k), row(k), row(n, seed=2)[0]
+    x[0, 5] *= 30
+    wanted = x.double() @ values(own, torch.float64).T
+    on_host._launch.reads([x, own[0].arranged])
+    assert miss(on_host(x, own, bias, tiling=Tiling(4, 3))[0], wanted + bias.double()) < 4e-3
+    assert miss(on_host(x, own, gated=True, tiling=Tiling(1, 2))[0], gguf_chain.gate_turns(wanted)) < 6e-3
+    on_host._launch.reads([x, own[0].arranged[:, :2]])
+    with pytest.raises(AssertionError, match="outside of all tensors"):
+        on_host(x, own, tiling=Tiling(4, 3))
+    on_host._launch.reads([])
+
+
+def test_the_source_has_three_parts_and_rows_of_no_finite_number(on_host):
+    own, x = matrix(("Q4_K", 64), ("Q6_K", 16), ("Q8_0", 32), k=512), row(512)
+    wanted = x.double() @ values(own, torch.float64).T
+    assert miss(on_host(x, own)[0], wanted) < 4e-3  # more warps than units, too
+    assert miss(on_host(x, own, tiling=Tiling(3, 2))[0], wanted) < 4e-3
+    x[0, 300] = float("inf")
+    assert not on_host(x, own)[0].isfinite().any()
+    assert not on_host(torch.zeros_like(x), own)[0].any()
+
+
+@pytest.mark.parametrize(
+    "types", [TYPES, pytest.param(("Q8_0", "Q5_K", "Q4_0", "Q2_K", "Q3_K"), marks=pytest.mark.prove)]
+)
+def test_the_source_of_four_products_has_the_values_in_any_order_of_threads(on_host, types):
+    weights = weights_of(256, 512, 768, 320, types, bias=types is TYPES)
+    x, residual = row(512), row(256, seed=2)
+    want_y, want_u = gguf_chain.reference(x.double(), residual.double(), weights)
+    found = []
+    for order, tiling in enumerate((Tiling(4, 5), Tiling(4, 2))):
+        on_host._launch.draw(order)
+        y, u = on_host.chain(x, residual, weights, tiling=tiling)
+        assert miss(u, want_u) < 0.01
+        assert miss(y, want_y) < 0.015
+        found.append(torch.cat((y, u), 1))
+    assert torch.equal(*found)
+
+
+FAULTS = {
+    "all lanes have read the slot": ("__syncwarp();  // all lanes have read the slot", ""),
+    "the phase changes": ("own.slot = 0, own.parity ^= 1", "own.slot = 0"),
+    "blocks meet": ("else meet(meetings + 32 * (number - 1));", "else __syncthreads();"),
+    "x is whole": ("ask_beside(threadIdx.x);\n    __syncthreads();", "ask_beside(threadIdx.x);"),
+    "sums are whole": ("__syncthreads();\n\n    // The sum of a row", "// The sum of a row"),
+    "the ring is not longer": ("if (++slot == stages) slot = 0;\n  }\n};", "if (++slot > stages) slot = 0;\n  }\n};"),
+}
+"""What the source relies on, and the source without."""
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_the_source_relies_on_is_seen_to_be_missing(three, fault):
+    kernel = source(FAULTS[fault])
+    weights = weights_of(256, 512, 768, 320, TYPES)
+    x, residual = row(512), row(256, seed=2)
+    want_y, want_u = gguf_chain.reference(x.double(), residual.double(), weights)
+    with pytest.raises(AssertionError, match=r"wrong|wait for each other"):
+        y, u = kernel.chain(x, residual, weights, tiling=Tiling(4, 2))
+        assert miss(u, want_u) < 0.01 and miss(y, want_y) < 0.015, "wrong"

@@ -1,5 +1,8 @@
 """Four products of one row in one launch: what it refuses everywhere, its results on a GPU."""
 
+from types import SimpleNamespace
+
+import cuda_host
 import pytest
 import torch
 from cuda_kernels import loaded
@@ -77,3 +80,22 @@ def test_the_kernel_has_the_products_of_the_values(chain, sizes):
             assert (y.double() - want_y).norm() <= 0.015 * want_y.norm()
             first = first or (y, u)
             assert torch.equal(first[0], y) and torch.equal(first[1], u)  # how far it reads ahead changes no bit
+
+
+def test_the_source_has_the_products_of_the_values_in_any_order_of_threads(monkeypatch):
+    monkeypatch.setattr(scaled8_chain, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    kernel = object.__new__(scaled8_chain.CudaChain)
+    kernel._launch = cuda_host.Launcher("scaled8_chain", "transect_scaled8_chain", "ppppffiiip")
+    kernel._meetings = torch.zeros(scaled8_chain.COUNTERS, dtype=torch.int32)
+    weights = weights_of(128, 256, 384, 256, bias=True)
+    x, residual = row(256), row(128, seed=2)
+    want_y, want_u = scaled8_chain.reference(x.double(), residual.double(), weights)
+    found = []
+    for order, stages in enumerate((5, 2)):
+        kernel._launch.draw(order)
+        y, u = kernel(x, residual, weights, stages=stages)
+        assert (u.double() - want_u).norm() <= 0.01 * want_u.norm()
+        assert (y.double() - want_y).norm() <= 0.015 * want_y.norm()
+        found.append(torch.cat((y, u), 1))
+    assert torch.equal(*found)

@@ -178,13 +178,7 @@ register(
         cost=cost,
         implementations={
             "torch": Implementation("torch", lambda: by_document, ("any",), batch_invariant=True),
-            "cpu": Implementation(
-                "cpu",
-                lambda: gradients.attention(by_document),
-                ("cpu",),
-                autograd=lambda: gradients.attention(by_document),
-                dtypes=("float32",),
-            ),
+            "cpu": gradients.implementation(gradients.attention, by_document),
             "triton": Implementation(
                 "triton", _triton, TRITON_TARGETS, batch_invariant=True, autograd=_triton_autograd
             ),

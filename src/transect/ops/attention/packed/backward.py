@@ -46,7 +46,7 @@ from ...registry import Kernel
 from . import hopper as hopper
 from .backward_hopper import backward as hopper_backward
 from .backward_hopper import kernels as hopper_kernels
-from .tiling import LOG2E, Tiling, check, descriptor, find_tile, fits_descriptor, load_tile, padded, seen
+from .tiling import LOG2E, Tiling, check, descriptor, find_tile, fits_descriptor, keys_of, load_tile, padded, seen
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -187,21 +187,7 @@ def _backward_queries(  # type: ignore[no-untyped-def]
         big_l = tl.load(lse + head.to(tl.int64) * tokens + i, i < end, 0.0)
         at_delta = tl.load(delta + head.to(tl.int64) * tokens + i, i < end, 0.0)
         grad = tl.zeros((BM, DP), tl.float32)
-        low = begin
-        high = end
-        high_full = end
-        if CAUSAL:
-            high = min(end, first_i + BM)
-            high_full = min(end, first_i + 1)
-        low_full = low
-        if WINDOW:
-            low = max(begin, begin + (first_i - window + 1 - begin) // BN * BN)
-            low_full = max(low, begin + (first_i + BM - window - begin + BN - 1) // BN * BN)
-            if not CAUSAL:
-                high = min(end, first_i + BM + window - 1)
-                high_full = min(end, first_i + window)
-        high_full = max(low, begin + (high_full - begin) // BN * BN)
-        low_full = min(low_full, high_full)
+        low, low_full, high_full, high = keys_of(first_i, begin, end, window, BM, BN, CAUSAL, WINDOW)
         if WINDOW:
             grad = _walk_keys_again(
                 grad, queries, upstream, big_l, at_delta, k, v, low, low_full, i, end, kv_head, k_t, k_h, v_t, v_h,

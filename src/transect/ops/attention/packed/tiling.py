@@ -62,6 +62,32 @@ def seen(i, j, end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type
     return inside
 
 
+@kernel
+def keys_of(first_i, begin, end, window, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr,  # type: ignore[no-untyped-def]
+            WINDOW: tl.constexpr):  # fmt: skip
+    """Which keys BM queries from ``first_i`` on see: ``low, low_full, high_full, high``.
+
+    Keys [low, high) are seen by some of the queries, [low_full, high_full) by every one. All but ``high`` lie a whole
+    number of tiles of BN after ``begin``.
+    """
+    low = begin
+    high = end
+    high_full = end
+    if CAUSAL:
+        high = min(end, first_i + BM)
+        high_full = min(end, first_i + 1)
+    low_full = low
+    if WINDOW:
+        low = max(begin, begin + (first_i - window + 1 - begin) // BN * BN)
+        low_full = max(low, begin + (first_i + BM - window - begin + BN - 1) // BN * BN)
+        if not CAUSAL:
+            high = min(end, first_i + BM + window - 1)
+            high_full = min(end, first_i + window)
+    high_full = max(low, begin + (high_full - begin) // BN * BN)
+    low_full = min(low_full, high_full)
+    return low, low_full, high_full, high
+
+
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """Knobs of one kernel: queries and keys of a tile, warps, stages, bulk copies."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...lang.jit import TRITON_TARGETS, kernel, tl
 from ...lang.tiles import dot
 from ...registry import Kernel
-from .tiling import find_tile, load_tile, seen
+from .tiling import find_tile, keys_of, load_tile, seen
 
 
 @kernel
@@ -58,22 +58,7 @@ def _forward(  # type: ignore[no-untyped-def]
         acc = tl.zeros((BM, DP), tl.float32)
         l = tl.zeros((BM,), tl.float32)
         m = tl.full((BM,), -float("inf"), tl.float32)
-        # Keys [low, high) are seen by some query of the tile, [low_full, high_full) by every one.
-        low = begin
-        high = end
-        high_full = end
-        if CAUSAL:
-            high = min(end, first_i + BM)
-            high_full = min(end, first_i + 1)
-        low_full = low
-        if WINDOW:
-            low = max(begin, begin + (first_i - window + 1 - begin) // BN * BN)
-            low_full = max(low, begin + (first_i + BM - window - begin + BN - 1) // BN * BN)
-            if not CAUSAL:
-                high = min(end, first_i + BM + window - 1)
-                high_full = min(end, first_i + window)
-        high_full = max(low, begin + (high_full - begin) // BN * BN)
-        low_full = min(low_full, high_full)
+        low, low_full, high_full, high = keys_of(first_i, begin, end, window, BM, BN, CAUSAL, WINDOW)
         if WINDOW:
             acc, l, m = _walk_keys(
                 acc, l, m, queries, k, v, low, low_full, i, end, kv_head, k_t, k_h, v_t, v_h, scale2, window,

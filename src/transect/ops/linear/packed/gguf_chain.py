@@ -13,7 +13,8 @@ columns of 256; all but units in bfloat16. Of every 256 columns x is taken as wh
 two: digits below 2^-14 of the largest of them are lost (``gguf_bytes.cuh``). Those meet the codes in products of bytes,
 whose sums over a group are exact; the others are in float32. Inference only.
 
-Bound by bytes: 0.33 to 1.06 for each weight. It has not run on a GPU yet.
+Bound by bytes: 0.33 to 1.06 for each weight. It has not run on a GPU yet; thread by thread it runs on a
+processor in the tests (``tests/helpers/cuda_host``).
 """
 
 from __future__ import annotations

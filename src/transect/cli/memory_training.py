@@ -1,0 +1,167 @@
+"""The training half of ``transect memory``: from options or a run's file to the account of a rank."""
+
+from __future__ import annotations
+
+import json as encoder
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..models.resolve import ModelSource
+    from ..parallel.training_memory import StageMemory
+    from ..train.config import TrainConfig
+
+SETTINGS = {
+    "task": "task",
+    "objective": "objective",
+    "precision": "precision",
+    "optimizer": "optimizer.name",
+    "checkpointing": "checkpointing",
+    "micro_batch": "data.micro_batch",
+    "seq_len": "data.seq_len",
+    "accumulate": "accumulate",
+    "rank": "lora.rank",
+    "dp": "parallel.data",
+    "zero": "parallel.zero",
+    "reduce": "parallel.reduce",
+    "tp": "parallel.tensor",
+    "sp": "parallel.sequence",
+    "pp": "parallel.pipeline",
+    "cp": "parallel.context",
+    "ep": "parallel.expert",
+}
+"""What an option is called in the file of a run."""
+LAYOUT = ("dp", "zero", "fsdp", "tp", "sp", "pp", "cp", "ep")
+"""Options that say over how many ranks."""
+
+
+def run_of(model: str, options: Mapping[str, Any], given: Collection[str], changes: Sequence[str]) -> TrainConfig:
+    """The run that is asked about.
+
+    Args:
+        model: a model, or the TOML file of a run.
+        options: of the command, by parameter.
+        given: those that were given; of a file's run, only these take the place of what the file says.
+        changes: ``key=value`` settings, which go over all.
+
+    Raises:
+        ValueError: the file is no run's, or what it asks for cannot be.
+    """
+    from ..train.config import TrainConfig
+    from ..train.crew import check
+
+    of_file = is_run(model)
+    wanted = {name: options[name] for name in SETTINGS if options[name] is not None and (name in given or not of_file)}
+    fsdp = options["fsdp"]
+    if fsdp is not None:
+        if options["dp"] > 1 or options["zero"] not in (None, 3):
+            raise ValueError("--fsdp N is --dp N --zero 3: give one or the other")
+        wanted |= {"dp": fsdp, "zero": 3 if fsdp > 1 else 0}
+    settings = [f"{SETTINGS[name]}={encoder.dumps(value)}" for name, value in wanted.items()]
+    if options["offload"] or options["offload_all"]:
+        settings.append(f'parallel.offload="{"all" if options["offload_all"] else "optimizer"}"')
+    if options["offload_all"] and wanted.get("dp", 1) > 1 and wanted.get("zero") is None:
+        settings.append("parallel.zero=3")
+    if not of_file and options["accumulate"] is None:
+        settings.append(f"accumulate={wanted['dp'] * wanted['pp']}")
+    if of_file:
+        config = TrainConfig.from_toml(model, [*settings, *changes])
+    else:
+        config = TrainConfig.from_dict({"model": model}).changed([*settings, *changes])
+    check(config)
+    return config
+
+
+def is_run(model: str) -> bool:
+    """Whether this names the file of a run, and no model."""
+    return model.endswith(".toml") and not Path(model).is_dir()
+
+
+def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: int, json: bool) -> None:
+    """Print the account of the rank that needs most, and whether it fits.
+
+    Args:
+        kind: ``cpu`` or ``cuda``.
+        budget: bytes that are free there.
+
+    Raises:
+        ValueError: the run cannot be, or not be spread so.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from ..models.memory.fit import first_that_fits, smallest_change
+    from ..models.memory.terms import gib, parse_bytes
+    from ..parallel.training_memory import estimator, for_rank, training_ranks
+    from ..train.memory import check_length, plan_of, spread_of
+    from .memory_tables import dump, show
+
+    check_length(config, source.config)
+    if config.memory:
+        budget = min(budget, parse_bytes(config.memory))
+    device = torch.device(kind)
+    plan, spread = plan_of(config, source.config, device), spread_of(config, device)
+    account = estimator(spread)
+    account(source.config, plan)  # a layout that cannot be is told of here
+    if config.checkpointing == "auto":
+        found = first_that_fits(source.config, plan, budget, account)
+        plan = found[0] if found else replace(plan, checkpointing="full")
+    plan = for_rank(plan, spread)
+    stages = training_ranks(source.config, plan, spread)
+    worst = max(stages, key=lambda stage: stage.estimate.needed)
+    estimate = worst.estimate
+    fits = estimate.fits(budget)
+    change = None if fits else smallest_change(source.config, plan, budget, account)
+    if json:
+        facts: dict[str, Any] = {
+            "task": config.task,
+            "objective": config.objective,
+            "precision": config.precision,
+            "optimizer": config.optimizer.name,
+            "checkpointing": plan.checkpointing,
+            "layers_without": plan.whole,
+            "budget": budget,
+            "fits": fits,
+        }
+        facts["ranks"] = [
+            {"stage": number, "share": str(stage.shard), **stage.estimate.to_dict()}
+            for number, stage in enumerate(stages)
+        ]
+        facts["layout"] = str(spread)
+        dump(estimate, {**facts, "change": dict(change.settings) if change else None})
+        return
+    place = f", {spread}, on each of {spread.ranks} ranks" if spread.ranks > 1 else ""
+    if len(stages) > 1:
+        place = f", {spread}: what the worst stage needs, number {stages.index(worst)}"
+    goal = "" if config.objective == "next_token" else f" with {config.objective}"
+    sizes = f"micro-batches of {plan.micro_batch} tokens, {plan.accumulate} to a step"
+    print(f"{config.task}{goal}, {config.precision}, {config.optimizer.name}, {sizes}")
+    show(f"training {source.name}, checkpointing {plan.checkpointing}{place}", estimate)
+    if len(stages) > 1:
+        _stages(stages)
+    if fits:
+        print(f"fits: {gib(estimate.needed)} of {gib(budget)}")
+    else:
+        print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there")
+        print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
+
+
+def _stages(stages: list[StageMemory]) -> None:
+    """The terms of every stage beside each other."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..models.memory.terms import gib
+
+    table = Table(title="each rank of stage", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("term")
+    found = [{term.name: term.bytes for term in stage.estimate.terms} for stage in stages]
+    for number in range(len(stages)):
+        table.add_column(str(number), justify="right", no_wrap=True)
+    for name in dict.fromkeys(name for each in found for name in each if each[name]):
+        table.add_row(name, *(gib(each.get(name, 0)) if each.get(name) else "-" for each in found))
+    table.add_row("peak", *(gib(stage.estimate.peak) for stage in stages))
+    Console().print(table, highlight=False)
