@@ -25,6 +25,11 @@ from transect.train.schedule import factor
         ({"model": "m", "steps": "many"}, "steps must be a whole number, not 'many'"),
         ({"model": "m", "steps": True}, "steps must be a whole number"),
         ({"model": "m", "steps": 0}, "steps must be at least 1"),
+        ({"model": "m", "task": "dpo"}, 'an objective: set objective to "dpo", and task to what is trained'),
+        ({"model": "m", "task": "sft"}, 'that is task = "finetune" here, or "lora"'),
+        ({"model": "m", "objective": "lora"}, 'a task: set task to "lora"'),
+        ({"model": "m", "data": {"train": ["a"], "weights": [float("nan")]}}, "a number greater than 0 for each"),
+        ({"model": "m", "lora": {"alpha": float("inf")}}, "lora.alpha must be greater than 0"),
         ({"model": "m", "task": "learn"}, "task must be one of pretrain, finetune, lora, qlora, not 'learn'"),
         ({"model": "m", "data": 3}, "data must be a table"),
         ({"model": "m", "data": {"train": [1]}}, r"data\.train must be a list of strings"),
@@ -50,6 +55,13 @@ def test_toml_in_and_plain_values_out(tmp_path) -> None:
     config = TrainConfig.from_toml(path)
     assert config.data.train == ("a.txt",) and config.optimizer.learning_rate == 1.0
     assert TrainConfig.from_dict(config.to_dict()) == config
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # as Windows writes it
+    assert TrainConfig.from_toml(path) == config
+    path.write_text('model = "m"\nepochs = 2\n')
+    assert TrainConfig.from_toml(path, ["steps=7"]).steps == 7 and TrainConfig.from_toml(path).epochs == 2
+    assert config.changed(["epochs=1.5"]).epochs == 1.5
+    with pytest.raises(ValueError, match="steps or epochs, not both"):
+        config.changed(["epochs=1", "steps=2"])
     path.write_text("model = ")
     with pytest.raises(ValueError, match="is not TOML"):
         TrainConfig.from_toml(path)

@@ -16,6 +16,7 @@ from transect.text.tokenizer import Tokenizer
 from transect.train import checkpoint
 from transect.train.config import DataConfig, TrainConfig
 from transect.train.data import Position
+from transect.train.objectives.base import StepFailed
 from transect.train.streaming import StreamingLoader
 from transect.train.trainer import Trainer
 
@@ -161,3 +162,30 @@ def test_a_run_that_is_resumed_in_a_section_is_the_same_to_the_bit(tmp_path) -> 
     assert found.state["position"]["section"] > 0
     second = Trainer(TrainConfig.from_dict(found.state["config"]), found)
     assert [second.step().loss for _ in range(15)] == expected[25:]
+
+
+def test_a_bad_row_in_a_late_section_loses_no_step(tmp_path) -> None:
+    rows = write_rows(tmp_path / "a.jsonl", 200)
+    data = {"train": [str(rows)], "seq_len": 64, "micro_batch": 128, "streaming": True, "buffer_mib": SMALL}
+    order = StreamingLoader(DataConfig(**{**data, "train": (str(rows),)}), 0, 300, *_reading(tmp_path))._sections(0)
+    late = order[1][0]  # a chunk of the second section of the epoch
+    text = rows.read_bytes()
+    broken = text[: late.start] + b"{" + b"x" * (text.index(b"\n", late.start) - late.start - 1)
+    rows.write_bytes(broken + text[len(broken) :])
+    config = tiny_run(tmp_path, data=data, steps=40, save_every=0, accumulate=2)
+    with pytest.raises(StepFailed, match=r"step \d+: .*a\.jsonl, line \d+: the line is not JSON.*step-\d+ is whole"):
+        Trainer(config).run()
+    found = checkpoint.newest(tmp_path / "run")
+    assert 0 < found.step < 40
+    skips = config.changed(["data.on_bad_row=skip"])
+    through, goes_on = Trainer(skips), Trainer(skips, found)
+    expected = [through.step().loss for _ in range(found.step + 4)]
+    assert [goes_on.step().loss for _ in range(4)] == expected[-4:]
+
+
+def _reading(tmp_path):
+    """The tokenizer and template of the model of ``tiny_run``."""
+    from transect.models.resolve import resolve
+
+    source = resolve(tiny_run(tmp_path).model)
+    return Tokenizer.from_source(source), ChatTemplate.from_source(source)

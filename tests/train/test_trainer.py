@@ -263,6 +263,23 @@ def test_another_base_than_the_adapters_are_of_is_refused(tmp_path) -> None:
         Trainer(config, checkpoint.newest(tmp_path / "run"))
 
 
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("precision=mixed", "precision = 'float32', and this asks for 'mixed': leave it as it was"),
+        ("optimizer.name=muon", "optimizer.name = 'adamw', and this asks for 'muon'"),
+        ("task=finetune", "task = 'lora'"),
+        ("lora.alpha=3", "lora.alpha = 32.0, and this asks for 3.0"),
+        ("lora.targets=q", r"lora.targets = .*this asks for \('q',\)"),
+    ],
+)
+def test_a_run_that_goes_on_trains_what_it_did(tmp_path, setting, message) -> None:
+    config = tiny_run(tmp_path, task="lora", lora={"rank": 2})
+    kept = checkpoint.Checkpoint(tmp_path / "step", 1, {"config": json.loads(json.dumps(config.to_dict()))}, {})
+    with pytest.raises(ValueError, match=message):
+        Trainer(config.changed([setting]), kept)
+
+
 def test_settings_that_are_set_by_hand(tmp_path) -> None:
     config = tiny_run(tmp_path).changed(["optimizer.clip=0.5", "on_spike=skip", 'data.train=["a", "b"]', "steps=9"])
     assert (config.optimizer.clip, config.on_spike, config.data.train, config.steps) == (0.5, "skip", ("a", "b"), 9)

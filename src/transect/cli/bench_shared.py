@@ -76,7 +76,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     from ..engine.llm import LLM
     from ..engine.offload import planned_stream
     from ..hardware.device import detect
-    from ..models.load import kernels, kv_dtype
+    from ..models.load import in_blocks, kernels, kv_dtype
     from ..models.resolve import resolve
     from ..ops.cpu.ceilings import device_measurement
     from ..parallel.shards import first_shard
@@ -92,7 +92,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     if device.type == "cpu":
         names = ("dtype", "native", "block_size", "quantization")
         choice = {name: getattr(settings, name) for name in names}
-        library, _ = kernels(source.config, threads=threads, **choice)  # type: ignore[arg-type]
+        library, _ = kernels(source.config, threads=threads, blocks=in_blocks(source), **choice)  # type: ignore[arg-type]
     packed = library is not None
     compute = "float32" if packed else str(kv_dtype(settings.dtype)).removeprefix("torch.")
     measured = device_measurement(detect(str(device)))

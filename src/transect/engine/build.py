@@ -10,7 +10,7 @@ import torch
 from ..models.adapter import is_beside
 from ..models.cost import Storage, kv_bytes_per_token
 from ..models.kv_scales import take_scales
-from ..models.load import cache_dtype, kernels, kv_dtype, load_model
+from ..models.load import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers, load_model
 from ..models.resolve import ModelSource, resolve
 from ..models.storage import storage_for
 from ..models.streaming.plan import StreamPlan
@@ -165,20 +165,22 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     }
     drawn = {"seed": config.seed or 0, "deterministic": config.deterministic, "stream": stream}
     if mesh is None or (mesh.parts.size == 1 and not mesh.layout.expert):
-        library, why = kernels(source.config, **choice)  # type: ignore[arg-type]
+        library, why = kernels(source.config, **choice, blocks=in_blocks(source))  # type: ignore[arg-type]
         native = library is not None
+        whole = native and not lacks_layers(source.config, config.block_size, config.quantization)
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
             beside = "beside the packed weights, layers operator by operator"
             why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
+        whole = native
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"
     if config.kv_cache_dtype == "fp8":
         own = slice(None) if mesh is None else shard_of(source.config, mesh).layers
         why += ", with the checkpoint's scales" if take_scales(model, source, own) else ""
-    if native:
+    if whole:
         # The kernels have threads of their own. A second team, torch's, would wait on the same cores between its few
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.
         torch.set_num_threads(1)

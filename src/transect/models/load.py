@@ -184,12 +184,16 @@ def load_model(
         block_size=block_size,
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
+        blocks=in_blocks(source),
     )
     log.info("%s: %s", source.name, why)
     if library is None:
         return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization, stream)
-    half = dtype == "auto"
-    model = native_model(source.config, library, kv_dtype(dtype), block_size, half=half, quantization=quantization)
+    half, by_layer = dtype == "auto", lacks_layers(source.config, block_size, quantization)
+    ops = resolve_ops("cpu", batch_invariant=deterministic or not half) if by_layer else None
+    model = native_model(
+        source.config, library, kv_dtype(dtype), block_size, half=half, quantization=quantization, ops=ops
+    )
     stem = dtype if quantization is None else f"{dtype}-{quantization}"
     packed_file = packed_path(source.path, stem) if source.kind == "gguf" else None
     beside = None
@@ -208,7 +212,19 @@ def load_model(
         log.info("the adapter stays beside packed weights: layers run operator by operator")
         put_beside(model, beside)
         return model
+    if by_layer:
+        return model
     return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)
+
+
+def in_blocks(source: ModelSource) -> bool:
+    """Whether the weights are those of a GGUF file, without an adapter."""
+    return source.kind == "gguf" and source.adapter is None
+
+
+def lacks_layers(config: ModelConfig, block_size: int, quantization: str | None) -> bool:
+    """Whether the C++ kernels have the products of a model and not its layers."""
+    return quantization is None and refusal(config, block_size) is not None
 
 
 def kv_dtype(dtype: str) -> torch.dtype:
@@ -241,15 +257,19 @@ def kernels(
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
     shared: bool = False,
+    blocks: bool = False,
 ) -> tuple[cpu_library.Library | None, str]:
     """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
-    ``shared``: it is one rank's part.
+
+    Args:
+        shared: it is one rank's part.
+        blocks: its weights are those of a GGUF file: where the kernels do not have its layers, their products stay.
 
     Raises:
         ValueError: ``native`` insists on them and they cannot run; unknown dtype.
     """
     computed_in = kv_dtype(dtype)
-    library = None
+    library = lacks = None
     if native is False:
         reason: str | None = "native=False"
     elif torch.device(device).type != "cpu":
@@ -260,6 +280,8 @@ def kernels(
         reason = "the C++ kernels have no KV cache in int8, only in fp8"
     elif kv_cache_dtype == "fp8" and shared:
         reason = "the C++ kernels have no KV cache in fp8 where ranks share a model"
+    elif blocks and lacks_layers(config, block_size, quantization):
+        reason, lacks = None, refusal(config, block_size)
     else:
         reason = refusal(config, block_size, quantization)
     if reason is None:
@@ -270,6 +292,9 @@ def kernels(
     bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
     if library is not None:
         kept = "weights as in the file" if bits is None else f"the layers' weights in {bits}"
+        if lacks is not None:
+            kept = f"{kept}, layers operator by operator ({lacks})"
+            return library, f"C++ products ({library.isa}, {library.threads} threads), {kept}"
         return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
     if native:
         raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")

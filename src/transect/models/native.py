@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..hardware.cache import cache_folder
 from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackLayer, empty_cache
 from ..ops.cpu.packing import read_packed, write_packed
+from ..ops.opset import OpSet
 from .config import ModelConfig
 from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
@@ -120,23 +121,26 @@ def native_model(
     *,
     half: bool,
     quantization: str | None = None,
+    ops: OpSet | None = None,
 ) -> Decoder:
-    """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``.
+    """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``. Where ``refusal`` says why
+    the kernels cannot run its layers, it runs them one by one.
 
     Args:
         kv_dtype: one of ``KV_DTYPES``, of the KV cache that the model will run on.
         half: dense matrices are kept in bfloat16.
         quantization: the layers' matrices are rounded to this, whatever they come in.
+        ops: what layers that run one by one compute with.
 
     Raises:
-        ValueError: ``refusal`` says why.
+        ValueError: ``refusal`` says why such rows cannot be rounded.
     """
-    reason = refusal(config, block_size, quantization)
+    reason = None if quantization is None else refusal(config, block_size, quantization)
     if reason is not None:
         raise ValueError(reason)
     packed = partial(Packed, library=library, half=half)
     in_layers = partial(packed, quantization=quantization)
-    model = Decoder(config, "meta", torch.float32, kinds=lambda name: packed if name == "head" else in_layers)
+    model = Decoder(config, "meta", torch.float32, ops=ops, kinds=lambda name: packed if name == "head" else in_layers)
     table = packed(config.vocab_size, config.dim)
     model.embed = PackedEmbedding(table)  # type: ignore[assignment]
     if config.tied_embeddings:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -50,6 +51,49 @@ def base_identity(source: ModelSource) -> str:
         with file.open("rb") as opened:
             made.update(hashlib.file_digest(opened, "sha256").digest())
     return made.hexdigest()
+
+
+FIXED = ("task", "objective", "precision", "new_tokens", "optimizer.name", "lora")
+"""Settings that say what a checkpoint holds; others may change when a run goes on."""
+FREE = ("dropout", "start", "group", "base_format")
+"""Settings of adapters that may; the base tells of its own."""
+
+
+def check_settings(kept: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
+    """Whether a run that goes on still trains what its checkpoint holds.
+
+    Args:
+        kept: the configuration in the checkpoint at ``where``; what it does not have is not compared.
+        now: that of the run.
+
+    Raises:
+        ValueError: it does not; the message names the setting.
+    """
+    for name in FIXED:
+        old, new = (_at(values, name) for values in (kept, now))
+        if name == "lora":
+            if now["task"] not in ("lora", "qlora") or not isinstance(old, Mapping):
+                continue
+            changed = [key for key in new if key in old and key not in FREE and _plain(old[key]) != _plain(new[key])]
+            if not changed:
+                continue
+            name, old, new = f"lora.{changed[0]}", old[changed[0]], new[changed[0]]
+        if old is not None and _plain(old) != _plain(new):
+            raise ValueError(
+                f"{where} is of a run with {name} = {old!r}, and this asks for {new!r}: leave it as it was, or start "
+                "another run from that checkpoint"
+            )
+
+
+def _at(values: Mapping[str, Any], name: str) -> Any:
+    found: Any = values
+    for part in name.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def compare(kept: Mapping[str, str], now: Mapping[str, str], allowed: Collection[str], where: Path) -> None:

@@ -46,7 +46,7 @@ from .crew import Crew
 from .data import Position
 from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_number, first_bad_tensor
-from .identity import base_identity, compare
+from .identity import base_identity, check_settings, compare
 from .layer_drop import dropping
 from .lora import take_adapter
 from .memory import check_length, fit
@@ -163,6 +163,8 @@ class Trainer:
         # The adapter that it started from may be gone, and is needed only to compare with.
         if checkpoint is not None and config.lora.start and not config.compares:
             begun = replace(config, lora=replace(config.lora, start=str(checkpoint.path)))
+        if checkpoint is not None:
+            check_settings(checkpoint.state.get("config", {}), config.to_dict(), checkpoint.path)
         source = source_of(begun)
         check_length(config, source.config)
         self.memory = fit(begun, source.config, device_of(config.device))

@@ -1,13 +1,19 @@
 """Rows whose experts other ranks have: whatever is in memory there, nothing of it reaches a token's gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from transect.models.config import ModelConfig
+from transect.models.config_moe import MoEConfig
+from transect.models.moe import MoE
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.moe import combining, grouped_gate_up, grouped_linear, routing
 from transect.ops.numerics import sample
+from transect.ops.opset import resolve_ops
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"
@@ -51,3 +57,39 @@ def test_gradients_are_those_of_the_experts_here(ordered):
     want = gradients(grouped_gate_up.by_grouped_linear, grouped_linear.reference, combining.reference)
     for ours, theirs in zip(found, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+class Half:
+    """Has the experts from FIRST on, and all tokens."""
+
+    first, exchanges = FIRST, False
+    gather = sum = staticmethod(lambda x: x)
+    own = scatter = staticmethod(lambda x, tokens: x)
+
+
+@pytest.mark.usefixtures("nothing_is_zero_by_chance")
+def test_a_router_that_weighs_inputs_reads_no_row_of_nobody():
+    sizes = {"dim": DIM, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "ffn_dim": WIDTH, "vocab_size": 9}
+    config = ModelConfig(architecture="llama", max_position=9, head_dim=12, **sizes)
+    moe = MoEConfig(experts=EXPERTS, per_token=K, expert_dim=WIDTH, score="sigmoid", weighs_inputs=True, ranks=3)
+
+    torch_ops = resolve_ops(DEVICE, differentiable=True)
+    kernels = {
+        "grouped_linear": grouped_linear.grouped_linear,
+        "grouped_gate_up": grouped_gate_up.with_gradient,
+        "expert_combine": combining.expert_combine,
+    }
+
+    def out(ops):
+        layer = MoE(config, moe, ops, device=DEVICE)
+        with torch.no_grad():
+            for seed, parameter in enumerate(layer.parameters()):
+                parameter.copy_(sample(*parameter.shape, seed=seed))
+        layer.spread = Half()
+        x = drawn(TOKENS, DIM, seed=7)
+        found = layer(x)
+        (found * sample(TOKENS, DIM, seed=4).to(DEVICE)).sum().backward()
+        return found, x.grad, layer.router.weight.grad
+
+    for ours, theirs in zip(out(replace(torch_ops, **kernels)), out(torch_ops), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)

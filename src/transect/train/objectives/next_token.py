@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from ..data import Loader, Position, load_stream
 from ..loss import batch_loss, evaluate, token_loss
 from ..model import Trainable
 from ..streaming import StreamingLoader
-from .base import Evaluation, Objective
+from .base import Evaluation, Objective, StepFailed
 
 
 class NextToken(Objective):
@@ -60,7 +61,12 @@ class NextToken(Objective):
         return self._described
 
     def batches(self, step: int) -> Sequence[Batch]:
-        return [next(self.loader) for _ in range(self._accumulate)]
+        before = copy(self.position)
+        try:
+            return [next(self.loader) for _ in range(self._accumulate)]
+        except ValueError as error:  # of data that is read as the run goes
+            self.position = before
+            raise StepFailed(str(error)) from error
 
     def micro_batches(self, epoch: int) -> int:
         return self.loader.size(epoch)
