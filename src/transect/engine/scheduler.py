@@ -86,8 +86,8 @@ class Scheduler:
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
         self._step = 0
         self.jumps = JumpAhead(config.jump_ahead)
-        self._last: list[Sequence] = []
-        """The sequences of the last step's rows."""
+        self._last: deque[list[Sequence]] = deque(maxlen=config.pipeline_depth)
+        """The sequences of the last steps' rows, the oldest first: in a pipeline the same decode in turns."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
@@ -185,6 +185,7 @@ class Scheduler:
                 spare, end = spare + end - room, room  # a copy planned for it would be lost with an empty step
             self._plan_row(seq, end, plan)
         self.held_back = ""
+        decoding = len(rows)
         if not starved:
             self._admit(spare, plan)
         if len(self.waiting) and not self.held_back:
@@ -195,12 +196,13 @@ class Scheduler:
             if leader.finish_reason is not None and leader.status is Status.RUNNING:
                 self._leave(leader)  # it was aborted, and went on to the end of the prompt for the others
         if not rows:
-            self._last = []
+            self._last.clear()
             return None
         self._step = step
-        batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again and sequences == self._last)
+        again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
+        batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
         self._cut = not batch.again and not all(row.draws for row in rows)
-        self._last = sequences
+        self._last.append(sequences)
         self.budget.planned(not batch.again and any(row.num_tokens > 1 for row in rows))
         self._in_flight.append((batch, sequences))
         return batch
