@@ -20,6 +20,7 @@ import record
 from transect.explain import Explain
 from transect.explain.apply import Applied, apply
 from transect.explain.program import explain_script, machine_ceilings
+from transect.explain.script import Script
 from transect.hardware.ceilings import Ceilings
 
 HEAD = "import sys\nimport torch\nfrom torch import nn\ntorch.manual_seed(0)\ndevice = sys.argv[1]\n"
@@ -68,10 +69,11 @@ def tried(name: str, device: str, limits: Ceilings) -> list[dict[str, Any]]:
         path.write_text(HEAD + SCRIPTS[name])
         try:
             torch.set_num_threads(1 if name == "one core" else before)
-            explain_script(path, [device], Explain(limits))  # the first time loads what it needs
-            found = explain_script(path, [device], Explain(limits))
+            script = Script(path, (device,))
+            explain_script(script, Explain(limits))  # the first time loads what it needs
+            found = explain_script(script, Explain(limits))
             print(f"== {name}\n{found}", flush=True)
-            done = apply(path, [device], found)
+            done = apply(script, found)
         finally:
             torch.set_num_threads(before)
     for each in done:

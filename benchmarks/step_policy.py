@@ -3,8 +3,8 @@
 400 requests of Llama-3.1-8B's shape, 600 tokens in and 150 out (each +-60%), arrive at random times (Poisson). A step
 takes what steps of its size took in a server on an H200 under such load (``step_timeline.sizes``), with as much noise
 as was seen; the host needs time to hand it over, and the server to read a request. What is compared: the policies that
-decide how many tokens a step has, and planning late. Then the same where a prompt of 12,000 tokens comes every second:
-what those with short prompts feel of it.
+decide how many tokens a step has, and planning late. Then the same where a prompt of 12,000 tokens comes every second,
+and where three come at once every three seconds: what those with short prompts feel of it.
 
 This is a simulation. It says which policy is better and why, not what a server will show.
 
@@ -54,8 +54,10 @@ MEASURED = ("serve_load_sglang.json",)
 FEWEST = 3
 """Steps of a size that say what it takes."""
 REQUESTS, INPUT, OUTPUT, SPREAD = 400, 600, 150, 0.6
-LONG_INPUT, LONG_EVERY_S, LONG_RATE = 12_000, 1.0, 8.0
+LONG_INPUT, LONG_RATE = 12_000, 8.0
 """Long prompts among others, which come at a rate of their own."""
+LONGS = (1, 3)
+"""So many of them come at once, after as many seconds each time."""
 
 POLICIES: dict[str, tuple[dict[str, Any], bool]] = {
     "whole prompts": ({}, False),
@@ -146,10 +148,10 @@ def simulate(
     seed: int,
     *,
     requests: int = REQUESTS,
-    long_every: float = 0.0,
+    longs: int = 0,
 ) -> dict[str, float]:
-    """One run; times in milliseconds. ``rate`` 0: all requests at once. ``long_every``: seconds between long prompts,
-    whose times are not among those of the others; 0: there are none."""
+    """One run; times in milliseconds. ``rate`` 0: all requests at once. ``longs``: long prompts that come at once, one
+    for each second; their times are not among those of the others."""
     rng = random.Random(seed)
     times = random_arrivals(requests, rate, seed=seed) if rate else [0.0] * requests
     clock = VirtualClock()
@@ -159,9 +161,9 @@ def simulate(
     )  # fmt: skip
     core = EngineCore(Scheduler(config, clock), Device(clock, sizes, seed), lag=1)
     arrivals = [(at, length(rng, INPUT), length(rng, OUTPUT)) for at in times]
-    if long_every:
-        count = int(times[-1] / long_every)
-        arrivals = sorted(arrivals + [((1 + index) * long_every, LONG_INPUT, OUTPUT) for index in range(count)])
+    if longs:
+        moments = [(1 + index) * longs for index in range(int(times[-1] / longs))]
+        arrivals = sorted(arrivals + [(float(at), LONG_INPUT, OUTPUT) for at in moments for _ in range(longs)])
     comes: list[float] = []
     for at, *_ in arrivals:
         comes.append(max(at + SERVER_S, comes[-1] if comes else 0.0) + READ_S)
@@ -220,9 +222,10 @@ def table(result: dict[str, Any]) -> str:
 def long_table(result: dict[str, Any]) -> str:
     """The same where long prompts come: what those with short ones feel, and when the long ones begin to answer."""
     heads = [f"{name} {share}" for name in NAMES.values() for share in ("p50", "p99")]
-    lines = [f"| policy | {' | '.join(heads)} | TTFT p50 of 12,000 tokens |", "|---" * (2 + len(heads)) + "|"]
+    columns = ["long prompts at once", "policy", *heads, "TTFT p50 of 12,000 tokens"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for row in result["long_rows"]:
-        lines.append(f"| {row['policy']} | {cells(row)} | {row['long_ttft_p50']:,.0f} |")
+        lines.append(f"| {row['longs']} | {row['policy']} | {cells(row)} | {row['long_ttft_p50']:,.0f} |")
     return "\n".join([*lines, origin(result)])
 
 
@@ -247,19 +250,20 @@ def main() -> None:
     options = parser.parse_args()
     results = [json.loads((record.RESULTS / "h200" / name).read_text()) for name in MEASURED]
     sizes = Sizes(results)
-    rows: dict[float, list[dict[str, Any]]] = {0.0: [], LONG_EVERY_S: []}
-    for rate, every in [*((rate, 0.0) for rate in options.rates), (LONG_RATE, LONG_EVERY_S)]:
+    rows: list[dict[str, Any]] = []
+    long_rows: list[dict[str, Any]] = []
+    for rate, longs in [*((rate, 0) for rate in options.rates), *((LONG_RATE, count) for count in LONGS)]:
         for name, (limits, late) in POLICIES.items():
-            runs = [simulate(sizes, limits, late, rate, seed, long_every=every) for seed in range(options.seeds)]
+            runs = [simulate(sizes, limits, late, rate, seed, longs=longs) for seed in range(options.seeds)]
             row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-            rows[every].append({"rate": rate, "policy": name} | row)
+            (long_rows if longs else rows).append({"rate": rate, "longs": longs, "policy": name} | row)
             print(f"{rate:5g}/s {name:24}" + " ".join(f"{key} {value:8.1f}" for key, value in row.items()), flush=True)
     result = {
         "command": " ".join(["python", "benchmarks/step_policy.py", *sys.argv[1:]]),
         "environment": record.environment(),
         "seeds": options.seeds,
-        "rows": rows[0.0],
-        "long_rows": rows[LONG_EVERY_S],
+        "rows": rows,
+        "long_rows": long_rows,
     }
     record.write(record.RESULTS / "cpu" / "step_policy.json", result)
 

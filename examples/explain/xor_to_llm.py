@@ -31,6 +31,7 @@ from transect.explain import Explain
 from transect.explain.log import build
 from transect.explain.op_floor import cost
 from transect.explain.program import Explanation, explain_script, machine_ceilings
+from transect.explain.script import Script
 from transect.explain.split import PARTS
 from transect.explain.work import StepWork
 from transect.hardware.ceilings import Ceilings
@@ -83,10 +84,10 @@ def row(name: str, found: Explanation, flops: float, ceilings: Ceilings, dtype: 
 
 def script(name: str, ceilings: Ceilings, device: str) -> dict[str, Any]:
     """One of the training examples."""
-    arguments = ["--steps", str(SCRIPTS[name])] + (["--device", device] if device != "cpu" else [])
+    arguments = ("--steps", str(SCRIPTS[name]), *(("--device", device) if device != "cpu" else ()))
     with contextlib.redirect_stdout(io.StringIO()):
         for _ in range(2):  # the first time imports what it needs
-            found = explain_script(FOLDER / f"{name}.py", arguments, Explain(ceilings))
+            found = explain_script(Script(FOLDER / f"{name}.py", arguments), Explain(ceilings))
     return row(name, found, of_operators(found), ceilings, "float32", device)
 
 

@@ -25,20 +25,28 @@ def sizes(module):
 
 
 def test_streams_feel_less_of_long_prompts_where_steps_are_sized_by_time(module, sizes):
-    def felt(policy, long_every):
-        return module.simulate(sizes, *module.POLICIES[policy], 20.0, 0, requests=30, long_every=long_every)
+    def felt(policy, longs):
+        return module.simulate(sizes, *module.POLICIES[policy], 8.0, 0, requests=24, longs=longs)
 
-    plain, whole, timed = felt("by time", 0.0), felt("whole prompts", 0.5), felt("by time", 0.5)
+    plain, whole, timed = felt("by time", 0), felt("whole prompts", 1), felt("by time", 1)
     assert "long_ttft_p50" not in plain and timed["long_ttft_p50"] > 100
     assert plain["itl_p99"] < timed["itl_p99"] < whole["itl_p99"] / 3
     assert timed["ttft_p99"] < whole["ttft_p99"]
+
+
+def test_three_long_prompts_at_once_hold_up_short_ones_hardly_more_than_one_does(module, sizes):
+    one, three, whole = (
+        module.simulate(sizes, *module.POLICIES[policy], 8.0, 0, requests=30, longs=longs)
+        for policy, longs in (("by time", 1), ("by time", 3), ("whole prompts", 3))
+    )
+    assert three["ttft_p99"] < 2 * one["ttft_p99"] < whole["ttft_p99"] / 2
 
 
 def test_the_tables_have_a_row_for_each_policy(module):
     times = {f"{name}_{share}": 1.5 for name in module.NAMES for share in ("p50", "p99")}
     row = {"rate": 8.0, "policy": "by time", "tokens_per_second": 1200.0} | times
     made = {"commit": "0123456789ab", "version": "99.0.0"}
-    result = {"rows": [row], "long_rows": [row | {"long_ttft_p50": 4500.0}], "seeds": 3, "command": "c"}
+    result = {"rows": [row], "long_rows": [row | {"longs": 3, "long_ttft_p50": 4500.0}], "seeds": 3, "command": "c"}
     result["environment"] = made
     assert "| 8/s | by time | 1,200 | 1.5 |" in module.table(result)
-    assert module.long_table(result).splitlines()[2] == "| by time |" + " 1.5 |" * 8 + " 4,500 |"
+    assert module.long_table(result).splitlines()[2] == "| 3 | by time |" + " 1.5 |" * 8 + " 4,500 |"

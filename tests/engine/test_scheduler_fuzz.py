@@ -44,6 +44,12 @@ def test_static_batches_with_tokens_one_step_late(workload: Workload):
     run(workload)
 
 
+@examples(15, 800, print_blob=True)
+@given(workloads(lag=1, crowd=True))
+def test_short_prompts_behind_long_ones(workload: Workload):
+    run(workload)
+
+
 @examples(50, 500, print_blob=True)
 @given(workloads(lag=2, depth=3))
 def test_pipeline(workload: Workload):

@@ -12,6 +12,7 @@ from planted_faults import ceilings, seconds
 
 from transect.explain.apply import apply
 from transect.explain.program import Explain, explain_script
+from transect.explain.script import Script
 from transect.explain.split import PARTS, Split
 from transect.explain.trace import Trace
 
@@ -28,7 +29,7 @@ def one_thread():
 
 def test_the_recommender_is_slow_for_the_reasons_that_are_found():
     """Nearly all of its time is calling small operators."""
-    found = explain_script(FOLDER / "recommender.py", ["slow"], Explain(ceilings(), cores=1))
+    found = explain_script(Script(FOLDER / "recommender.py", ("slow",)), Explain(ceilings(), cores=1))
     # Threads and objects of the tests before this one are in the process too, and are found.
     kinds = [each.kind for each in found.findings if each.kind not in ("gil", "collection")]
     assert {"launch", "sync"} & set(kinds[:2]), str(found)
@@ -61,12 +62,12 @@ def test_gelu_in_one_kernel_has_fewer_operators(capsys, monkeypatch, tmp_path):
 def test_what_can_be_applied_is_measured_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import torch\nw = torch.ones(4, requires_grad=True)\nfor _ in range(2000):\n    y = w * 2 + 1\n")
-    found = explain_script(script, [], Explain(ceilings(), cores=1))
+    found = explain_script(Script(script), Explain(ceilings(), cores=1))
     found.findings[:] = [each for each in found.findings if each.apply == "inference mode"]
-    (done,) = apply(script, [], found)
+    (done,) = apply(Script(script), found)
     assert done.before > 0 and done.after > 0 and "predicted" in str(done) and not done.failed
     script.write_text(script.read_text() + "y.sum().backward()\n")
-    (broken,) = apply(script, [], found)
+    (broken,) = apply(Script(script), found)
     assert "left out" in str(broken)
 
 

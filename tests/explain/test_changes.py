@@ -7,14 +7,15 @@ from torch import nn
 from transect.explain import changes
 from transect.explain.apply import _batching, apply
 from transect.explain.changes import Batched, NotPossible, calls_by, compiled, pinned
-from transect.explain.findings import Finding
+from transect.explain.finding import Finding
+from transect.explain.script import Script
 
 HEAD = "import torch\nfrom torch import nn\ntorch.manual_seed(0)\nmodel = nn.Sequential(nn.Linear(8, 8), nn.ReLU())\n"
 
 
 def write(path, body):
     path.write_text(HEAD + body)
-    return path
+    return Script(path)
 
 
 class Explained:
@@ -31,11 +32,11 @@ def test_a_loop_is_batched(tmp_path, shape):
         f"rows = torch.randn(40, *{shape})\nwith torch.no_grad():\n    found = [float(model(x).sum()) for x in rows]\n"
     )
     script = write(tmp_path / "s.py", body + "print(sum(found))\n")
-    change = _batching(script, [])
+    change = _batching(script)
     calls = []
     with change() as running, calls_by(lambda module, args, kwargs: calls.append(1) or module(*args)):
         assert running.setup_s == 0
-    (done,) = apply(script, [], Explained("batching"))
+    (done,) = apply(script, Explained("batching"))
     assert not done.failed and done.before > 0 and done.after > 0 and "predicted" in str(done)
     assert done.predicted == min(0.01, done.before)  # no more than there is
 
@@ -45,8 +46,8 @@ def test_one_module_behind_another_is_batched(tmp_path):
     body = "second = nn.Linear(8, 8)\nx = torch.ones(8)\nwith torch.no_grad():\n    for i in range(5):\n        "
     chain = write(tmp_path / "chain.py", f"{body}y = second(model(x * i))\n")
     loop = write(tmp_path / "loop.py", f"{body}x = second(model(x))\n")
-    assert not apply(chain, [], Explained("batching"))[0].failed
-    assert "of its own" in apply(loop, [], Explained("batching"))[0].failed
+    assert not apply(chain, Explained("batching"))[0].failed
+    assert "of its own" in apply(loop, Explained("batching"))[0].failed
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_one_module_behind_another_is_batched(tmp_path):
 )
 def test_what_cannot_be_batched_is_left_out(tmp_path, body, why):
     script = write(tmp_path / "s.py", f"with torch.no_grad():\n    {body.strip().replace(chr(10), chr(10) + '    ')}\n")
-    (done,) = apply(script, [], Explained("batching"))
+    (done,) = apply(script, Explained("batching"))
     assert done.failed and why in done.failed and "left out" in str(done)
 
 
@@ -102,7 +103,7 @@ def test_bfloat16_and_inference_mode_are_on_inside():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="without a GPU")
 def test_graphs_need_a_gpu(tmp_path):
-    (done,) = apply(write(tmp_path / "s.py", "model(torch.ones(8))\n"), [], Explained("CUDA graph, threads"))[:1]
+    (done,) = apply(write(tmp_path / "s.py", "model(torch.ones(8))\n"), Explained("CUDA graph, threads"))[:1]
     assert "no CUDA GPU" in done.failed
 
 
@@ -143,6 +144,6 @@ def test_graphs_and_pinned_copies_on_a_gpu(tmp_path):
         "        y = model(host.to('cuda')[:, :8]).sum()\nprint(float(y))\n"
     )
     script = write(tmp_path / "s.py", body)
-    graph, pins, both = apply(script, [], Explained("CUDA graph, pinned memory, batching"))
+    graph, pins, both = apply(script, Explained("CUDA graph, pinned memory, batching"))
     assert not graph.failed and graph.setup > 0, graph.failed
     assert not pins.failed and not both.failed

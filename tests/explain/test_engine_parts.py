@@ -10,7 +10,7 @@ from planted_faults import ceilings
 
 from transect.engine.decision_setup import _plain
 from transect.engine.decisions import DecisionRing, Done, Header, Planned, _framed
-from transect.explain.gaps import doing_of
+from transect.explain.doing import doing_of
 from transect.explain.program import Explain
 from transect.explain.sampler import Frame
 from transect.explain.split import PARTS, Split

@@ -2,14 +2,16 @@
 
 import gzip
 import json
+import sysconfig
 import tracemalloc
 
 import pytest
 from commands import run_here
 from planted_faults import ceilings
 
-from transect.explain.gaps import doing_of
+from transect.explain.doing import doing_of
 from transect.explain.program import explain_trace
+from transect.explain.report_html import page
 from transect.explain.sampler import Frame, Sample, Samples
 from transect.explain.split import kernel_name
 from transect.explain.trace_file import PIECE, read_trace
@@ -195,6 +197,41 @@ def test_a_line_that_prints_what_a_module_computes_is_no_logging(tmp_path):
     assert doing_of((user,)).kind == "logging" and doing_of((module, user)).kind == "python"
 
 
+@pytest.mark.parametrize(
+    ("line", "inner", "kind"),
+    [
+        ("print(pool.map(f, rows))", [("STDLIB/threading.py", "wait")], "wait"),
+        ("print(pool.map(f, rows))", [("STDLIB/multiprocessing/popen_fork.py", "_launch")], "process"),
+        ("with Pool(2) as pool:", [("STDLIB/logging/__init__.py", "_releaseLock")], "python"),
+        (
+            "process.join()",
+            [("STDLIB/multiprocessing/popen_fork.py", "poll"), ("STDLIB/multiprocessing/process.py", "join")],
+            "wait",
+        ),
+        ("found = urlopen(url).read()", [("STDLIB/socket.py", "readinto")], "wait"),
+        ("subprocess.run(words)", [("STDLIB/subprocess.py", "_execute_child")], "process"),
+        (
+            "from big import model",
+            [("/site-packages/big.py", "<module>"), ("<frozen importlib._bootstrap>", "_load")],
+            "import",
+        ),
+        ("log.info(x)", [("/site-packages/loguru/_logger.py", "_log")], "logging"),
+        ("x = numpy.load(path)", [("/site-packages/numpy/lib/npyio.py", "load")], "file"),
+        ("print(x)", [], "logging"),
+        ("run.log({'loss': 1})", [], "logging"),
+        ("y = math.log(x) + z.log()", [], "python"),
+    ],
+)
+def test_the_innermost_library_says_what_a_line_does(tmp_path, line, inner, kind):
+    script = tmp_path / "s.py"
+    script.write_text(line + "\n")
+    files = [(file.replace("STDLIB", sysconfig.get_paths()["stdlib"]), function) for file, function in inner]
+    stack = (*(Frame(file, function, 1) for file, function in files), Frame(str(script), "<module>", 1))
+    assert doing_of(stack).kind == kind and doing_of(stack).frame == stack[-1]
+    below = (*stack, Frame("/x/transect/explain/script.py", "run", 9), Frame("/x/transect/__main__.py", "<module>", 6))
+    assert doing_of(below) == doing_of(stack) and doing_of(below[-2:]).frame is None
+
+
 def test_an_independent_reading_agrees(gpu_trace):
     """Busy time of the GPU, by marking every microsecond."""
     marked = set()
@@ -282,3 +319,46 @@ def test_the_commands(gpu_trace, tmp_path, capfd):
     failed = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script))
     assert failed.returncode == 2 and "KeyError" in failed.stderr
     assert "give a script" in run_here("explain", "run", "--", "python").stderr
+
+
+def test_values_that_make_no_sense_stop_nothing(tmp_path):
+    """What other programs write, or a disk left: times without bounds, lists for names, shapes that are none."""
+    dims = {"Input Dims": [[64, 64], [64, 64]], "Input type": ["float", "float"]}
+    odd, flat = (
+        {"Input Dims": [[-1, True], "x"], "Input type": 7},
+        {"Input Dims": [[], []], "Input type": ["float"] * 2},
+    )
+    short = {"Input Dims": [[1, 2, 3, 4], [1], [1]], "Input type": ["float"] * 3}
+    names = ("aten::embedding", "aten::mkldnn_convolution", "aten::bmm", "aten::addmm")
+    good = [event("cpu_op", "aten::mm", 100.0 * number, 60, **dims) for number in range(20)]
+    bad = [
+        event("cpu_op", "aten::mm", float("inf"), 5),
+        event("cpu_op", "aten::mm", 100, float("inf")),
+        event("cpu_op", "aten::mm", 10**400, 5),
+        event("cpu_op", ["a", "list"], 2100, 5, tid={"a": []}, **{"External id": 1e30, "Sequence number": 1e300}),
+        event("cpu_op", "lone \ud800 surrogate\x1b[31m\n", 2200, 5, **odd),
+        event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 2300, 5, bytes=[1]),
+        {"ph": "X", "cat": ["x"], "name": None, "ts": 1, "dur": 1, "args": [3]},
+        *(event("cpu_op", name, 2400 + 10 * i, 5, **flat) for i, name in enumerate(names)),
+        event("cpu_op", "aten::_scaled_dot_product_flash", 2500, 5, **short),
+    ]
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps({"traceEvents": [*good, *bad]}))
+    found = explain_trace(read_trace(path), ceilings())
+    assert sum(found.split.parts.values()) == pytest.approx(found.split.wall) and found.split.wall < 3e-3
+    mine = next(op for op in found.split.ops if op.key.name == "aten::mm" and op.key.shapes)
+    assert mine.calls == 20
+    assert "\x1b" not in str(found) and str(found).encode() and page(found).encode()
+
+
+def test_pythons_own_functions_are_read_in_one_pass(tmp_path):
+    """A trace with_stack has more of them than operators."""
+    steps = 2000
+    events = [event("python_function", "train.py(3): step", 0, 1000.0 * steps)]
+    for number in range(steps):
+        events += [event("cpu_op", "aten::neg", 1000.0 * number, 10)]
+        events += [event("python_function", "prepare.py(7): tokenize", 1000.0 * number + 100, 800)]
+    found = explain_trace(read_trace(write(tmp_path / "stack.json", events)), ceilings())
+    named = {str(each.doing.frame): each.seconds for each in found.named}
+    assert named["tokenize (prepare.py:7)"] == pytest.approx(0.8e-3 * steps, rel=0.01)
+    assert named["step (train.py:3)"] == pytest.approx(0.19e-3 * steps, rel=0.01)

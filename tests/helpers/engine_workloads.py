@@ -67,9 +67,9 @@ class Workload:
 _DOCUMENTS = tuple(tuple((7 * i * (k + 1) + k) % VOCAB for i in range(24)) for k in range(2))
 
 
-def _arrivals(storm: bool) -> st.SearchStrategy[Arrival]:
+def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
     """Prompts begin with a piece of one of two documents, so that prefixes are shared; in a storm outputs are long and
-    all come at once."""
+    all come at once, in a crowd some prompts are long."""
 
     def build(step, document, head, tail, n, max_tokens, min_tokens, stop, bits, priority, seed, fail, grammar):  # type: ignore[no-untyped-def]
         prompt = _DOCUMENTS[document][:head] + tuple(tail)
@@ -91,7 +91,7 @@ def _arrivals(storm: bool) -> st.SearchStrategy[Arrival]:
         build,
         st.just(0) if storm else st.integers(0, 12),
         st.integers(0, 1),
-        st.integers(0, 12),
+        st.sampled_from((0, 1, 2, 20, 24)) if crowd else st.integers(0, 12),
         st.lists(st.integers(0, VOCAB - 1), max_size=3),
         st.sampled_from((1, 1, 1, 2, 3)),
         st.integers(4, 16) if storm else st.one_of(st.none(), st.integers(1, 10)),
@@ -111,22 +111,23 @@ def _arrivals(storm: bool) -> st.SearchStrategy[Arrival]:
 
 @st.composite
 def workloads(
-    draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: bool = False, depth: int = 1
+    draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: bool = False, crowd: bool = False, depth: int = 1
 ) -> Workload:
-    """Random workloads. ``storm``: pools so small that sequences drive each other out all the time; ``depth``: of a
-    pipeline."""
+    """Random workloads. ``storm``: pools so small that sequences drive each other out all the time; ``crowd``: steps so
+    small that long prompts stand in the way of short ones; ``depth``: of a pipeline."""
     block_size = draw(st.integers(1, 4))
-    max_model_len = draw(st.integers(20, 34)) if storm else draw(st.integers(8, 34))
+    max_model_len = draw(st.integers(20, 34)) if storm or crowd else draw(st.integers(8, 34))
     enough = -(-(max_model_len - 1) // block_size)
-    max_num_seqs = draw(st.sampled_from((1, 2, 3, 3, 4, 5, 6)))
+    max_num_seqs = draw(st.sampled_from((6, 8) if crowd else (1, 2, 3, 3, 4, 5, 6)))
     config = SchedulerConfig(
-        num_blocks=enough + draw(st.integers(0, 2 if storm else 2 * enough)),
+        num_blocks=enough
+        + draw(st.integers(enough if crowd else 0, 2 if storm else 3 * enough if crowd else 2 * enough)),
         block_size=block_size,
         max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 16)),
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 2 if crowd else 16)),
         max_mixed_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
         fill_tokens=draw(st.one_of(st.none(), st.integers(max_num_seqs, max_num_seqs + 8))),
-        itl_target=draw(st.sampled_from((None, None, 0.0, 1.5))),
+        itl_target=draw(st.sampled_from((0.0, 1.5) if crowd else (None, None, 0.0, 1.5))),
         graph_tokens=draw(st.sampled_from((None, None, 4, 12))),
         graph_prompts=draw(st.sampled_from((None, None, 1, 2))),
         max_model_len=max_model_len,
@@ -139,7 +140,7 @@ def workloads(
         pipeline_depth=depth,
         seed=1,
     )
-    arrivals = draw(st.lists(_arrivals(storm), min_size=1, max_size=10))
+    arrivals = draw(st.lists(_arrivals(storm, crowd), min_size=4 if crowd else 1, max_size=10))
     aborts = draw(
         st.lists(
             st.builds(
@@ -304,7 +305,7 @@ class Run:
 
     def _step(self) -> None:
         before = (self.scheduler._step, len(self.scheduler._in_flight))
-        waiting = {seq.seq_id: seq for seq in self._sequences() if seq.status is Status.WAITING}
+        waiting = {seq.seq_id: (seq, seq.length) for seq in self._sequences() if seq.status is Status.WAITING}
         check(self.scheduler.coming().tokens <= self.workload.config.max_num_batched_tokens, "too much is coming")
         outputs = self.core.step()
         for output in outputs:
@@ -370,11 +371,19 @@ class Run:
         places = sum(self.scheduler._places_of(seq) for seq in self.scheduler.running)
         check(places == self.scheduler._places <= self.workload.config.max_num_seqs, "places are counted wrongly")
 
-    def _check_order(self, waiting: dict[int, Sequence]) -> None:
-        """Whoever was admitted in this step was ahead of all that still wait."""
-        admitted = [s.rank for s in waiting.values() if s.status is Status.RUNNING]
-        passed = [s.rank for s in waiting.values() if s.status is Status.WAITING]
-        check(not admitted or not passed or max(admitted) < min(passed), "a waiting sequence was overtaken")
+    def _check_order(self, waiting: dict[int, tuple[Sequence, int]]) -> None:
+        """Whoever was admitted in this step was ahead of all that still wait. Where steps are sized by time it may also
+        be shorter than all of those ahead of it, and the first of them still fits."""
+        admitted = [(s.rank, length) for s, length in waiting.values() if s.status is Status.RUNNING]
+        left = sorted((s.rank, length) for s, length in waiting.values() if s.status is Status.WAITING)
+        for rank, length in admitted:
+            passed = [other for before, other in left if before < rank]
+            if not passed:
+                continue
+            check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
+            check(length < min(passed), "a waiting sequence was overtaken by one that is no shorter")
+            blocks = self.scheduler.blocks.blocks_for(passed[0])
+            check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
 
     def _check_progress(self) -> None:
         """The running sequence of the best rank moves on."""

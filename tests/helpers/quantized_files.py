@@ -11,9 +11,9 @@ GROUP = 16
 """Inputs that share a scale, where nothing else is said."""
 
 
-def words(codes):
-    """``[..., 8 n]`` codes as int32 ``[..., n]``, the first of eight in the lowest bits."""
-    shifted = codes.long().unflatten(-1, (-1, 8)) << (4 * torch.arange(8))
+def words(codes, bits=4):
+    """``[..., 32 n / bits]`` codes as int32 ``[..., n]``, the first in the lowest bits."""
+    shifted = codes.long().unflatten(-1, (-1, 32 // bits)) << (bits * torch.arange(32 // bits))
     return shifted.sum(-1).to(torch.int32)
 
 
@@ -67,6 +67,18 @@ def packed(weight, size=GROUP):
         "weight_packed": words(codes + 8), "weight_scale": scales,
         "weight_shape": torch.tensor(weight.shape),
     }  # fmt: skip
+
+
+def packed8(weight, size=None):
+    """8 bits in words, with a scale for each row; with ``size`` for each group, and zeros."""
+    wide = weight.unflatten(1, (-1, size or weight.shape[1]))
+    scales = wide.abs().amax(-1) / 120
+    zeros = torch.arange(scales.numel()).view(scales.shape) % 7 - 3 if size else torch.zeros_like(scales).long()
+    codes = ((wide / scales[..., None]).round().long() + zeros[..., None]).clamp(-128, 127)
+    values = ((codes - zeros[..., None]) * scales[..., None]).flatten(1)
+    parts = {"weight_packed": words(codes.flatten(1) + 128, 8), "weight_scale": scales}
+    parts |= {"weight_shape": torch.tensor(weight.shape)}
+    return values, parts | ({"weight_zero_point": words(zeros.T + 128, 8).T.contiguous()} if size else {})
 
 
 def fp8(weight, rows, columns, name="weight_scale"):

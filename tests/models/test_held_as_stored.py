@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from commands import run_here
-from quantized_files import awq, fp8, gptq, int8, packed
+from quantized_files import awq, fp8, gptq, int8, packed, packed8
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import make_model, save_mxfp4, write_gguf
 from tiny_llm import save_tiny_llm
@@ -36,6 +36,7 @@ FORMATS = {
         ("int4", 5.0),
     ),
     "packed": (lambda w: packed(w, 32), COMPRESSED, ("int4", 5.0)),
+    "packed-8": (packed8, COMPRESSED, ("int8", 8.0)),
     "fp8-tensor": (lambda w: fp8(w, 999, 999), COMPRESSED, ("fp8", 8.0)),
     "fp8-channel": (lambda w: fp8(w, 1, 999), COMPRESSED, ("fp8", 8.0)),
     "fp8-block": (
@@ -141,7 +142,7 @@ def test_memory_and_floors_count_packed_matrices(checkpoints):
     assert storage.of("attention.q") == 8 and storage.head == 16
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "int8"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "packed", "packed-8", "int8"])
 def test_the_cpp_kernels_hold_whole_numbers(checkpoints, name):
     model = load_model(checkpoints[name])
     dense = load_model(checkpoints[name], native=False, dtype="float32")
@@ -149,7 +150,7 @@ def test_the_cpp_kernels_hold_whole_numbers(checkpoints, name):
     if not matrices:
         pytest.skip("the C++ kernels do not run here")
     held = matrices["layers.0.mlp.up.weight"]
-    assert held.format.bits <= (10 if name == "int8" else 7)
+    assert held.format.bits <= (10 if name in ("int8", "packed-8") else 7)
     torch.testing.assert_close(held.dense(), dense.layers[0].mlp.up.weight, rtol=1e-6, atol=1e-6)
 
 

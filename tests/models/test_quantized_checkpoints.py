@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from nf4_fixture import FILE, SHAPE, digest
-from quantized_files import GROUP, awq, bitsandbytes, fp8, gptq, int8, packed
+from quantized_files import GROUP, awq, bitsandbytes, fp8, gptq, int8, packed, packed8
 from safetensors.torch import load_file, save_file
 from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
 from transect.formats.nf4 import CODES
-from transect.models.config_hf import from_hf_directory
+from transect.models.config_hf import from_hf, from_hf_directory
 from transect.models.load import load_model
 from transect.models.quantized_layouts import mxfp4_values, spread
 from transect.models.resolve import resolve
@@ -29,6 +29,8 @@ FORMATS = {
     "gptq-act-order": (lambda w: gptq(w, True), {"quant_method": "gptq", "group_size": GROUP, "desc_act": True}),
     "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}),
     "packed": (packed, {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    "packed-8": (packed8, {"quant_method": "compressed-tensors", "format": "pack-quantized"}),
+    "packed-8-zeros": (lambda w: packed8(w, GROUP), {"quant_method": "compressed-tensors"}),
     "fp8-tensor": (lambda w: fp8(w, 999, 999), {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "fp8-channel": (lambda w: fp8(w, 1, 999), {"quant_method": "compressed-tensors", "format": "float-quantized"}),
     "fp8-block": (lambda w: fp8(w, 40, 40, "weight_scale_inv"), {"quant_method": "fp8", "weight_block_size": [40, 40]}),
@@ -233,3 +235,13 @@ def test_scales_that_divide_no_matrix_are_refused() -> None:
     for shape, block in (((3, 1), None), ((2, 3), None), ((3, 2), (128, 128))):
         with pytest.raises(ValueError, match="do not fit a matrix"):
             spread(torch.ones(shape), 128, 64, block)
+
+
+def test_layouts_of_compressed_tensors_that_are_not_read_are_named(plain):
+    config = json.loads((plain / "config.json").read_text())
+    for settings in ({"format": "nvfp4-pack-quantized"}, {"config_groups": {"g": {"format": "nvfp4-pack-quantized"}}}):
+        settings = {"quantization_config": settings | {"quant_method": "compressed-tensors"}}
+        with pytest.raises(
+            ValueError, match="format 'nvfp4-pack-quantized', which is not supported; supported are: de"
+        ):
+            from_hf(config | settings)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES, make_model
 
-from transect.models.config_hf import from_hf_directory
+from transect.models.config_hf import from_hf, from_hf_directory
 from transect.models.shapes import weight_shapes
 from transect.models.stored import read_all
 from transect.models.weights_hf import stored_hf
@@ -190,3 +190,47 @@ def test_random_damage_never_makes_anything_but_a_value_error(tmp_path, llama, d
     else:
         assert len(damaged) == len(whole)
         assert {name: tuple(weight.shape) for name, weight in weights.items()} == weight_shapes(config)
+
+
+def as_a_part(text, directory, name):
+    """Write a language model inside of one that also sees, as the hub has them: ``name`` is where in it."""
+    text.save_pretrained(directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "generation_config.json").unlink(missing_ok=True)
+    whole = {"model_type": "one that sees", "text_config": config, "vision_config": {"hidden_size": 8}}
+    whole |= {"eos_token_id": [1, 7], "tie_word_embeddings": config.pop("tie_word_embeddings")}
+    config.pop("eos_token_id")
+    (directory / "config.json").write_text(json.dumps(whole))
+    tensors = {name(key): tensor for key, tensor in load_file(directory / "model.safetensors").items()}
+    tensors |= {"vision_tower.conv.weight": torch.ones(2, 2), "multi_modal_projector.linear.weight": torch.ones(2, 2)}
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma3", lambda key: f"language_model.{key}"),
+        ("gemma3", lambda key: key.replace("model.", "model.language_model.", 1)),
+        ("llama4", lambda key: f"language_model.{key}"),
+        ("mistral", lambda key: f"language_model.{key}"),
+    ],
+)
+def test_the_language_model_of_one_that_also_sees(tmp_path, family, name):
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "text")
+    as_a_part(model, tmp_path / "whole", name)
+    config = from_hf_directory(tmp_path / "whole")
+    assert dataclasses.replace(config, eos_token_ids=(2,)) == from_hf_directory(tmp_path / "text")
+    assert config.eos_token_ids == (1, 7)
+    expected = read(tmp_path / "text")
+    for key, weight in read(tmp_path / "whole").items():
+        assert torch.equal(weight, expected[key])
+
+
+def test_what_files_of_models_that_also_see_leave_out_has_the_defaults_of_transformers():
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    text |= {"rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    theirs = transformers.Gemma3Config(text_config=dict(text)).text_config.to_dict()
+    whole = {"model_type": "gemma3", "text_config": text | {"model_type": "gemma3_text"}, "eos_token_id": [1, 106]}
+    ours = from_hf(whole)
+    assert dataclasses.replace(ours, eos_token_ids=(1,), bos_token_id=2) == from_hf(theirs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -135,26 +136,72 @@ def run(
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
-    """Run a PyTorch program and say where its time went, what it could be, and what to change."""
+    """Run a PyTorch program and say where its time went, what it could be, and what to change.
+
+    Ctrl-C ends the program, and what ran until then is explained. With --apply it runs a dozen times more, each time
+    with the same standard input.
+    """
+    import dataclasses
+    import sys
+
     from ..explain.apply import apply as try_changes
     from ..explain.energy import Energies
     from ..explain.program import Explain, explain_script
+    from ..explain.script import ScriptFailed
     from ..hardware.presets import preset as find
 
-    words = [*command, *context.args]
-    if words and Path(words[0]).name.startswith("python"):
-        words = words[1:]
-    if not words or words[0].startswith("-"):
-        raise ValueError("give a script: transect explain run -- python train.py --steps 10")
+    script = _script([*command, *context.args], sys.stdin if apply else None)
+    keep_trace, html, as_json = (_output(file) for file in (keep_trace, html, as_json))
     ceilings = None if preset is None else find(preset).ceilings()
+    failed: ScriptFailed | None = None
     with Energies(energy, grid) as energies:
-        found = explain_script(Path(words[0]), words[1:], Explain(ceilings, stacks=stacks, trace=keep_trace))
+        try:
+            found = explain_script(script, Explain(ceilings, stacks=stacks, trace=keep_trace))
+        except ScriptFailed as error:
+            failed, found = error, error.found
     found.facts.update(energies.facts)
     _show(found, as_json, html)
     for line in energies.lines:
         print(line)
-    for done in try_changes(Path(words[0]), words[1:], found) if apply else ():
+    if failed is not None:
+        raise failed
+    again = dataclasses.replace(script, stdin=script.stdin or b"")
+    for done in try_changes(again, found) if apply and not found.interrupted else ():
         print(done)
+
+
+def _script(words: list[str], stdin: Any) -> Any:
+    """What the words of a command line run. ``stdin``: is read beforehand, for a script that runs more than once."""
+    from ..explain.script import Script
+
+    if words and Path(words[0]).name.startswith("python"):
+        words = words[1:]
+    if words[:1] == ["-u"]:
+        words = words[1:]
+    module = words[:1] == ["-m"]
+    words = words[module:]
+    if not words or words[0].startswith("-"):
+        more = f", not {words[0]}" if words else ""
+        raise ValueError(f"give a script or -m and a module: transect explain run -- python train.py --steps 10{more}")
+    given: bytes | None = None
+    if stdin is not None and not stdin.isatty():
+        raw = getattr(stdin, "buffer", None)
+        given = stdin.read().encode() if raw is None else raw.read()
+    return Script(words[0], tuple(words[1:]), module, given)
+
+
+def _output(file: Path | None) -> Path | None:
+    """Where a result will be written, wherever a program goes meanwhile.
+
+    Raises:
+        ValueError: it cannot be written there; better said now than after a long run.
+    """
+    if file is None:
+        return None
+    full = file.absolute()
+    if full.is_dir() or not os.access(full.parent, os.W_OK):
+        raise ValueError(f"{file} cannot be written: choose a file in a folder that is there")
+    return full
 
 
 @application.command("trace")
@@ -172,6 +219,7 @@ def trace(
     from ..explain.trace_file import read_trace
     from ..hardware.presets import preset as find
 
+    html, as_json = _output(html), _output(as_json)
     ceilings = machine_ceilings() if preset is None else find(preset).ceilings()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("reading", total=1.0)
@@ -186,6 +234,6 @@ def _show(found: Any, as_json: Path | None, html: Path | None) -> None:
 
     print(found)
     if as_json is not None:
-        as_json.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+        as_json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", "utf-8")
     if html is not None:
-        html.write_text(page(found))
+        html.write_text(page(found), "utf-8")

@@ -90,7 +90,7 @@ class Planned(msgspec.Struct, tag="s", array_like=True):
     held_back: str
     """Why the head of the queue was not admitted: ``places`` (max_num_seqs are taken), ``kv`` (too few free blocks),
     ``budget`` (the step is full), ``batch`` (the static batch runs), ``flight`` (a step of it is under way); empty:
-    nobody waits."""
+    nobody waits. Where the head let others go before it, ``places`` and ``kv`` are those of the next of them."""
     waiting: int
     running: int
     free_blocks: int
@@ -255,7 +255,7 @@ class DecisionLog:
         if batch is not None:
             step, copies = batch.step, len(batch.block_copies)
             rows = None
-            if not batch.again:
+            if not batch.again or scheduler.config.pipeline_depth > 1:
                 rows = array("I", [n for r in batch.rows for n in (r.seq_id, r.start, r.num_tokens)]).tobytes()
         self._put(
             Planned(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from .batch import ScheduledRow
 from .request import Sequence
+from .step_budget import Budget
 
 
 class Plan:
     """A step in the making."""
 
-    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "step")
+    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "shares", "step")
 
-    def __init__(self, step: int, chunk: int) -> None:
+    def __init__(self, step: int, budget: Budget) -> None:
         self.step = step
-        self.chunk = chunk
-        """Tokens that one prompt may take of it."""
+        self.chunk = budget.chunk
+        self.shares = [list(share) for share in budget.shares]
+        """What is left of each: see ``Share``."""
         self.rows: list[ScheduledRow] = []
         self.sequences: list[Sequence] = []
         """The sequence of each row."""
@@ -26,3 +28,17 @@ class Plan:
         """Rows of several tokens, which are prompts, and tokens of all rows."""
         counts = [row.num_tokens for row in self.rows]
         return sum(count > 1 for count in counts), sum(counts)
+
+    def allows(self, count: int) -> int:
+        """Tokens that a prompt with ``count`` tokens to compute may take of the step."""
+        left = next((tokens for over, tokens in self.shares if count > over), count)
+        return min(count, left, self.chunk)
+
+    def take(self, count: int, most: int) -> int:
+        """Give a prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how many."""
+        taken = max(1, min(self.allows(count), most))
+        for share in self.shares:
+            if count > share[0]:
+                share[1] = max(0, share[1] - taken)
+                break
+        return taken

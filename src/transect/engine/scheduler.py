@@ -6,7 +6,8 @@ with ``longest_first`` those with the most tokens to draw come first). Each gets
 rest of the budget goes to the prompts, again by rank, and cuts them into chunks
 (Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
 head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
-everybody's turn comes (with ``longest_first``: once nothing longer comes).
+everybody's turn comes (with ``longest_first``: once nothing longer comes); but where prompts of its length have had
+their share of the step, others go before it, as long as places and blocks for it are left (backfilling, Lifka 1995).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives its blocks
 back, keeps its output tokens, and computes prompt and output anew when its turn comes again. Draws depend on positions,
@@ -85,8 +86,8 @@ class Scheduler:
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
         self._step = 0
         self.jumps = JumpAhead(config.jump_ahead)
-        self._last: list[Sequence] = []
-        """The sequences of the last step's rows."""
+        self._last: deque[list[Sequence]] = deque(maxlen=config.pipeline_depth)
+        """The sequences of the last steps' rows, the oldest first: in a pipeline the same decode in turns."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
@@ -114,6 +115,7 @@ class Scheduler:
         self.waiting.check_room()
         state = self.arrivals.state(request, max_length, self.clock.now())
         self.requests[request.request_id] = state
+        state.leader.cached = len(self.blocks.find_prefix(state.leader)) * self.config.block_size
         self.waiting.push(state.leader)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
@@ -141,7 +143,7 @@ class Scheduler:
         most = -(-len(running) // depth)
         budget = self.budget.of_next(running, self.waiting, self._cut, self.held_back in BARRED)
         spare = budget.tokens - len(running)
-        plan = Plan(self._step + 1, budget.chunk)
+        plan = Plan(self._step + 1, budget)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
         again = True  # as long as all rows are of the kind that most are
         starved = False
@@ -169,7 +171,7 @@ class Scheduler:
                 continue
             again = False
             if take > 1:
-                take = min(take, 1 + spare, plan.chunk)
+                take = plan.take(take, 1 + spare)
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -183,6 +185,7 @@ class Scheduler:
                 spare, end = spare + end - room, room  # a copy planned for it would be lost with an empty step
             self._plan_row(seq, end, plan)
         self.held_back = ""
+        decoding = len(rows)
         if not starved:
             self._admit(spare, plan)
         if len(self.waiting) and not self.held_back:
@@ -193,12 +196,13 @@ class Scheduler:
             if leader.finish_reason is not None and leader.status is Status.RUNNING:
                 self._leave(leader)  # it was aborted, and went on to the end of the prompt for the others
         if not rows:
-            self._last = []
+            self._last.clear()
             return None
         self._step = step
-        batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again and sequences == self._last)
+        again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
+        batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
         self._cut = not batch.again and not all(row.draws for row in rows)
-        self._last = sequences
+        self._last.append(sequences)
         self.budget.planned(not batch.again and any(row.num_tokens > 1 for row in rows))
         self._in_flight.append((batch, sequences))
         return batch
@@ -218,14 +222,7 @@ class Scheduler:
             seq.length = end + 1
         plan.rows.append(
             ScheduledRow(
-                seq.seq_id,
-                start,
-                end - start,
-                seq.prompt_token_ids,
-                seq.output_token_ids,
-                block_ids,
-                draws,
-                *asked,
+                seq.seq_id, start, end - start, seq.prompt_token_ids, seq.output_token_ids, block_ids, draws, *asked
             )
         )
         plan.sequences.append(seq)
@@ -278,6 +275,7 @@ class Scheduler:
         self.running.pop()
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
+        seq.cached = 0
         self.waiting.push(seq)
         self._preemptions += 1
 
@@ -288,10 +286,14 @@ class Scheduler:
             return
         most, graph = self.config.graph_prompts, self.config.graph_tokens or 0
         prompts, tokens = plan.sizes() if most is not None and len(self.waiting) else (0, 0)
-        while spare > 0 and (seq := self.waiting.head()) is not None:
-            if most is not None and prompts >= most and tokens <= graph:
+        passed: Sequence | None = None
+        for seq in self.waiting.in_order() if plan.shares else iter(self.waiting.head, None):
+            if spare <= 0 or (most is not None and prompts >= most and tokens <= graph):
                 break
-            used = self._try_admit(seq, spare, plan)
+            if not plan.allows(seq.to_compute):  # its like have taken their share: it is not held up by shorter ones
+                passed = passed or seq
+                continue
+            used = self._try_admit(seq, spare, plan, passed)
             if used is None:
                 break
             spare, prompts, tokens = spare - used, prompts + (used > 1), tokens + used
@@ -311,22 +313,25 @@ class Scheduler:
                 break
             spare -= used
 
-    def _try_admit(self, seq: Sequence, spare: int, plan: Plan) -> int | None:
-        """Admit the queue's head, if it can be, and plan its first tokens, at most ``spare``. Returns their number."""
+    def _try_admit(self, seq: Sequence, spare: int, plan: Plan, passed: Sequence | None = None) -> int | None:
+        """Admit ``seq``, if it can be, and plan its first tokens, at most ``spare``. Returns their number. ``passed``:
+        the queue's head, where ``seq`` goes before it."""
         blocks, state = self.blocks, seq.request
         if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
             self.held_back = "flight"
             return None
-        if self._places + self._places_of(seq) > self.config.max_num_seqs:
+        others = self._places + (0 if passed is None else self._places_of(passed))
+        if others + self._places_of(seq) > self.config.max_num_seqs:
             self.held_back = "places"
             return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
-        cached = [] if computes_all else blocks.find_prefix(seq)
+        cached = blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
+        needed += 0 if passed is None else blocks.blocks_for(passed.length)
         if needed + (self._watermark if self.running else 0) > self.cache.num_free:
             self.held_back = "kv"
             return None
-        self.waiting.pop(self.clock.now())
+        self.waiting.admit(seq, self.clock.now())
         blocks.place(seq, cached)
         self._places += self._places_of(seq)
         seq.status = Status.RUNNING
@@ -338,8 +343,8 @@ class Scheduler:
             if self.config.enable_prefix_caching and not computes_all:
                 self._prefix_query_tokens += seq.prompt_len
                 self._prefix_hit_tokens += seq.scheduled
-        take = min(seq.length - seq.scheduled, spare, plan.chunk)
-        if take > 0:
+        take = plan.take(seq.length - seq.scheduled, spare) if spare > 0 else 0
+        if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
 

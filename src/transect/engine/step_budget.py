@@ -27,10 +27,10 @@ AUTO_RATIO = 2.5
 PATIENCE = 8
 """Steps for which prompts may wait before steps become longer than the target."""
 LONG = 4
-"""A prompt that needs more such steps than this leaves room for shorter ones that wait: it gets half of each, ..."""
-SHARES = 3
-"""... or a third where two or more wait. Where nobody decodes, steps are as large as any, and one that needs more than
-one of them does so."""
+"""A prompt that needs more such steps than this leaves room for shorter ones (``_shares``). Where nobody decodes, steps
+are as large as any, and one that needs more than one of them does so."""
+SHORTEST = 2
+"""The shortest prompts get so many shares of a step where two or more of them are there, all others one."""
 FELT = 2048
 """So many tokens of a prompt count as waiting. A longer one is no longer queue: one user waits for it, and the streams
 of all others would feel longer steps."""
@@ -55,12 +55,22 @@ LEARN_STEPS = 8
 """Steps to measure before any is sized by time."""
 
 
+class Share(NamedTuple):
+    """What prompts of like lengths may take of a step together."""
+
+    over: int
+    """They have more tokens than this to compute, and no more than those of the share before."""
+    tokens: int
+
+
 class Budget(NamedTuple):
     """How many tokens a step may have."""
 
     tokens: int
     chunk: int
-    """Tokens that one prompt may take of it: a long one leaves room for those behind it."""
+    """Tokens that one prompt may take of it."""
+    shares: tuple[Share, ...] = ()
+    """How they are shared out, those of the longest prompts first; empty: the first that come take what they can."""
 
 
 class Coming(NamedTuple):
@@ -96,14 +106,14 @@ class StepBudget:
 
         Args:
             cut: the step before left a prompt unfinished.
-            barred: it had no place or no KV blocks for the queue's head, so a long prompt leaves no room for those that
-                wait: nobody would take it.
+            barred: it had no place or no KV blocks for the next of the queue, so long prompts leave no room for those
+                that wait: nobody would take it.
         """
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
             timed = self._config.itl_target is not None
-            return Budget(most, self._share_of(most, most, prompts, waiting, barred) if timed else self._chunk)
+            return Budget(most, self._chunk, self._shares(most, most, prompts, waiting, barred) if timed else ())
         if not (len(waiting) or cut):
             return Budget(self._mixed, self._chunk)
         if self._config.itl_target is not None:
@@ -122,9 +132,9 @@ class StepBudget:
         """What the next step would have if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk = self.of_next(running, waiting, cut, barred)
+        tokens, chunk, _ = self.of_next(running, waiting, cut, barred)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
-        here += waiting.num_tokens if chunk >= tokens else sum(min(seq.length, chunk) for seq in waiting.in_order())
+        here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
 
     def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
@@ -148,18 +158,40 @@ class StepBudget:
             tokens = max(rows, min(rows + -(-waits // PATIENCE), most))
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
-        return Budget(tokens, self._share_of(room, long, [count for count, _ in prompts], waiting, barred))
+        shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
+        return Budget(tokens, self._chunk, shares)
 
-    def _share_of(self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool) -> int:
-        """What one prompt may take of a step's ``room``: less where others, no more than half as long, wait beside one
-        of more than ``long`` tokens. ``prompts``: tokens that are left of those that have begun."""
+    def _shares(
+        self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool
+    ) -> tuple[Share, ...]:
+        """How a step's ``room`` is shared out where a prompt has more than ``long`` tokens to compute.
+
+        Prompts of like lengths, up to a factor of two, have one share together, which goes by rank. So several long
+        ones hold up the shorter ones no more than one does, and long ones end one after the other. What the shorter
+        leave of their share is for the longer (max-min fairness between lengths).
+
+        Args:
+            prompts: tokens that are left of those that have begun.
+        """
         longest = max(prompts, default=0)
         if longest <= long:
-            return self._chunk
-        half = longest // 2
-        short = sum(count <= half for count in prompts)
-        short += 0 if barred else sum(seq.length <= half for seq in waiting.in_order())
-        return min(self._chunk, max(1, -(-room // min(1 + short, SHARES))))
+            return ()
+        counts = list(prompts) if barred else [*prompts, *(seq.to_compute for seq in waiting.in_order())]
+        overs = [longest // 2]
+        while overs[-1] > long:
+            overs.append(overs[-1] // 2)
+        groups: dict[int, list[int]] = {}
+        for count in counts:
+            groups.setdefault(next((over for over in overs if count > over), 0), []).append(count)
+        shares: list[Share] = []
+        parts = len(groups)
+        for over, group in sorted(groups.items()):
+            mine = 1 if shares else min(len(group), SHORTEST)
+            parts += mine - 1
+            tokens = min(sum(group), room, max(1, room * mine // parts)) if parts > mine else room
+            shares.insert(0, Share(over, tokens))
+            room, parts = room - tokens, parts - mine
+        return tuple(shares) if len(shares) > 1 else ()
 
     def _cheap(self, most: int, beside: StepLoad) -> int:
         """``most`` tokens, or the largest number below at which each for a prompt costs much less."""
@@ -185,7 +217,7 @@ def _felt(waiting: WaitingQueue) -> int:
     """Tokens of prompts that wait, as far as they make steps longer."""
     if len(waiting) > FEW:
         return waiting.num_tokens
-    return sum(min(seq.length, FELT) for seq in waiting.in_order())
+    return sum(min(seq.to_compute, FELT) for seq in waiting.in_order())
 
 
 def even(tokens: int, rows: int) -> int:

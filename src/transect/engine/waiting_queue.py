@@ -35,7 +35,7 @@ class WaitingQueue:
         self.num_new = 0
         self.num_preempted = 0
         self.num_tokens = 0
-        """To be computed of all that wait, before any prefix is found in the cache."""
+        """To be computed of all that wait."""
         self._sequences: list[Sequence] = []
         """In the order of their ranks, each of which is one sequence's alone."""
         self._last_admission: float | None = None
@@ -70,28 +70,29 @@ class WaitingQueue:
         """The sequence whose turn is next."""
         return self._sequences[0] if self._sequences else None
 
-    def pop(self, now: float) -> Sequence:
-        """Take the head out, to be admitted at time ``now`` (seconds)."""
-        seq = self._sequences.pop(0)
-        self._count(seq, -1)
+    def admit(self, seq: Sequence, now: float) -> None:
+        """Take a sequence out, the head as a rule, because it is admitted at time ``now`` (seconds)."""
+        self._take_out(seq)
         if seq.request.first_scheduled is None:
             if self._last_admission is not None:
                 interval = now - self._last_admission
                 old = interval if self._interval is None else self._interval
                 self._interval = old + _SMOOTHING * (interval - old)
             self._last_admission = now if self.num_new else None
-        return seq
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out for good; nothing of it stays here."""
+        self._take_out(seq)
+        seq.status = Status.GONE
+
+    def _take_out(self, seq: Sequence) -> None:
         index = bisect_left(self._sequences, seq.rank, key=_by_rank)
         assert self._sequences[index] is seq, f"{seq} does not wait"
         del self._sequences[index]
-        seq.status = Status.GONE
         self._count(seq, -1)
 
     def _count(self, seq: Sequence, change: int) -> None:
-        self.num_tokens += change * seq.length
+        self.num_tokens += change * seq.to_compute
         if seq.request.first_scheduled is None:
             self.num_new += change
         else:

@@ -12,10 +12,13 @@ The engine, from its decision log:
 
 Any PyTorch program:
 
-* ``program``: ``Explain``, the context manager, and scripts. ``sampler``: what Python does meanwhile.
+* ``program``: ``Explain``, the context manager, and scripts; ``script`` runs one as ``python`` would. ``sampler``: what
+  Python does meanwhile.
 * ``trace_file``: reads traces piece by piece. ``trace``: their events as columns of numbers.
-* ``split``: the wall time by cause. ``op_floor``: the least time of an operator. ``gaps``: names for what lies between.
-* ``findings``: what to change, by predicted gain. ``report``: all of it as text and JSON; ``report_html``: as a page.
+* ``split``: the wall time by cause. ``op_floor``: the least time of an operator. ``gaps``: names for what lies between,
+  by ``doing``: what a Python stack says.
+* ``findings``: what to change, by predicted gain; ``findings_host``: on the host; ``finding``: what one is.
+* ``report``: all of it as text and JSON; ``report_html``: as a page.
 * ``changes``: what can be changed from outside of a script. ``apply``: does it, and measures again.
 * ``energy``: joules, kWh and CO2e of a run.
 * ``roofline``: what a device allows, for a model, an operator, a trace. ``roofline_svg``: its picture.

@@ -8,19 +8,17 @@ with a change, or for which it cannot be right, is left as it is, and the result
 from __future__ import annotations
 
 import contextlib
-import io
-import runpy
-import sys
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
-from .findings import Finding
+from .finding import Finding
 from .program import Explanation
+from .script import Script
 
 RUNS = 3
 Change = Callable[[], contextlib.AbstractContextManager[Running]]
@@ -60,26 +58,26 @@ class Applied:
         )
 
 
-def apply(path: Path, arguments: Sequence[str], explanation: Explanation) -> list[Applied]:
+def apply(script: Script, explanation: Explanation) -> list[Applied]:
     """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out. A
     change that several findings name is made once, for the one that promises most."""
     done: dict[str, Applied] = {}
     for finding in explanation.findings:
         for name in filter(None, finding.apply.split(", ")):
             if name not in done:
-                done[name] = _measured(path, arguments, finding, name)
+                done[name] = _measured(script, finding, name)
     return list(done.values())
 
 
-def _measured(path: Path, arguments: Sequence[str], finding: Finding, name: str) -> Applied:
+def _measured(script: Script, finding: Finding, name: str) -> Applied:
     before = after = float("inf")
     setup = 0.0
     try:
-        change = _batching(path, arguments) if name == "batching" else CHANGES[name]
+        change = _batching(script) if name == "batching" else CHANGES[name]
         for _ in range(RUNS):
-            before = min(before, _seconds(path, arguments))
+            before = min(before, _seconds(script))
             with change() as running:
-                taken = _seconds(path, arguments)
+                taken = _seconds(script)
             if taken - running.setup_s < after - setup:
                 after, setup = taken, running.setup_s
     except NotPossible as error:
@@ -89,12 +87,12 @@ def _measured(path: Path, arguments: Sequence[str], finding: Finding, name: str)
     return Applied(finding, name, before, after, setup)
 
 
-def _batching(path: Path, arguments: Sequence[str]) -> Change:
+def _batching(script: Script) -> Change:
     """See what the script's modules are called with, that batches give the same, and in which order they could be
     computed: no module may be called with what depends on its own earlier results, by way of others or not."""
     batched = Batched()
     with batched.record():
-        _seconds(path, arguments)
+        _seconds(script)
     if not any(len(calls) > 1 for calls in batched.calls.values()):
         raise NotPossible("no module is called twice")
     if len(batched.calls) > MOST_MODULES:
@@ -102,7 +100,7 @@ def _batching(path: Path, arguments: Sequence[str]) -> Change:
     depends: dict[int, set[int]] = {}
     for module in batched.calls:
         with batched.check(module, depends.setdefault(module, set())):
-            _seconds(path, arguments)
+            _seconds(script)
     while depends:
         free = [module for module, users in depends.items() if not users & set(depends)]
         if not free:
@@ -112,18 +110,16 @@ def _batching(path: Path, arguments: Sequence[str]) -> Change:
     return batched.apply
 
 
-def _seconds(path: Path, arguments: Sequence[str]) -> float:
-    before, folder = sys.argv, str(path.resolve().parent)
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, folder)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            began = time.perf_counter()
-            with contextlib.suppress(SystemExit):
-                runpy.run_path(str(path), run_name="__main__")
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            return time.perf_counter() - began
-    finally:
-        sys.argv = before
-        sys.path.remove(folder)
+def _seconds(script: Script) -> float:
+    """Seconds that a run takes, until a GPU has done what it was asked for; nobody sees what it prints."""
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+        began = time.perf_counter()
+        ending = script.run(show=False)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken = time.perf_counter() - began
+    if ending.interrupted:
+        raise KeyboardInterrupt
+    if ending.failed:
+        raise ending.error if isinstance(ending.error, NotPossible) else NotPossible(ending.failed)
+    return taken

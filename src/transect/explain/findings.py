@@ -7,16 +7,14 @@ stand for the same thing.
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from ..hardware.ceilings import Ceilings
-from .gaps import Named
+from ..hardware.cores import usable_cores
+from .finding import MANY, Finding, Material
+from .findings_host import collector, host, other_threads, threads
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .sampler import Samples
 from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host, stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
@@ -24,48 +22,8 @@ LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
 RECORDING_S = 1e-6
 """What autograd adds to an operator, where nothing is measured."""
-MANY = 16
-"""Calls of the same work that make a loop."""
 VALUE_BYTES = 64
 """A copy to the host of no more bytes is one of single values, as ``.item()`` makes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing to change.
-
-    Attributes:
-        kind: a short name, the same for the same cause.
-        title: what it is.
-        evidence: what in the trace says so.
-        gain: seconds that the change is predicted to save.
-        advice: what to do.
-        apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.
-        gains: seconds that one of these is predicted to save, where that is not ``gain``.
-    """
-
-    kind: str
-    title: str
-    evidence: str
-    gain: float
-    advice: str
-    apply: str = ""
-    share: float = 0.0
-    """The gain as a part of the program's own time."""
-    gains: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
-    """All that is known of a run."""
-
-    split: Split
-    ceilings: Ceilings
-    named: list[Named] = field(default_factory=list)
-    samples: Samples | None = None
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """``threads`` of torch, ``cores``, ``backward`` (whether one ran), ``padding`` (share of tokens), ``autograd_s``
-    (seconds that recording adds to an operator)."""
 
 
 def find(material: Material) -> list[Finding]:
@@ -74,35 +32,6 @@ def find(material: Material) -> list[Finding]:
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
-
-
-HOST_ADVICE = {
-    "tokenize": ("text is tokenized between steps", "tokenize once, before the loop, or in a worker process"),
-    "logging": ("logging holds up the loop", "log every N steps, buffer the output, or write from another thread"),
-    "sleep": ("the program sleeps", "remove the wait, or wait for the event itself"),
-    "file": ("files are read in the loop", "read them once, or in a DataLoader with workers"),
-    "collection": ("the garbage collector is called in the loop", "call gc.collect() outside of it, or not at all"),
-    "wait": ("the main thread waits for another thread", "hand work over earlier, or do it in this thread"),
-    "python": ("Python computes between operators", "vectorize it with torch or numpy, or move it out of the loop"),
-}
-
-
-def host(material: Material) -> Iterator[Finding]:
-    """What the host did in gaps, by kind and line."""
-    totals: dict[str, list[Named]] = {}
-    for each in material.named:
-        totals.setdefault(each.doing.kind, []).append(each)
-    for kind, every in totals.items():
-        seconds = sum(each.seconds for each in every)
-        where = max(every, key=lambda each: each.seconds).doing.frame
-        evidence = f"{1e3 * seconds:.1f} ms between operators, most of it in {where or 'an unknown place'}"
-        if kind == "compile":
-            continue  # ``compiling`` has it
-        if kind in HOST_ADVICE:
-            title, advice = HOST_ADVICE[kind]
-            # Beside a thread that holds the lock nobody knows how long the same Python would take.
-            alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
-            yield Finding(kind, title, evidence, seconds * alone, advice)
 
 
 def compiling(material: Material) -> Iterator[Finding]:
@@ -353,67 +282,21 @@ def loading(material: Material) -> Iterator[Finding]:
     seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
     if seconds <= 0:
         return
-    workers = max(1, (os.cpu_count() or 2) - 1)
+    workers = max(1, usable_cores() - 1)
     rest = split.wall - seconds
-    left = max(0.0, seconds / workers - rest)
+    beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
+    left = 0.0 if beside else max(0.0, seconds / workers - rest)
+    advice = (
+        f"DataLoader(num_workers={workers}, persistent_workers=True, prefetch_factor=2): loads while the step computes"
+    )
+    if beside:
+        advice = "more workers, or less work for each sample; persistent_workers=True, and a larger prefetch_factor"
     yield Finding(
         "loading",
-        "the loop waits for its data",
+        "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
         seconds - left,
-        f"DataLoader(num_workers={workers}, persistent_workers=True, prefetch_factor=2): loads while the step computes",
-    )
-
-
-def other_threads(material: Material) -> Iterator[Finding]:
-    """Another thread runs Python, and the two take turns."""
-    share = _thread_share(material)
-    if not share:
-        return
-    parts = material.split.parts
-    python = parts["host"] + parts["launch"] + parts["sync"]
-    yield Finding(
-        "gil",
-        "another thread runs Python and holds the interpreter's lock",
-        f"it ran Python in {share:.0%} of the samples",
-        python * share / 2,
-        "move it to another process",
-    )
-
-
-def _thread_share(material: Material) -> float:
-    """The share of samples in which another thread ran Python; 0 where it is too small to matter."""
-    samples = material.samples.samples if material.samples is not None else []
-    share = sum(sample.busy > 0 for sample in samples) / len(samples) if samples else 0.0
-    return share if share >= 0.2 else 0.0
-
-
-def collector(material: Material) -> Iterator[Finding]:
-    """The garbage collector, where nobody calls it."""
-    if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
-        return
-    seconds = sum(end - begin for begin, end in material.samples.collections)
-    seconds *= 1 - material.split.share("recompilation")
-    if seconds:
-        evidence = f"{len(material.samples.collections)} collections, {1e3 * seconds:.1f} ms"
-        advice = "gc.freeze() after setting up, or gc.disable() in the loop; make fewer objects"
-        yield Finding("collection", "the garbage collector runs often", evidence, seconds, advice)
-
-
-def threads(material: Material) -> Iterator[Finding]:
-    """torch uses fewer threads than there are cores."""
-    used, cores = material.facts.get("threads"), material.facts.get("cores")
-    if material.split.on_gpu or not used or not cores or used >= cores:
-        return
-    large = [op for op in material.split.ops if op.seconds / op.calls > 200e-6 and op.key.name not in SYNC]
-    seconds = sum(op.seconds for op in large)
-    yield Finding(
-        "threads",
-        "cores are idle",
-        f"torch uses {used} of {cores} cores, and {1e3 * seconds:.1f} ms are in operators that could use more",
-        seconds * (1 - used / cores),
-        f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}",
-        apply="threads",
+        advice,
     )
 
 

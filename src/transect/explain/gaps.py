@@ -7,9 +7,7 @@ kernels are named by the calls of the driver's interface and the ranges that lie
 
 from __future__ import annotations
 
-import linecache
 import re
-import sysconfig
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .doing import Doing, doing_of
 from .sampler import Frame, Samples
 from .split import COMPILING, LOADING, LONG_GAP_S, SHORT_GAP_S, WINDOW, Gap, Split, on_the_host, self_segments
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
@@ -25,38 +24,10 @@ WAITING = re.compile(r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAll
 COMPUTED = " on the host"
 """Ends the label of a gap in which an operator computed there."""
 READS = ("aten::item", "aten::_local_scalar_dense")
-LIBRARY = (
-    sysconfig.get_paths()["stdlib"],
-    sysconfig.get_paths()["purelib"],
-    "<frozen",
-    "/torch/",
-    "/transect/explain/",
-)
-"""Files of these are not the user's."""
-LINES = (
-    ("logging", re.compile(r"\bprint\(|\.write\(|\.flush\(|fsync|\blogg(?:er|ing)\b|\.log\(")),
-    ("sleep", re.compile(r"\bsleep\(")),
-    ("file", re.compile(r"\.load\(|\bopen\(|\.read\(|read_bytes|read_text|imread|pickle|loads\(")),
-    ("collection", re.compile(r"gc\.collect")),
-)
-NATIVE = "/transect/ops/cpu/"
-"""Files of these call C++ kernels, which no profiler sees."""
-COMPILER_FILES = ("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/", "_dynamo/output_graph")
-
-
 LIBRARIES = ("logging", "file", "tokenize")
 """Kinds of which the stack itself says that a library is at work, below the user's line."""
 RARE, INTERRUPTED_S = 0.05, 0.02
 """Fewer gaps than this share, none of them longer: others interrupted a loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class Doing:
-    """What the host did: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
-
-    part: str
-    kind: str
-    frame: Frame | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +41,11 @@ class Named:
     """Stretches of samples without anything else between them."""
 
 
-def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0) -> list[Named]:
+def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
     """Move the time of gaps to the parts that they belong to; returns what the host did in them.
 
     Args:
-        samples: of the main thread.
-        offset: what to add to a sample's time to have it on the trace's clock.
+        samples: of the main thread, on the trace's clock.
     """
     trace = split.trace
     if split.on_gpu:
@@ -89,7 +59,7 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
             split.parts[part] -= moved
             split.parts["profiler"] += moved
             left -= moved
-        return _moved(split, _named(split, samples, offset)) + _inside_calls(split, samples, offset)
+        return _moved(split, _named(split, samples)) + _inside_calls(split, samples)
     short = SHORT_GAP_S
     if len(split.gaps) >= 100:
         short = min(max(short, 10 * float(np.median([gap.seconds for gap in split.gaps]))), LONG_GAP_S)
@@ -97,16 +67,16 @@ def name_gaps(split: Split, samples: Samples | None = None, offset: float = 0.0)
         if gap.seconds <= short:
             gap.part = "launch"
         split.parts[gap.part] += gap.seconds
-    named = _named(split, samples, offset)
+    named = _named(split, samples)
     long = [gap.seconds for gap in split.gaps if gap.part == "host"]
     if len(split.gaps) >= 100 and len(long) < RARE * len(split.gaps) and max(long, default=0.0) < INTERRUPTED_S:
         # Rare and not very long: the loop was interrupted by other work on the machine.
         loop = Doing("launch", "loop", None)
         named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
-    return _moved(split, named) + _inside_calls(split, samples, offset)
+    return _moved(split, named) + _inside_calls(split, samples)
 
 
-def _inside_calls(split: Split, samples: Samples | None, offset: float) -> list[Named]:
+def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
     """What a library in Python did in the gaps of a loop that calls operators, such as reading a file tensor by tensor:
     its time is not that of calling them."""
     gaps = [gap for gap in split.gaps if gap.part == "launch"]
@@ -114,8 +84,8 @@ def _inside_calls(split: Split, samples: Samples | None, offset: float) -> list[
     counts: Counter[Doing] = Counter()
     total = 0
     for sample in samples.samples if samples is not None else ():
-        index = bisect_right(begins, sample.at + offset) - 1
-        if index < 0 or sample.at + offset > gaps[index].end:
+        index = bisect_right(begins, sample.at) - 1
+        if index < 0 or sample.at > gaps[index].end:
             continue
         total += 1
         doing = doing_of(sample.stack)
@@ -140,9 +110,9 @@ def _moved(split: Split, named: list[Named]) -> list[Named]:
     return named
 
 
-def _named(split: Split, samples: Samples | None, offset: float) -> list[Named]:
+def _named(split: Split, samples: Samples | None) -> list[Named]:
     """What the host did in its gaps, without what the profiler added to them."""
-    found = _sampled(split, samples, offset) if samples is not None and samples.samples else _called(split)
+    found = _sampled(split, samples) if samples is not None and samples.samples else _called(split)
     whole = sum(gap.seconds for gap in split.gaps if gap.part == "host")
     return [replace(each, seconds=each.seconds * split.parts["host"] / whole) for each in found]
 
@@ -152,20 +122,19 @@ def _of_python(split: Split) -> list[Gap]:
     return [gap for gap in split.gaps if gap.part == "host" and not gap.label.endswith(COMPUTED)]
 
 
-def _sampled(split: Split, samples: Samples, offset: float) -> list[Named]:
+def _sampled(split: Split, samples: Samples) -> list[Named]:
     host = _of_python(split)
     begins = [gap.begin for gap in host]
     counts: Counter[Doing] = Counter()
     episodes: Counter[str] = Counter()
     last = ""
     for sample in samples.samples:
-        at = sample.at + offset
-        index = bisect_right(begins, at) - 1
+        index = bisect_right(begins, sample.at) - 1
         doing = doing_of(sample.stack)
         if doing.kind != last:
             episodes[doing.kind] += 1
             last = doing.kind
-        if index >= 0 and at <= host[index].end:
+        if index >= 0 and sample.at <= host[index].end:
             counts[doing] += 1
     total = sum(counts.values())
     seconds = sum(gap.seconds for gap in host)
@@ -177,30 +146,6 @@ def _sampled(split: Split, samples: Samples, offset: float) -> list[Named]:
     ]
 
 
-def doing_of(stack: tuple[Frame, ...]) -> Doing:
-    """What a stack says, innermost frame first."""
-    user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
-    if stack and NATIVE in stack[0].file:
-        return Doing("unrated", "native", user)
-    for frame in stack:
-        if any(part in frame.file for part in COMPILER_FILES):
-            return Doing("recompilation", "compile", user)
-        if "tokeniz" in frame.file.lower() or "tokeniz" in frame.function.lower():
-            return Doing("host", "tokenize", user)
-        if "/logging/" in frame.file:
-            return Doing("host", "logging", user)
-    text = linecache.getline(user.file, user.line) if user is not None else ""
-    torch_inside = any("/torch/" in frame.file for frame in stack[: stack.index(user)]) if user is not None else False
-    for kind, pattern in LINES:
-        if torch_inside and kind != "file":
-            continue  # a line may print what a module computes: then the module is what takes the time
-        if pattern.search(text):
-            return Doing("loading" if kind == "file" else "host", kind, user)
-    if stack and stack[0].file.endswith(("threading.py", "queue.py", "selectors.py")):
-        return Doing("host", "wait", user)
-    return Doing("host", "python", user)
-
-
 def _called(split: Split) -> list[Named]:
     """Without samples: the Python functions that the trace itself has (``with_stack=True``)."""
     trace = split.trace
@@ -209,11 +154,15 @@ def _called(split: Split) -> list[Named]:
         return []
     host = _of_python(split)
     counts: Counter[str] = Counter()
-    for gap in host:
-        inside = [i for i in indices if trace.ts[i] < gap.end and trace.ts[i] + trace.dur[i] > gap.begin]
-        for first, last, index in self_segments(trace, inside, gap.begin, gap.end):
-            if index >= 0:
-                counts[trace.key_of(index).name] += int(1e9 * (last - first))
+    reached = 0
+    for first, last, index in self_segments(trace, indices, split.begin, split.begin + split.wall):
+        while reached < len(host) and host[reached].end <= first:
+            reached += 1
+        each = reached
+        while index >= 0 and each < len(host) and host[each].begin < last:
+            inside = min(last, host[each].end) - max(first, host[each].begin)
+            counts[trace.key_of(index).name] += int(1e9 * inside)
+            each += 1
     return [Named(_python(name), nanoseconds * 1e-9, 1) for name, nanoseconds in counts.most_common(50)]
 
 

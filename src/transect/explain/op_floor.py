@@ -72,13 +72,13 @@ def cost(key: Key) -> Cost | None:
     width = tensors[0][1]
     if key.name in PRODUCTS:
         return _product(key.name, shapes, width)
-    if key.name in CONVOLUTIONS and len(shapes) > 1:
+    if key.name in CONVOLUTIONS and len(shapes) > 1 and shapes[0] and shapes[1]:
         return _convolution(key, shapes, width, read)
-    if any(name in key.name for name in ATTENTION) and len(shapes) > 2 and len(shapes[0]) == 4:
+    if any(name in key.name for name in ATTENTION) and len(shapes) > 2 and len(shapes[0]) == len(shapes[1]) == 4:
         batch, heads, queries, dim = shapes[0]
         flops = 4.0 * batch * heads * queries * shapes[1][2] * dim
         return Cost(flops, sum(math.prod(each) for each in shapes[:3]) * width, math.prod(shapes[0]) * width)
-    if key.name == "aten::embedding" and len(shapes) > 1:
+    if key.name == "aten::embedding" and len(shapes) > 1 and shapes[0]:
         rows = math.prod(shapes[1])
         moved = rows * shapes[0][-1] * width
         return Cost(0, moved + rows * 8, moved)
@@ -165,4 +165,4 @@ def _tensors(key: Key) -> list[tuple[list[int], int]]:
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, int) for each in value)
+    return isinstance(value, list) and all(isinstance(each, int) and each >= 0 for each in value)

@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import math
 import os
-import runpy
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,11 +27,13 @@ from ..hardware.ceilings import Ceilings
 from ..hardware.cores import usable_cores
 from ..hardware.device import detect
 from ..ops.cpu.ceilings import device_measurement
-from .findings import Finding, Material, find
+from .finding import Finding, Material
+from .findings import find
 from .gaps import Named, name_gaps
 from .sampler import Samples, StackSampler
+from .script import Script, ScriptFailed
 from .split import WINDOW, Split, split_trace
-from .trace import RANGE, Trace
+from .trace import KERNEL, OP, RANGE, Trace
 from .trace_file import read_trace
 
 PROBES = 2000
@@ -40,6 +42,7 @@ LOOKS = 200
 """Calls of embeddings whose ids are looked at."""
 SEEN_ROWS = 64
 """Rows of each that are kept for that."""
+ONE_PROFILER = "torch's profiler is at work already, and there can be one at a time"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class Explanation:
     named: list[Named] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     ceilings: Ceilings | None = None
+    interrupted: bool = False
+    """Ctrl-C ended what was explained."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; seconds."""
@@ -95,11 +100,18 @@ class Explain:
         self._padding = _Padding()
 
     def __enter__(self) -> Self:
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise ValueError(f"{ONE_PROFILER}: explain what is not profiled otherwise")
         self._overhead = profiler_seconds()
+        self._process = os.getpid()
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._padding.look)
         self._sampler = StackSampler() if self._stacks else None
-        self._profiler = torch.profiler.profile(activities=_activities(), record_shapes=True)
+        self._profiler = torch.profiler.profile(
+            activities=_activities(), record_shapes=True, experimental_config=_all_threads()
+        )
         self._profiler.__enter__()
+        self._alone = _no_other_profiler()
+        self._alone.__enter__()
         if torch.cuda.is_available():
             _first_launches()
         if self._sampler is not None:
@@ -111,15 +123,18 @@ class Explain:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if os.getpid() != self._process:
+            return  # a child that was forked inside: profiler and samples are its parent's
         if kind is None and torch.cuda.is_available():
             torch.cuda.synchronize()
         self._span[1] = time.monotonic()
         self._range.__exit__(None, None, None)
         if self._sampler is not None:
             self._sampler.__exit__()
+        self._alone.__exit__(None, None, None)
         self._profiler.__exit__(None, None, None)
         self._hook.remove()
-        if kind is not None and not issubclass(kind, SystemExit):
+        if kind is not None and not issubclass(kind, (SystemExit, KeyboardInterrupt)):
             return
         trace = self._trace()
         if torch.cuda.is_available() and not trace.on_gpu:
@@ -132,8 +147,7 @@ class Explain:
         self.result = explain_trace(
             trace,
             self.ceilings,
-            self._sampler.found if self._sampler is not None else None,
-            offset,
+            None if self._sampler is None else self._sampler.found.on_clock(offset),
             profiler_s=self._overhead,
             facts=facts,
             steps_s=self._steps_floor(),
@@ -176,21 +190,25 @@ def explain_trace(
     trace: Trace,
     ceilings: Ceilings,
     samples: Samples | None = None,
-    offset: float = 0.0,
     *,
     profiler_s: float = 0.0,
     facts: dict[str, Any] | None = None,
     steps_s: float = 0.0,
     floor_s: float = 0.0,
 ) -> Explanation:
-    """Split a trace and find what to change. ``steps_s``: the least time of what has no shapes in the trace, where an
-    engine's decision log says it; ``floor_s``: of everything, where the caller does."""
+    """Split a trace and find what to change.
+
+    Args:
+        samples: of the main thread, on the trace's clock.
+        steps_s: the least time of what has no shapes in the trace, where an engine's decision log says it.
+        floor_s: the least time of everything, where the caller knows it.
+    """
     trace = _from_mark(trace)
     facts = dict(facts or {})
     facts.setdefault("backward", any("Backward" in key.name or "autograd::" in key.name for key in trace.keys))
     padded = float(facts.get("padding", 0.0))
     split = split_trace(trace, ceilings, profiler_s=profiler_s, padding=padded)
-    named = name_gaps(split, samples, offset)
+    named = name_gaps(split, samples)
     if steps_s:
         split.rate(steps_s)
         split.notes.append("floors of kernels without shapes are those of the engine's steps")
@@ -199,36 +217,32 @@ def explain_trace(
         split.notes.append("kernels without shapes have what the others leave of the floor that was given")
     if trace.truncated:
         split.notes.append("the trace ends in the middle: what came after is missing")
-    if not any(key.shapes for key in trace.keys):
+    if not np.isin(trace.kind, (OP, KERNEL)).any():
+        split.notes.append("no operator of PyTorch ran in the process: all of it is Python")
+    elif not any(key.shapes for key in trace.keys):
         split.notes.append("the trace has no shapes (record_shapes=True records them): no kernel has a floor")
     found = find(Material(split, ceilings, named, samples, facts))
     return Explanation(split, found, named, facts, ceilings)
 
 
-def explain_script(path: Path, arguments: Sequence[str], run: Explain) -> Explanation:
-    """Run a Python script as ``python PATH ARGUMENTS`` would, and explain it.
+def explain_script(script: Script, run: Explain) -> Explanation:
+    """Run a script as ``python`` would, and explain it: all of it, or what ran until Ctrl-C.
 
     Raises:
-        ValueError: there is no such file, or it ended with an error.
+        ValueError: there is no such script.
+        ScriptFailed: it ended with an error; ``found`` explains what ran until then.
     """
-    if not path.is_file():
-        raise ValueError(f"there is no script {path}")
-    before, folder = sys.argv, str(path.resolve().parent)
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, folder)
-    try:
-        with run:
-            runpy.run_path(str(path), run_name="__main__")
-    except SystemExit as stopped:
-        if stopped.code not in (None, 0):
-            raise ValueError(f"{path} ended with {stopped.code}") from None
-    except Exception as error:
-        raise ValueError(f"{path} failed with {type(error).__name__}: {error}") from error
-    finally:
-        sys.argv = before
-        sys.path.remove(folder)
+    script.check()
+    with run:
+        ending = script.run()
     assert run.result is not None
-    return run.result
+    found = replace(run.result, interrupted=ending.interrupted)
+    if ending.interrupted:
+        found.split.notes.append("the script was interrupted: this is what ran until then")
+    if ending.failed:
+        found.split.notes.append("the script ended with an error: this is what ran until then")
+        raise ScriptFailed(ending.failed, found)
+    return found
 
 
 def machine_ceilings() -> Ceilings:
@@ -285,6 +299,33 @@ def _activities() -> list[torch.profiler.ProfilerActivity]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints
     every = torch.profiler.ProfilerActivity
     return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
+
+
+def _all_threads() -> Any:
+    """What makes the profiler see operators of all threads, where there is no GPU; it follows autograd's by itself."""
+    if torch.cuda.is_available():
+        return None
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
+@contextmanager
+def _no_other_profiler() -> Iterator[None]:
+    """Inside, starting torch's profiler is an error of the program: a second one would end the first, and with it the
+    process."""
+    kind: Any = torch.autograd.profiler.profile
+    plain = kind._prepare_trace
+
+    def refuse(self: Any) -> None:
+        raise ValueError(
+            f"{ONE_PROFILER}: switch the program's own off while it is explained, or give the trace that it writes to "
+            "`transect explain trace`"
+        )
+
+    kind._prepare_trace = refuse
+    try:
+        yield
+    finally:
+        kind._prepare_trace = plain
 
 
 def _first_launches() -> None:

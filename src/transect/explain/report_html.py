@@ -36,8 +36,8 @@ def page(explanation: Explanation, title: str = "Where the time went") -> str:
     split = explanation.split
     figures = as_dict(explanation)
     figures["timeline"] = timeline(explanation)
-    # "</" would end the script element; JSON may write it as "<\/".
-    data = json.dumps(figures).replace("</", "<\\/")
+    # A browser looks for "</script" and "<!--" in a script element; JSON may write "<" in another way.
+    data = json.dumps(figures).replace("<", "\\u003c")
     script = files(__package__).joinpath("report.js").read_text()
     style = files(__package__).joinpath("report.css").read_text()
     wall = 1e3 * split.wall

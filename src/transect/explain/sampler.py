@@ -10,8 +10,8 @@ import gc
 import sys
 import threading
 import time
-from dataclasses import dataclass, field
-from types import FrameType
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType
 from typing import Self
 
 PERIOD_S = 0.002
@@ -56,6 +56,14 @@ class Samples:
     samples: list[Sample] = field(default_factory=list)
     collections: list[tuple[float, float]] = field(default_factory=list)
 
+    def on_clock(self, offset: float) -> Samples:
+        """The same, with times that lie ``offset`` seconds later: those of another clock."""
+        return Samples(
+            self.period,
+            [replace(sample, at=sample.at + offset) for sample in self.samples],
+            [(begin + offset, end + offset) for begin, end in self.collections],
+        )
+
 
 class StackSampler:
     """Samples the thread that enters it until it leaves."""
@@ -64,6 +72,9 @@ class StackSampler:
         self.found = Samples(period)
         self._stop = threading.Event()
         self._collecting = 0.0
+        self._frames: dict[tuple[int, int], tuple[Frame, CodeType]] = {}
+        self._stacks: dict[tuple[Frame, ...], tuple[Frame, ...]] = {}
+        """Each frame and each stack is kept once: a long run shows the same ones again and again."""
 
     def __enter__(self) -> Self:
         self._watched = threading.get_ident()
@@ -101,7 +112,19 @@ class StackSampler:
             before = {ident: ran for ident, ran in now.items() if ident is not None and ran is not None}
             del frames
             if frame is not None:
-                self.found.samples.append(Sample(at, _stack(frame), busy))
+                self.found.samples.append(Sample(at, self._stack(frame), busy))
+
+    def _stack(self, frame: FrameType | None) -> tuple[Frame, ...]:
+        found: list[Frame] = []
+        while frame is not None and len(found) < DEEPEST:
+            code, line = frame.f_code, frame.f_lineno or 0
+            known = self._frames.get((id(code), line))
+            if known is None:  # the code is held, so that no other gets its number
+                known = self._frames[id(code), line] = Frame(code.co_filename, code.co_name, line), code
+            found.append(known[0])
+            frame = frame.f_back
+        stack = tuple(found)
+        return self._stacks.setdefault(stack, stack)
 
     def _collection(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
@@ -117,12 +140,3 @@ def _ran(thread: threading.Thread) -> int | None:
             return int(file.read().split()[0])
     except (OSError, ValueError, IndexError):
         return None
-
-
-def _stack(frame: FrameType | None) -> tuple[Frame, ...]:
-    found: list[Frame] = []
-    while frame is not None and len(found) < DEEPEST:
-        code = frame.f_code
-        found.append(Frame(code.co_filename, code.co_name, frame.f_lineno or 0))
-        frame = frame.f_back
-    return tuple(found)

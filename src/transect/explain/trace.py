@@ -32,6 +32,8 @@ KINDS = {
     "overhead": OVERHEAD,
 }
 """By ``cat``, in the spellings of the versions that there were."""
+LARGEST = 1 << 62
+"""No time and no number in a trace is larger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class Trace:
             return
         found = event.get("args")
         args: dict[str, Any] = found if isinstance(found, dict) else {}
-        lane = (event.get("pid"), event.get("tid"))
+        lane = repr((event.get("pid"), event.get("tid")))
         self._count(kind, args.get("Sequence number"))
         link = args.get("External id", args.get("external id", args.get("correlation", -1)))
         columns = self._columns
@@ -119,17 +121,17 @@ class Trace:
         shapes = shapes if isinstance(shapes, list) else None
         types = args.get("Input type", ()) if kind == OP else ()
         values = args.get("Concrete Inputs", ()) if kind == OP and "conv" in name else ()
-        size = args.get("bytes", 0) if kind in (COPY, SET) else 0
+        size: Any = args.get("bytes") if kind in (COPY, SET) else 0
+        counted = int(size) if _number(size) else 0
         nodes = "Sequence number" in args and kind == OP and not name.endswith(("Backward0", "AccumulateGrad"))
-        mark = (name, repr(shapes), repr(types), repr(values), size, nodes)
+        mark = (name, repr(shapes), repr(types), repr(values), counted, nodes)
         number = self._numbers.get(mark)
         if number is None:
             number = self._numbers[mark] = len(self.keys)
             listed = types if isinstance(types, (list, tuple)) else ()
-            plain = tuple(name.lower() if "c10" in name else name for name in map(str, listed))
+            plain = tuple(each.lower() if "c10" in each else each for each in map(_printable, listed))
             concrete = tuple(str(each) for each in values) if isinstance(values, (list, tuple)) else ()
-            counted = int(size) if _number(size) else 0
-            self.keys.append(Key(sys.intern(name), shapes, plain, concrete, nodes, counted))
+            self.keys.append(Key(sys.intern(_printable(name)), shapes, plain, concrete, nodes, counted))
         return number
 
     def close(self) -> None:
@@ -177,4 +179,11 @@ class Trace:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+    """Whether a value of JSON is a number that can be reckoned with."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+
+
+def _printable(value: Any) -> str:
+    """As text that a terminal and a page can show: names may hold what is no character at all."""
+    text = str(value)
+    return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

@@ -57,6 +57,10 @@ _THETA = {"mixtral": 1e6, "gemma3_text": 1e6, "smollm3": 2e6, "gpt_oss": 150000.
 _EPS = dict.fromkeys(("mixtral", "olmoe", "phi3", "olmo2", "gpt_oss", "llama4_text"), 1e-5)
 _TIED = ("gemma2", "gemma3_text", "smollm3")
 _GEMMA = ("gemma2", "gemma3_text")
+_WHOLE_MODEL = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
+"""Keys that a model of several parts has beside them."""
+_DEFAULTS = {"gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8}}
+"""What the files of such models leave out."""
 _BIAS_SWITCH = (
     "llama", "llama4_text", "qwen3", "qwen3_moe", "olmoe", "dots1", "gpt_oss", "olmo2", "granite", "smollm3", *_GEMMA,
 )  # fmt: skip
@@ -76,6 +80,7 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
     Raises:
         ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
     """
+    config = text_part(config)
     architecture = config.get("model_type")
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise unsupported_architecture(
@@ -94,6 +99,17 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         eos_token_ids=tuple(dict.fromkeys(eos + more)),
         **parts,
     )
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of the language model in one that has other parts too (Gemma 3 of 4B and more, Llama 4)."""
+    own = config.get("text_config")
+    if config.get("model_type") in ARCHITECTURES or not isinstance(own, Mapping):
+        return config
+    if own.get("model_type") not in ARCHITECTURES:
+        return config
+    outer = {key: config[key] for key in _WHOLE_MODEL if key in config and own.get(key) is None}
+    return _DEFAULTS.get(own["model_type"], {}) | dict(own) | outer
 
 
 def from_hf_directory(directory: str | Path) -> ModelConfig:

@@ -35,6 +35,8 @@ def codes_of(
     outputs, inputs = shape
     if suffix == "weight":
         return _bytes(found, prefix, outputs, inputs, settings)
+    if suffix == "weight_packed" and packed_bits(found, prefix) == 8:
+        return _packed_bytes(found, prefix, outputs, inputs)
     if suffix == "weight_packed":
         scale = found[f"{prefix}.weight_scale"]
         order = found.get(f"{prefix}.weight_g_idx")
@@ -82,6 +84,33 @@ def _bytes(
         else:
             wide = wide.reshape(-1).expand(outputs)[own]
         return Codes8(layout, codes, wide.contiguous())
+
+    return layout, read
+
+
+def packed_bits(found: Mapping[str, Any], prefix: str) -> int:
+    """Bits of a code of compressed-tensors' packed words: 8 where they are twice as many as those of 4 would be."""
+    shape = found.get(f"{prefix}.weight_shape")
+    told = [] if shape is None else all_of(shape).tolist()
+    words = found[f"{prefix}.weight_packed"].shape[1]
+    return 8 if len(told) == 2 and 4 * words - 4 < told[1] <= 4 * words else 4
+
+
+def _packed_bytes(
+    found: Mapping[str, Any], prefix: str, outputs: int, inputs: int
+) -> tuple[Layout, Packed] | tuple[None, None]:
+    """Words of four codes, of which those with one scale for an output and no zero stay in 8 bits."""
+    stored, scale = found[f"{prefix}.weight_packed"], found[f"{prefix}.weight_scale"]
+    if scale.shape != (outputs, 1) or any(f"{prefix}.weight_{name}" in found for name in ("zero_point", "g_idx")):
+        return NONE
+    layout = Layout("int8", rounds_inputs=False)
+
+    def read(rows: slice, columns: slice) -> Codes8:
+        codes = words_to_codes(stored.file.get_slice(stored.name)[within(outputs, rows)], 8)[:, :inputs] - 128
+        wide = all_of(scale).float().reshape(-1)[rows]
+        if not bool(wide.isfinite().all()):
+            raise ValueError(f"the scales of {f'{prefix}.weight'!r} hold infinite or NaN numbers")
+        return Codes8(layout, codes[:, columns].to(torch.int8).contiguous(), wide.contiguous())
 
     return layout, read
 

@@ -6,7 +6,7 @@ A matrix is ``[O, I]``: outputs, inputs. Values are float32. Groups are neighbou
 * GPTQ (Frantar et al. 2022, arXiv:2210.17323): 8 codes of 4 bits in an int32, down the inputs; with act-order
   ``g_idx`` says which group an input is in
 * AWQ (Lin et al. 2023, arXiv:2306.00978): 8 codes in an int32 along the outputs, in an order of their own
-* compressed-tensors "pack-quantized": codes plus 8, along the inputs
+* compressed-tensors "pack-quantized": codes of 4 or 8 bits plus 8 or 128, along the inputs
 * MXFP4 (OCP Microscaling Formats 1.0): e2m1 codes in blocks of 32 with a power of two for each
 """
 
@@ -25,10 +25,10 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MX_BLOCK = 32
 
 
-def words_to_codes(words: Tensor) -> Tensor:
-    """int32 ``[..., n]`` -> codes int32 ``[..., 8 n]``, the lowest four bits first."""
-    shifts = 4 * torch.arange(PER_WORD, dtype=torch.int32, device=words.device)
-    return ((words.to(torch.int32)[..., None] >> shifts) & 15).flatten(-2)
+def words_to_codes(words: Tensor, bits: int = 4) -> Tensor:
+    """int32 ``[..., n]`` -> codes of 4 or 8 bits, int32 ``[..., 32 n / bits]``, the lowest bits first."""
+    shifts = bits * torch.arange(32 // bits, dtype=torch.int32, device=words.device)
+    return ((words.to(torch.int32)[..., None] >> shifts) & (2**bits - 1)).flatten(-2)
 
 
 def codes_to_words(codes: Tensor) -> Tensor:
@@ -86,15 +86,18 @@ def awq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
     return ((in_order(qweight) - in_order(qzeros)[group]).float() * scales.float()[group]).T
 
 
-def packed_values(packed: Tensor, scale: Tensor, zero: Tensor | None, g_idx: Tensor | None, columns: int) -> Tensor:
-    """compressed-tensors: packed ``[O, I / 8]`` int32 of codes plus 8, scale ``[O, G]``, zero ``[O, G]`` whole numbers
-    or ``[O / 8, G]`` packed -> ``[O, I]``."""
-    codes = words_to_codes(packed)[:, :columns] - 8
+def packed_values(
+    packed: Tensor, scale: Tensor, zero: Tensor | None, g_idx: Tensor | None, columns: int, bits: int = 4
+) -> Tensor:
+    """compressed-tensors: packed ``[O, bits I / 32]`` int32 of codes plus 2^(bits - 1), scale ``[O, G]``, zero
+    ``[O, G]`` whole numbers or ``[bits O / 32, G]`` packed -> ``[O, I]``."""
+    middle = 2 ** (bits - 1)
+    codes = words_to_codes(packed, bits)[:, :columns] - middle
     groups = scale.shape[1]
     group = torch.arange(columns) // -(-columns // groups) if g_idx is None else g_idx.long()
     if zero is not None:
         if zero.dtype == torch.int32 and len(zero) != len(scale):
-            zero = words_to_codes(zero.T).T[: len(scale)] - 8
+            zero = words_to_codes(zero.T, bits).T[: len(scale)] - middle
         codes = codes - zero.to(torch.int32)[:, group]
     return codes.float() * scale.float()[:, group]
 

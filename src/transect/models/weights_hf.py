@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..formats.fields import read_json_object
 from .config import ModelConfig
+from .config_hf import text_part
 from .config_moe import MoEConfig
 from .rope import half_rotation_rows
 from .shapes import projection_shapes, weight_shapes
@@ -75,6 +76,8 @@ _GPT2_LAYER = {
 }
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias)")
 """Buffers of old checkpoints: rotary frequencies and GPT-2's causal masks."""
+_OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
+"""What a model that also sees has beside its language model."""
 
 
 @dataclass(frozen=True)
@@ -302,6 +305,8 @@ def listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
             for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
                 view = file.get_slice(name)
                 stored = _Stored(file, path, name, tuple(view.get_shape()), str(view.get_dtype()))
+                if _OTHER_PARTS.fullmatch(name):
+                    continue
                 if found.setdefault(_full_name(name), stored) is not stored:
                     raise ValueError(f"the tensor {name!r} is in two files")
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -312,11 +317,13 @@ def listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
 def _quantization(directory: Path) -> Any:
     """``quantization_config`` of config.json, or None."""
     path = directory / "config.json"
-    return read_json_object(path).get("quantization_config") if path.is_file() else None
+    return text_part(read_json_object(path)).get("quantization_config") if path.is_file() else None
 
 
 def _full_name(name: str) -> str:
-    """Checkpoints of a bare model (without the language-model head) lack the leading ``model.`` or ``transformer.``."""
+    """Checkpoints of a bare model (without the language-model head) lack the leading ``model.`` or ``transformer.``;
+    those of a model of several parts have ``language_model.`` before them or in them."""
+    name = name.removeprefix("language_model.").replace("model.language_model.", "model.", 1)
     if name.startswith(("layers.", "embed_tokens.", "norm.")):
         return f"model.{name}"
     if name.startswith(("h.", "wte.", "wpe.", "ln_f.")):

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..ops.linear.packed.gguf_layout import FORMATS
 from . import weights_hf_bnb
 from .config_quantized import check_method
-from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, side
+from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, packed_bits, side
 from .quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
 from .storage import Layout
 from .stored import Blocks, Codes4, Codes8, joined_codes, within
@@ -242,10 +242,12 @@ def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Cal
     packed = found[f"{prefix}.weight_packed"]
     scale = side(found, prefix, "weight_scale")
     shape = found.get(f"{prefix}.weight_shape")
-    outputs, inputs = packed.shape[0], packed.shape[1] * PER_WORD
+    bits = packed_bits(found, prefix)
+    per_word = 32 // bits
+    outputs, inputs = packed.shape[0], packed.shape[1] * per_word
     if shape is not None:
         told = [int(size) for size in all_of(shape).tolist()]
-        if len(told) != 2 or told[0] != outputs or not inputs - PER_WORD < told[1] <= inputs:
+        if len(told) != 2 or told[0] != outputs or not inputs - per_word < told[1] <= inputs:
             raise ValueError(
                 f"{packed.path}: {prefix}.weight_shape says {told}, and the codes are {list(packed.shape)}"
             )
@@ -257,7 +259,7 @@ def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Cal
         )
     zero, order = found.get(f"{prefix}.weight_zero_point"), found.get(f"{prefix}.weight_g_idx")
     groups = scale.shape[1]
-    if zero is not None and zero.shape not in ((outputs, groups), (-(-outputs // PER_WORD), groups)):
+    if zero is not None and zero.shape not in ((outputs, groups), (-(-outputs // per_word), groups)):
         raise ValueError(
             f"{zero.path}: the tensor {zero.name!r} of shape {list(zero.shape)} does not fit scales of shape "
             f"{[outputs, groups]}; download it again"
@@ -272,6 +274,7 @@ def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Cal
             None if zero is None else all_of(zero),
             None if order is None else all_of(order),
             inputs,
+            bits,
         )
         return values[part]
 

@@ -46,7 +46,7 @@ from .mask_table import MaskTable
 from .pending_step import PendingStep
 from .step_inputs import Fields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant, key_room
-from .step_ring import StepRing, whole_lines
+from .step_ring import RING, StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
 
 Sampled = LogprobTensors | Tensor | None
@@ -77,7 +77,8 @@ class GPURunner:
         fill_masks: makes the masks of draws under a grammar.
         pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
             kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
-        in_flight: steps whose results are not taken yet, at the most.
+        stages: of the pipeline that this is a part of: so many steps are under way, and so many groups of sequences
+            decode in turns.
         anyone: whether any rank of the engine says so, asked of all of them at the same place.
     """
 
@@ -100,7 +101,7 @@ class GPURunner:
         copy_kernels: bool | None = None,
         pad_tokens: int | None = None,
         fill_masks: MaskFiller = fill_each,
-        in_flight: int = 2,
+        stages: int = 1,
         anyone: Callable[[bool], bool] = bool,
     ) -> None:
         pad_tokens = pad_tokens or (16 if k_cache.device.type == "cuda" else 1)
@@ -147,7 +148,7 @@ class GPURunner:
         self._drawn = Drawn.tensors(self._arena, self._max_draws)
         cuda = self._device.type == "cuda"
         kernels = cuda if copy_kernels is None else copy_kernels
-        self._ring = StepRing(self._arena, self._inputs_at, kernels=kernels, rows=in_flight + 1)
+        self._ring = StepRing(self._arena, self._inputs_at, kernels=kernels, rows=max(RING, 2 * stages))
         self._stream = torch.cuda.Stream(self._device) if cuda else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # what has been filled so far
@@ -166,6 +167,7 @@ class GPURunner:
             fine_rows=fine_rows,
             gathered_keys=gathered_keys,
             pad_tokens=pad_tokens,
+            depth=stages,
         )
 
     @torch.inference_mode()

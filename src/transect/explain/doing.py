@@ -1,0 +1,103 @@
+"""What a Python stack says that a thread is doing: a kind of work, and the line of the user's that asked for it.
+
+The innermost frames say it where they can: a library that waits, imports, logs, starts a process, cuts text into
+tokens. Else the text of the user's own line does, but only where that line itself is what runs: ``print(pool.map(f))``
+waits for a pool, and prints for a moment.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import linecache
+import re
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .sampler import Frame
+
+OURS = "/transect/explain/"
+"""Files of these run and watch the user's."""
+RUNS = "/transect/explain/script.py"
+"""Runs a script: frames outwards of it are not the script's."""
+LIBRARY = (
+    sysconfig.get_paths()["stdlib"],
+    sysconfig.get_paths()["purelib"],
+    "/site-packages/",
+    "/dist-packages/",
+    "<frozen",
+    "/torch/",
+    OURS,
+)
+"""Files of these are not the user's."""
+LEVELS = r"(?:debug|info|warn\w*|error|exception)\("
+LOG = r"(?<!math)(?<!torch)(?<!\bnp)(?<!numpy)\.log\((?!\))"
+"""Not the logarithm."""
+LINES = (
+    ("logging", re.compile(rf"\bprint\(|\.write\(|\.flush\(|fsync|\blogg(?:er|ing)\b|\blog\.{LEVELS}|{LOG}")),
+    ("sleep", re.compile(r"\bsleep\(")),
+    ("file", re.compile(r"\.load\(|\bopen\(|\.read\(|read_bytes|read_text|imread|pickle|loads\(")),
+    ("collection", re.compile(r"gc\.collect")),
+)
+"""What the user's line says, where that line is the innermost."""
+WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
+"""Libraries that a line which logs may be in."""
+NATIVE = "/transect/ops/cpu/"
+"""Files of these call C++ kernels, which no profiler sees."""
+COMPILER_FILES = ("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/", "_dynamo/output_graph")
+IMPORTS = "<frozen importlib"
+FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
+"""Functions of ``logging`` that every fork calls."""
+STARTS = re.compile(r"multiprocessing/(?:popen_\w+|process|context|spawn|resource_tracker|util)\.py$")
+WAITS = re.compile(r"/(?:threading|queue|selectors|socket|ssl|subprocess|synchronize)\.py$|multiprocessing/connection")
+WAITING = ("wait", "poll", "join", "recv", "_try_wait", "_communicate")
+"""Functions in which the start and the end of a process wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """What the host did: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
+
+    part: str
+    kind: str
+    frame: Frame | None
+
+
+@functools.lru_cache(maxsize=10_000)
+def doing_of(stack: tuple[Frame, ...]) -> Doing:
+    """What a stack says, innermost frame first."""
+    stack = tuple(itertools.takewhile(lambda frame: not frame.file.endswith(RUNS), stack))
+    user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
+    if stack and NATIVE in stack[0].file:
+        return Doing("unrated", "native", user)
+    inner = list(stack) if user is None else list(stack[: stack.index(user)])
+    inner = [frame for frame in inner if OURS not in frame.file]
+    if any(part in frame.file for frame in stack for part in COMPILER_FILES):
+        return Doing("recompilation", "compile", user)
+    if any(IMPORTS in frame.file for frame in inner):
+        return Doing("host", "import", user)
+    for frame in stack:
+        if "tokeniz" in frame.file.lower() or "tokeniz" in frame.function.lower():
+            return Doing("host", "tokenize", user)
+        if "/logging/" in frame.file and frame.function not in FORKS:
+            return Doing("host", "logging", user)
+    kind = _by_library(inner) or _by_line(inner, user)
+    return Doing("loading" if kind == "file" else "host", kind, user)
+
+
+def _by_library(inner: Sequence[Frame]) -> str:
+    """What a library is doing for the user's line; empty where its files do not say."""
+    if any(frame.function == "_execute_child" for frame in inner):
+        return "process"
+    starts = any(STARTS.search(frame.file) for frame in inner)
+    if inner and (WAITS.search(inner[0].file) or (starts and inner[0].function in WAITING)):
+        return "wait"
+    return "process" if starts else ""
+
+
+def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
+    """What the text of the user's line says, which called the ``inner`` frames."""
+    text = linecache.getline(user.file, user.line) if user is not None else ""
+    alone = all(WRITERS.search(frame.file) for frame in inner)
+    return next((kind for kind, each in LINES if (alone or kind == "file") and each.search(text)), "python")

@@ -1,0 +1,129 @@
+"""What to change on the host: what Python does between operators, other threads, the garbage collector, idle cores."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .doing import doing_of
+from .finding import Finding, Material
+from .gaps import Named
+from .split import SYNC, Split
+from .trace import OP
+
+HOST_ADVICE = {
+    "tokenize": ("text is tokenized between steps", "tokenize once, before the loop, or in a worker process"),
+    "logging": ("logging holds up the loop", "log every N steps, buffer the output, or write from another thread"),
+    "sleep": ("the program sleeps", "remove the wait, or wait for the event itself"),
+    "file": ("files are read in the loop", "read them once, or in a DataLoader with workers"),
+    "collection": ("the garbage collector is called in the loop", "call gc.collect() outside of it, or not at all"),
+    "wait": (
+        "the main thread waits for another thread, a process or a socket",
+        "hand work over earlier, wait for several at once, or do it in this thread",
+    ),
+    "process": ("processes are started", "start them once and keep them: a pool, DataLoader(persistent_workers=True)"),
+    "import": ("modules are imported", "import only what is needed; it is done once, so a longer run shows the rest"),
+    "python": (
+        "Python computes between operators",
+        "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
+    ),
+}
+IDLE = ("wait", "sleep")
+"""Kinds in which the main thread has nothing to do."""
+
+
+def host(material: Material) -> Iterator[Finding]:
+    """What the host did in gaps, by kind and line."""
+    totals: dict[str, list[Named]] = {}
+    for each in material.named:
+        totals.setdefault(each.doing.kind, []).append(each)
+    for kind, every in totals.items():
+        seconds = sum(each.seconds for each in every)
+        where = max(every, key=lambda each: each.seconds).doing.frame
+        place = f"in {where}" if where else "outside of its own lines"
+        evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
+        if kind == "compile":
+            continue  # ``compiling`` has it
+        if kind in HOST_ADVICE:
+            title, advice = HOST_ADVICE[kind]
+            # Beside a thread that holds the lock nobody knows how long the same Python would take.
+            alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
+            yield Finding(kind, title, evidence, seconds * alone, advice)
+
+
+def other_threads(material: Material) -> Iterator[Finding]:
+    """Another thread runs Python, and the two take turns."""
+    share = _thread_share(material)
+    if not share:
+        return
+    parts = material.split.parts
+    waited = sum(each.seconds for each in material.named if each.doing.kind in IDLE)
+    python = max(0.0, parts["host"] - waited) + parts["launch"] + parts["sync"]
+    yield Finding(
+        "gil",
+        "another thread runs Python and holds the interpreter's lock",
+        f"it ran Python in {share:.0%} of the samples in which this one had work",
+        python * share / 2,
+        "move it to another process",
+    )
+
+
+def _thread_share(material: Material) -> float:
+    """The share of samples in which another thread ran Python while the main thread had work of its own; 0 where it is
+    too small to matter. A thread in an operator holds no lock."""
+    samples = material.samples.samples if material.samples is not None else []
+    mine = [sample for sample in samples if sample.busy and doing_of(sample.stack).kind not in IDLE]
+    computing = _operators_elsewhere(material.split, [sample.at for sample in mine])
+    held = sum(sample.busy > count for sample, count in zip(mine, computing, strict=True))
+    working = sum(doing_of(sample.stack).kind not in IDLE for sample in samples)
+    share = held / working if working else 0.0
+    return share if share >= 0.2 and held >= 0.05 * len(samples) else 0.0
+
+
+def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
+    """In how many other threads an operator was under way at each of these moments, which rise."""
+    trace = split.trace
+    ops = trace.where(OP)
+    counts = np.zeros(len(moments), dtype=int)
+    for lane in set(trace.lane[ops].tolist()) - {split.lane}:
+        mine = ops[trace.lane[ops] == lane]
+        ends = np.maximum.accumulate(trace.ts[mine] + trace.dur[mine])
+        before = np.searchsorted(trace.ts[mine], moments, side="right") - 1
+        counts += (before >= 0) & (ends[before] >= moments)
+    return counts.tolist()
+
+
+def collector(material: Material) -> Iterator[Finding]:
+    """The garbage collector, where nobody calls it."""
+    if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
+        return
+    found = material.samples.samples
+    times = [sample.at for sample in found]
+    every = material.samples.collections
+    before = ((begin, end, bisect_right(times, begin) - 1) for begin, end in every)
+    # Modules that are imported make objects once, and no advice on a loop helps.
+    kept = [(begin, end) for begin, end, i in before if i < 0 or doing_of(found[i].stack).kind != "import"]
+    seconds = sum(end - begin for begin, end in kept) * (1 - material.split.share("recompilation"))
+    if seconds:
+        evidence = f"{len(kept)} collections, {1e3 * seconds:.1f} ms"
+        advice = "gc.freeze() after setting up, or gc.disable() in the loop; make fewer objects"
+        yield Finding("collection", "the garbage collector runs often", evidence, seconds, advice)
+
+
+def threads(material: Material) -> Iterator[Finding]:
+    """torch uses fewer threads than there are cores."""
+    used, cores = material.facts.get("threads"), material.facts.get("cores")
+    if material.split.on_gpu or not used or not cores or used >= cores:
+        return
+    large = [op for op in material.split.ops if op.seconds / op.calls > 200e-6 and op.key.name not in SYNC]
+    seconds = sum(op.seconds for op in large)
+    yield Finding(
+        "threads",
+        "cores are idle",
+        f"torch uses {used} of {cores} cores, and {1e3 * seconds:.1f} ms are in operators that could use more",
+        seconds * (1 - used / cores),
+        f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}",
+        apply="threads",
+    )

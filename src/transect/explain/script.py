@@ -1,0 +1,158 @@
+"""Runs a Python script, or a module as ``python -m`` does, inside of this process, and says how it ended.
+
+What a script changes for the whole process (arguments, import path, folder, standard streams) is changed back, so that
+a report lands where it was asked for, and the script can run again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import os
+import runpy
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+OURS = (__file__, runpy.__file__, "<frozen runpy>")
+"""Files whose frames stand above those of a script in a traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a script ended. ``failed``: why, in a line; empty where all went well. ``error``: what it raised.
+    ``interrupted``: by Ctrl-C."""
+
+    failed: str = ""
+    error: Exception | None = None
+    interrupted: bool = False
+    status: int = 0
+    """The exit status that ``python`` would end with."""
+
+
+class ScriptFailed(ValueError):
+    """A script ended with an error. ``found``: the explanation of what ran until then."""
+
+    def __init__(self, message: str, found: Any = None) -> None:
+        super().__init__(message)
+        self.found = found
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What is run.
+
+    Args:
+        path: the file; or the name of a module, where ``module`` is set.
+        arguments: of its own.
+        stdin: what it reads from standard input; None: what this process reads.
+    """
+
+    path: str | Path
+    arguments: tuple[str, ...] = ()
+    module: bool = False
+    stdin: bytes | None = None
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        return str(self.path)
+
+    def check(self) -> None:
+        """See that there is such a script.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.module:
+            if not Path(self.path).is_file():
+                raise ValueError(f"there is no script {self.path}: give a Python file, or -m and a module")
+            return
+        with _as_it_was():
+            sys.path.insert(0, os.getcwd())
+            try:
+                known = importlib.util.find_spec(self.name) is not None
+            except (ImportError, ValueError):
+                known = False
+        if not known:
+            raise ValueError(f"there is no module {self.path}: give one that `python -m` finds here")
+
+    def run(self, *, show: bool = True) -> Ending:
+        """Run it as ``python`` would, its threads to their ends; a child that it forked ends where the script does.
+
+        Args:
+            show: print the traceback of an error, as ``python`` does.
+        """
+        process, threads = os.getpid(), set(threading.enumerate())
+        with _as_it_was():
+            if self.stdin is not None:
+                sys.stdin = io.TextIOWrapper(io.BytesIO(self.stdin), encoding="utf-8", errors="surrogateescape")
+            try:
+                ending = self._run(show)
+                for thread in threading.enumerate():
+                    if thread not in threads and not thread.daemon:
+                        thread.join()  # as the interpreter does at its end
+            except KeyboardInterrupt:
+                ending = Ending(interrupted=True, status=130)
+            if os.getpid() != process:
+                with contextlib.suppress(OSError, ValueError):
+                    sys.stdout.flush()
+                os._exit(ending.status & 0xFF)
+        return ending
+
+    def _run(self, show: bool) -> Ending:
+        sys.argv = [self.name, *self.arguments]
+        try:
+            if self.module:
+                sys.path.insert(0, os.getcwd())
+                runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+            else:
+                sys.path.insert(0, str(Path(self.path).resolve().parent))
+                runpy.run_path(self.name, run_name="__main__")
+        except SystemExit as stopped:
+            code = stopped.code
+            if code in (None, 0):
+                return Ending()
+            status = isinstance(code, int)
+            if show and not status:
+                print(code, file=sys.stderr)
+            said = f"{self.name} ended with {'exit status ' if status else ''}{code}"
+            return Ending(said, status=int(code) if status else 1)
+        except Exception as error:
+            if show:
+                traceback.print_exception(type(error), error, _own(error.__traceback__))
+            place = f" ({found})" if (found := _place(error)) else ""
+            return Ending(f"{self.name} failed with {type(error).__name__}: {error}{place}", error, status=1)
+        return Ending()
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Changes back what scripts change for the whole process."""
+    argv, path, folder = sys.argv, list(sys.path), os.getcwd()
+    streams = sys.stdin, sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
+        sys.stdin, sys.stdout, sys.stderr = streams
+        os.chdir(folder)
+
+
+def _own(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback from the script's first frame on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in OURS:
+        trace = trace.tb_next
+    return trace
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of an error, as ``file:line``."""
+    frames = traceback.extract_tb(_own(error.__traceback__))
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

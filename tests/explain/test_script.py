@@ -1,0 +1,131 @@
+"""Scripts run as ``python`` would run them, end in every way there is, and what they did until then is explained."""
+
+import os
+import sys
+
+import pytest
+import torch
+from commands import run_here
+from planted_faults import ceilings
+
+from transect.explain.program import Explain, explain_script
+from transect.explain.script import Script, ScriptFailed
+
+HEAD = "import os, sys, threading, torch\nx = torch.ones(8, 8)\nfor _ in range(30):\n    y = x @ x\n"
+
+
+def write(folder, body, name="script.py"):
+    path = folder / name
+    path.write_text(HEAD + body)
+    return path
+
+
+def explained(script):
+    return explain_script(script, Explain(ceilings(), cores=1, stacks=False))
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("def f(d):\n    return d['x']\nf({})\n", r"failed with KeyError: 'x' \(.*script.py:6\)"),
+        ("sys.exit(3)\n", "ended with exit status 3"),
+        ("sys.exit('too bad')\n", "ended with too bad"),
+    ],
+)
+def test_what_ran_before_an_error_is_explained(tmp_path, body, why, capsys):
+    with pytest.raises(ScriptFailed, match=why) as failed:
+        explained(Script(write(tmp_path, body)))
+    assert "aten::mm" in str(failed.value.found) and "until then" in str(failed.value.found)
+    said = capsys.readouterr().err
+    assert "transect/explain" not in said and ("in f" in said or "too bad" in said or "status 3" in str(failed.value))
+
+
+def test_ctrl_c_ends_the_program_and_not_the_explanation(tmp_path):
+    found = explained(Script(write(tmp_path, "raise KeyboardInterrupt\n")))
+    assert found.interrupted and "interrupted" in str(found) and "aten::mm" in str(found)
+
+
+def test_what_a_script_changes_is_changed_back(tmp_path, monkeypatch):
+    """A report lands in the folder, and on the output, that it was asked for."""
+    body = (
+        f"os.chdir('/')\nsys.path.clear()\nsys.argv.append('x')\nsys.stdout = open({os.devnull!r}, 'w')\nprint('in')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, body)
+    done = run_here("explain", "run", "--preset", "cpu-8-cores", "--json", "found.json", "--", "python", "script.py")
+    assert done.returncode == 0 and "wall time" in done.stdout and "in\n" not in done.stdout
+    assert (tmp_path / "found.json").is_file() and os.getcwd() == str(tmp_path)
+
+
+def test_modules_run_as_with_m(tmp_path, monkeypatch):
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "helper.py").write_text("VALUE = 7\n")
+    write(folder, "from . import helper\nprint(helper.VALUE, sys.argv[1:], __name__)\n", "train.py")
+    monkeypatch.chdir(tmp_path)
+    command = ("explain", "run", "--preset", "cpu-8-cores", "--", "python", "-u", "-m")
+    assert "7 ['-b', '--json'] __main__" in run_here(*command, "package.train", "-b", "--json").stdout
+    assert "no module package.nothing" in run_here(*command, "package.nothing").stderr
+    assert "not -O" in run_here("explain", "run", "--", "python", "-O", "x.py").stderr
+
+
+def test_outputs_that_cannot_be_written_are_refused_before_the_run(tmp_path):
+    script = write(tmp_path, "raise SystemError('it ran')\n")
+    for option in ("--json", "--html", "--keep-trace"):
+        done = run_here("explain", "run", option, str(tmp_path / "no" / "x"), "--", "python", str(script))
+        assert done.returncode == 2 and "cannot be written" in done.stderr and "it ran" not in done.stderr
+
+
+def test_threads_that_a_script_leaves_running_belong_to_it(tmp_path):
+    body = "import time\ndef work():\n    time.sleep(0.05)\n    print('worked', flush=True)\n"
+    ran = []
+    sys.modules["seen_by_script"] = ran
+    body += "    sys.modules['seen_by_script'].append(1)\nthreading.Thread(target=work).start()\n"
+    try:
+        found = explained(Script(write(tmp_path, body)))
+    finally:
+        del sys.modules["seen_by_script"]
+    assert ran and found.split.wall > 0.05
+
+
+def test_operators_of_all_threads_are_seen_and_hold_no_lock(tmp_path):
+    """Threads that compute are no threads that run Python; the main thread only waits for them."""
+    body = "big = torch.randn(300, 300)\ndef work():\n    for _ in range(60):\n        big @ big\n"
+    body += "threads = [threading.Thread(target=work) for _ in range(2)]\n"
+    body += "for thread in threads:\n    thread.start()\nfor thread in threads:\n    thread.join()\n"
+    found = explain_script(Script(write(tmp_path, body)), Explain(ceilings(), cores=1))
+    kinds = [each.kind for each in found.findings]
+    assert kinds[0] == "wait" and "gil" not in kinds and "script.py:" in found.findings[0].evidence, str(found)
+    trace = found.split.trace
+    assert len({int(trace.lane[i]) for i in trace.where(0) if trace.key_of(int(i)).name == "aten::mm"}) > 1
+
+
+def test_there_is_one_profiler(tmp_path):
+    """A second one would end the process."""
+    with pytest.raises(ScriptFailed, match="switch the program's own off"):
+        explained(Script(write(tmp_path, "with torch.profiler.profile():\n    x @ x\n")))
+    with torch.profiler.profile(), pytest.raises(ValueError, match="one at a time"), Explain(ceilings()):
+        pass
+    with torch.profiler.profile() as own:
+        torch.ones(2).neg()
+    assert any("neg" in each.key for each in own.key_averages())
+
+
+def test_a_child_that_is_forked_explains_nothing(tmp_path, capsys):
+    """It ends where the script does, with its own status."""
+    body = "child = os.fork()\nif not child:\n    sys.exit(5)\nprint('status', os.waitpid(child, 0)[1] >> 8)\n"
+    found = explained(Script(write(tmp_path, body)))
+    assert "status 5" in capsys.readouterr().out and "aten::mm" in str(found)
+
+
+def test_standard_input_is_the_same_each_time(tmp_path):
+    """Where changes are applied the script runs again, with nobody to see what it prints."""
+    body = "total = sum(len(line) for line in sys.stdin)\nprint(total, 'characters')\nsys.stdout.fileno\n"
+    body += (
+        "w = torch.ones(4, requires_grad=True)\nfor _ in range(total * 50):\n    y = w * 2 + 1\nassert total == 12\n"
+    )
+    command = ("explain", "run", "--preset", "cpu-8-cores", "--apply", str(write(tmp_path, body)))
+    done = run_here(*command, stdin="some\nwords.\n")
+    assert done.stdout.count("12 characters") == 1, done.stdout + done.stderr
+    assert "applied inference mode: predicted" in done.stdout, done.stdout + done.stderr
