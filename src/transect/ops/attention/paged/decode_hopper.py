@@ -40,7 +40,7 @@ BLOCK_SIZE = 16
 MOST_GROUP = 16
 """Query heads of a key head."""
 WITH_SINKS = (64, 8)
-"""Of heads with sinks: their size, and how many a key head has at the most (gpt-oss has 8)."""
+"""The size of heads with sinks, and how many a key head has at the most (gpt-oss has 8)."""
 MOST_ROWS = 1024
 PARTS = 1 << 20
 """How many numbers blocks of threads may leave for each other: those of one item for each block."""
