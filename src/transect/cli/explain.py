@@ -133,13 +133,14 @@ def run(
     apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
     grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
+    seconds: Annotated[float, typer.Option(help="End the program after so many seconds; 0: let it end.", min=0)] = 0.0,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
     """Run a PyTorch program and say where its time went, what it could be, and what to change.
 
-    Ctrl-C ends the program, and what ran until then is explained. With --apply it runs a dozen times more, each time
-    with the same standard input.
+    Ctrl-C or --seconds ends the program, and what ran until then is explained: give --seconds to one that runs for
+    minutes, as each call of an operator is kept. With --apply it runs a dozen times more, with the same standard input.
     """
     import dataclasses
     import sys
@@ -150,7 +151,7 @@ def run(
     from ..explain.script import ScriptFailed
     from ..hardware.presets import preset as find
 
-    script = _script([*command, *context.args], sys.stdin if apply else None)
+    script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
     keep_trace, html, as_json = (_output(file) for file in (keep_trace, html, as_json))
     ceilings = None if preset is None else find(preset).ceilings()
     failed: ScriptFailed | None = None
