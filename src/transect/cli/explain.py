@@ -72,10 +72,11 @@ def request(
 
     from ..explain.bill import bill
     from ..explain.rates import rates_for
-    from ..explain.sources import open_log
+    from ..explain.sources import open_logs
     from ..explain.work import StepWork
 
-    log = open_log(source, api_key)
+    logs = open_logs(source, api_key)
+    log = next((log for log in logs if log.has(request_id)), logs[0])
     found = bill(log, request_id, StepWork.of(log.header, rates_for(log.header, preset)), choice)
     print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
 
@@ -90,6 +91,7 @@ def replay(
     preset: Preset = None,
     as_json: Json = False,
     api_key: ApiKey = None,
+    engine: Annotated[int, typer.Option(help="Which engine of a server that has several.", min=0)] = 0,
 ) -> None:
     """Run a decision log through the scheduler again. With nothing changed every decision must come out the same;
     with --set, print what latencies and tokens/s would have been. --set may be given again.
@@ -105,7 +107,7 @@ def replay(
     from ..explain.what_if import what_if
     from ..explain.work import StepWork
 
-    log = open_log(source, api_key)
+    log = open_log(source, api_key, engine)
     if setting:
         predicted = what_if(log, StepWork.of(log.header, rates_for(log.header, preset)), setting)
         print(json.dumps(predicted.to_dict(), indent=1) if as_json else "\n".join(predicted.lines()))
