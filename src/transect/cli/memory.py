@@ -9,7 +9,10 @@ import typer
 from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
+    from ..engine.config import EngineConfig
+    from ..models.cost import Storage
     from ..models.layouts import Layouts
+    from ..models.memory.serving import ServingPlan
     from ..models.resolve import ModelSource
     from ..parallel.memory import StageEstimate
 
@@ -227,24 +230,70 @@ def _serve(
     link: float | None,
     engines: int = 1,
 ) -> None:
+    """Account for an engine with ``settings``, and say the smallest change or layout that fits."""
     from dataclasses import asdict
     from functools import partial
 
     from ..engine.config import EngineConfig
-    from ..engine.gpu.step_sizes import row_buckets
-    from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
     from ..engine.offload import planned_stream
-    from ..models.cost import weight_bytes
-    from ..models.layouts import storage_held
-    from ..models.memory.serving import ServingPlan
     from ..models.memory.terms import gib
-    from ..models.storage import storage_for
     from ..parallel.memory import smallest_layout, smallest_sharing, stages
     from .memory_tables import dump, show
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
     if kind == "cpu" and engines > 1:
         budget //= engines  # they share the memory of the host
+    plan, storage = _plan(source, config, kind, budget)
+    streams = partial(planned_stream, config, source.config, storage)
+    each = stages(source.config, config.layout, plan, storage, budget, streams)
+    worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
+    found = worst.estimate
+    rate, whence = _link(kind, link)
+    layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
+    shared = None
+    if layout is None and not found.fits and source.config.moe is not None:
+        shared = smallest_sharing(source.config, plan, storage, budget)
+    if json:
+        facts = {name: value for name, value in asdict(found).items() if name != "account"}
+        facts["ranks"] = [{"weights": _weights(stage), "share": str(stage.shard)} for stage in each]
+        facts["stream"] = [_stream_facts(stage, rate) for stage in each]
+        facts["engines"] = engines
+        facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
+        if shared is not None:
+            facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
+        dump(found.account, {"budget": budget, "context": plan.context, **facts})
+        return
+    place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
+    show(f"serving {source.name}, {plan.max_num_seqs} sequences of up to {plan.context} tokens{place}", found.account)
+    for number, stage in enumerate(each if config.ranks > 1 else []):
+        what = f"stage {number}, {config.tensor_parallel_size} ranks" if len(each) > 1 else "each rank"
+        print(f"{what}: {gib(_weights(stage))} of weights, the first of them {stage.shard}")
+    for stage in each:
+        if stage.stream is not None:
+            print(f"{stage.stream}: at least {stage.stream.seconds(rate):.2f} s a step over {whence}")
+    if found.fits:
+        print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
+        if engines > 1:
+            where = f"{engines * config.ranks} devices" if kind == "cuda" else f"{gib(engines * budget)} of this host"
+            print(f"{engines} engines like this one need {where}")
+        return
+    print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
+    print(f"smallest change that does: {found.change}")
+    if shared is not None:
+        print(f"smallest layout that does: --tp {shared.tensor} --ep {shared.size} ({shared.size} devices)")
+    if layout is not None:
+        print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
+
+
+def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
+    """What an engine of ``config`` holds on a device of ``kind`` with ``budget`` bytes, and how it stores weights."""
+    from ..engine.gpu.step_sizes import row_buckets
+    from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
+    from ..models.cost import weight_bytes
+    from ..models.layouts import storage_held
+    from ..models.memory.serving import ServingPlan
+    from ..models.storage import storage_for
+
     context, positions = config.max_model_len, source.config.max_position
     if context is not None and context > positions:
         raise ValueError(f"--context is {context}, but the model knows {positions} positions: set it to that or less")
@@ -272,45 +321,7 @@ def _serve(
         most_cache=None if kind == "cuda" else min(budget // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES),
         backend="gpu" if kind == "cuda" else "cpu",
     )
-    streams = partial(planned_stream, config, source.config, storage)
-    each = stages(source.config, config.layout, plan, storage, budget, streams)
-    worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
-    found = worst.estimate
-    rate, whence = _link(kind, link)
-    layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
-    shared = None
-    if layout is None and not found.fits and source.config.moe is not None:
-        shared = smallest_sharing(source.config, plan, storage, budget)
-    if json:
-        facts = {name: value for name, value in asdict(found).items() if name != "account"}
-        facts["ranks"] = [{"weights": _weights(stage), "share": str(stage.shard)} for stage in each]
-        facts["stream"] = [_stream_facts(stage, rate) for stage in each]
-        facts["engines"] = engines
-        facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
-        if shared is not None:
-            facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
-        dump(found.account, {"budget": budget, "context": plan.context, **facts})
-        return
-    place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
-    show(f"serving {source.name}, {seqs} sequences of up to {plan.context} tokens{place}", found.account)
-    for number, stage in enumerate(each if config.ranks > 1 else []):
-        what = f"stage {number}, {config.tensor_parallel_size} ranks" if len(each) > 1 else "each rank"
-        print(f"{what}: {gib(_weights(stage))} of weights, the first of them {stage.shard}")
-    for stage in each:
-        if stage.stream is not None:
-            print(f"{stage.stream}: at least {stage.stream.seconds(rate):.2f} s a step over {whence}")
-    if found.fits:
-        print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
-        if engines > 1:
-            where = f"{engines * config.ranks} devices" if kind == "cuda" else f"{gib(engines * budget)} of this host"
-            print(f"{engines} engines like this one need {where}")
-        return
-    print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
-    print(f"smallest change that does: {found.change}")
-    if shared is not None:
-        print(f"smallest layout that does: --tp {shared.tensor} --ep {shared.size} ({shared.size} devices)")
-    if layout is not None:
-        print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
+    return plan, storage
 
 
 def _stream_facts(stage: StageEstimate, rate: float) -> dict[str, Any] | None:

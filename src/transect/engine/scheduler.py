@@ -115,6 +115,7 @@ class Scheduler:
         self.waiting.check_room()
         state = self.arrivals.state(request, max_length, self.clock.now())
         self.requests[request.request_id] = state
+        state.leader.cached = len(self.blocks.find_prefix(state.leader)) * self.config.block_size
         self.waiting.push(state.leader)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
@@ -274,6 +275,7 @@ class Scheduler:
         self.running.pop()
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
+        seq.cached = 0
         self.waiting.push(seq)
         self._preemptions += 1
 
@@ -288,7 +290,7 @@ class Scheduler:
         for seq in self.waiting.in_order() if plan.shares else iter(self.waiting.head, None):
             if spare <= 0 or (most is not None and prompts >= most and tokens <= graph):
                 break
-            if not plan.allows(seq.length):  # its like have taken their share: it is not held up by shorter ones
+            if not plan.allows(seq.to_compute):  # its like have taken their share: it is not held up by shorter ones
                 passed = passed or seq
                 continue
             used = self._try_admit(seq, spare, plan, passed)
@@ -323,7 +325,7 @@ class Scheduler:
             self.held_back = "places"
             return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
-        cached = [] if computes_all else blocks.find_prefix(seq)
+        cached = blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
         needed += 0 if passed is None else blocks.blocks_for(passed.length)
         if needed + (self._watermark if self.running else 0) > self.cache.num_free:

@@ -184,6 +184,6 @@ def _number(value: Any) -> bool:
 
 
 def _printable(value: Any) -> str:
-    """As text that a terminal and a page can show: names may hold what is no character at all."""
+    """Text that a terminal and a page can show: names may hold what is no character at all."""
     text = str(value)
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)
