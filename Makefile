@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Python compiles what is imported when it is first imported; all of what is installed would take as long as its download.
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What is installed: first what Transect needs to run, then what tests and checks need besides.
 RUN    := $(VENV)/.installed
 DEV    := $(VENV)/.installed-dev
@@ -46,7 +47,7 @@ test-triton: setup-dev
 
 # Whether the constraints resolve from the public package index; reads metadata, installs nothing.
 resolve: setup-dev
-	@$(BIN)/python -m pytest tests/packaging/public_index.py -n0
+	@$(BIN)/python -m pytest tests/packaging/public_index.py -n 4 --dist load
 
 lint: setup-dev
 	@$(BIN)/ruff check .ci src tests benchmarks examples recipes hatch_build.py

@@ -79,8 +79,8 @@ def test_in_a_pipeline_the_next_step_is_handed_over_before_the_caller_gets_outpu
         core.add(Request(name, (1, 2, 3), SamplingParams(max_tokens=3, seed=4)))
     assert core.step() == [] and log == ["submit 1", "draw 1"]
     assert len(core.step()) == 2 and log[2:] == ["result 1", "submit 2", "draw 2"]
-    assert len(core.step()) == 1 and log[5:] == ["submit 3", "result 2", "draw 3", "submit 4"]
-    assert len(core.step()) == 1 and log[9:] == ["result 3", "draw 4", "submit 5"]
+    assert len(core.step()) == 1 and log[5:] == ["submit 3", "draw 3", "result 2", "submit 4", "draw 4"]
+    assert len(core.step()) == 1 and log[10:] == ["result 3", "submit 5", "draw 5"]
 
 
 def test_other_lags_are_refused():
@@ -113,6 +113,6 @@ def test_only_draws_under_grammars_are_said_to_have_waited_for_masks(grammar):
     draw = SimpleNamespace(constraint=object() if grammar else None)
     batch = SimpleNamespace(rows=[SimpleNamespace(draws=[draw])])
     core = EngineCore(Scheduler(CONFIG, clock), CheckingExecutor(CONFIG, late=False))
-    core._in_flight.append(SimpleNamespace(handle=handle, batch=batch))
-    core._draw()
-    assert core._drawn == (1e-3 if grammar else 0.0)
+    step = SimpleNamespace(handle=handle, batch=batch)
+    core._draw(step)
+    assert step.drawn == (1e-3 if grammar else 0.0)

@@ -225,6 +225,20 @@ def test_lengths_share_a_step_and_what_the_shorter_leave_is_for_the_longer():
     assert rows["longest"] - rows["0"] in (0, 1)
 
 
+def test_a_long_conversation_that_is_cached_is_a_short_prompt():
+    """Its next turn neither waits as long prompts do nor makes steps longer."""
+    core = taught(itl_target=12e-3, num_blocks=9000, max_model_len=16000)
+    core.add(request("turn 1", prompt=6000, first=5, max_tokens=1))
+    while "turn 1" in core.scheduler.requests:
+        core.step()
+    core.add(request("long", prompt=7000, first=9, max_tokens=2))
+    (alone,) = sizes(core, 1)
+    core.add(request("turn 2", prompt=6050, first=5, max_tokens=2))
+    (step,) = sizes(core, 1)
+    assert core.scheduler.waiting.num_tokens == 0 and 50 <= step[-1] <= 66, "a block is computed anew"
+    assert sum(step) == pytest.approx(sum(alone), rel=0.1)
+
+
 def test_who_goes_before_a_long_prompt_leaves_it_its_kv_blocks():
     """The second long prompt will need 157 blocks of the 187 that are left: one short prompt of 20 fits beside it."""
     core = engine(itl_target=20e-3, num_blocks=344, max_model_len=3000, watermark=0.0)

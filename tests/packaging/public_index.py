@@ -1,8 +1,8 @@
 """Asks the public package index whether the constraints resolve there. `make resolve` runs it, and CI once.
 
 Nothing is installed, and wheels' metadata alone is read: pip would download wheels of gigabytes for the same answer,
-so uv asks, with no configuration but what a machine needs to reach the index at all. The file is not named ``test_``:
-the test suite itself needs no network.
+so uv asks, with no configuration but what a machine needs to reach the index at all. Nearly all of the time is waiting
+for answers, so several processes ask. The file is not named ``test_``: the test suite itself needs no network.
 """
 
 from __future__ import annotations
@@ -61,9 +61,11 @@ def uv(tmp_path_factory):
     except OSError as error:
         pytest.skip(f"no network: {host.hostname} cannot be reached ({error})")
     home = tmp_path_factory.mktemp("home")
+    several = "PYTEST_XDIST_WORKER" in os.environ  # processes, which share what the index has said
+    cache = tmp_path_factory.getbasetemp().parent / "uv" if several else home / "cache"
     kept = re.compile(r"(?i)(SSL_CERT_(FILE|DIR)|\w+_PROXY|PATH)")
     environment = {name: value for name, value in os.environ.items() if kept.fullmatch(name)}
-    environment |= {"HOME": str(home), "UV_CACHE_DIR": str(home / "cache"), "UV_DEFAULT_INDEX": index}
+    environment |= {"HOME": str(home), "UV_CACHE_DIR": str(cache), "UV_DEFAULT_INDEX": index}
     if "SSL_CERT_FILE" not in environment and os.environ.get("PIP_CERT"):
         environment["SSL_CERT_FILE"] = os.environ["PIP_CERT"]
 

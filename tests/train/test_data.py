@@ -311,3 +311,28 @@ def test_chats_that_are_too_long_are_dropped_cut_or_an_error() -> None:
 def test_weights_that_fit_no_files_are_refused() -> None:
     with pytest.raises(ValueError, match=r"for each of the 1 entries of data\.train"):
         DataConfig(train=("a",), weights=(1.0, 2.0))
+
+
+def test_weights_that_leave_no_micro_batch_are_refused() -> None:
+    stream = TokenStream(np.arange(192, dtype=np.uint16), np.array([64, 128, 192], dtype=np.uint64), None, (1, 2, 3))
+    config = DataConfig(train=("a", "b", "c"), weights=(1.34, 1.33, 0.33), seq_len=64, micro_batch=192)
+    with pytest.raises(ValueError, match=r"data\.weights leaves 2 pieces of 64 tokens in an epoch"):
+        Loader(stream, config, 0)
+
+
+def test_a_token_file_is_there_until_another_takes_its_place(tiny, tmp_path) -> None:
+    folder, text = tmp_path / "a.tokens", write_text(tmp_path / "a.txt")
+    tokenizing.tokenize([text], folder, str(tiny[0]), workers=1)
+    (folder / "notes.txt").write_text("mine")
+    before = open_tokens(folder, 300)
+    tokens = before.tokens.copy()
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        tokenizing.tokenize([bad], folder, str(tiny[0]), workers=1)
+    assert (open_tokens(folder, 300).tokens == tokens).all()
+    bad.write_text('{"text": "short"}\n')
+    count, _ = tokenizing.tokenize([bad], folder, str(tiny[0]), workers=1)
+    assert len(open_tokens(folder, 300).tokens) == count < len(tokens)
+    assert (before.tokens == tokens).all()  # a run that has the old one mapped goes on
+    assert (folder / "notes.txt").read_text() == "mine"

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -137,6 +138,7 @@ def test_rounding_to_the_nearest_is_warned_of(tmp_path) -> None:
     trainer = Trainer(tiny_run(tmp_path, precision="bfloat16", optimizer={"rounding": "nearest"}))
     assert 'precision = "mixed"' in trainer.told[0]
     assert not Trainer(tiny_run(tmp_path, precision="bfloat16")).told
+    assert "[lora] mean nothing to this run" in Trainer(tiny_run(tmp_path, lora={"rank": 2})).told[0]
 
 
 def test_chats_train_on_the_assistant_alone(tmp_path) -> None:
@@ -184,6 +186,34 @@ def test_a_model_that_has_gone_wrong_stops_the_run_where_that_is_asked_for(tmp_p
         writer.save(trainer.snapshot())
     with pytest.raises(TrainingStopped, match=r"step-00000025 is whole and from before this step"):
         losses(trainer, 1)
+
+
+def test_a_run_that_stops_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch) -> None:
+    began, stopping = threading.Event(), threading.Event()
+
+    def slow(*arguments) -> None:
+        began.set()
+        stopping.wait(5)
+        write(*arguments)
+
+    write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", slow)
+    trainer = Trainer(tiny_run(tmp_path, save_every=2))
+    take, whole = trainer.step, trainer._whole
+
+    def step():
+        if trainer.steps_done == 2:
+            assert began.wait(5)
+            with torch.no_grad():
+                trainer.model.norm.weight.fill_(float("nan"))
+            threading.Timer(0.05, stopping.set).start()
+        return take()
+
+    monkeypatch.setattr(trainer, "step", step)
+    assert "no checkpoint" in whole()
+    with pytest.raises(TrainingStopped, match="step-00000002 is whole and from before this step"):
+        trainer.run()
+    assert checkpoint.newest(tmp_path / "run").step == 2
 
 
 def test_a_model_that_has_gone_wrong_is_told_of_and_trained_on_by_default(tmp_path, caplog) -> None:

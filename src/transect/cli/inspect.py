@@ -24,7 +24,7 @@ def command(
     for name in target or ():
         if name not in known:
             raise ValueError(f"no target {name!r}; there are: {', '.join(known)}")
-    found = list(inspect(entry, target or (("sm_90",) if stage and stage != "amdgcn" else ()), kernel))
+    found = list(inspect(entry, target or (("sm_90",) if stage and stage != "amdgcn" else ()), kernel, stage or ""))
     if not found:
         raise ValueError(f"{op} declares no kernel" + (f" called {kernel!r}" if kernel else "") + " for this target")
     if stage:

@@ -127,8 +127,9 @@ class ScheduledBatch:
     """(source block, destination block) pairs to copy before anything is written: copy-on-write of shared blocks. No
     block is both a source and a destination."""
     again: bool = False
-    """Every row has one token and one draw, and goes on where the row at its place in the step before has ended, in the
-    same lists. (A step of which this is not said may be like that too.)"""
+    """Every row has one token and one draw, and goes on where the row at its place in the step before (in a pipeline
+    ``pipeline_depth`` steps before) has ended, in the same lists. (A step of which this is not said may be like that
+    too.)"""
 
     @property
     def num_tokens(self) -> int:
@@ -171,9 +172,9 @@ class StepResult:
 
 
 class Handle(Protocol):
-    """A submitted batch. ``draw`` is called once, when the tokens of all batches before this one are known and taken
-    in: draws with a ``constraint`` must wait for it. Then ``result``, which blocks until the device is done and may be
-    called once or more."""
+    """A submitted batch. ``draw`` is called once, when the tokens that its sequences had drawn before are known and
+    taken in: draws with a ``constraint`` must wait for it. Then ``result``, which blocks until the device is done and
+    may be called once or more."""
 
     def draw(self) -> None: ...
     def result(self) -> StepResult: ...

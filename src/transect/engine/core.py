@@ -4,7 +4,8 @@ With ``lag=0`` a step is planned when all tokens are known. With ``lag=1`` step 
 step n is still on the device, so that the device never waits for Python; the scheduler then works with sequences whose
 last token is not known yet. A sequence that step n turns out to have finished has by then one token too many under way,
 which is thrown away. The outputs are the same. Draws under a grammar wait, on the device, until the tokens of the step
-before are known (``Handle.draw``); what comes before them in a step does not.
+before are known (``Handle.draw``); what comes before them in a step does not. In a pipeline they wait for nothing: its
+steps have only sequences whose tokens are known.
 
 A request that comes while step n runs takes part in step n + 1 if that is not planned yet. So a server plans late: it
 waits for messages until ``time_to_plan`` says that the device will soon want the next step.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from .batch import Executor, Handle, ScheduledBatch
 from .decisions import DecisionLog
@@ -73,8 +74,6 @@ class EngineCore:
         self._graph = scheduler.config.graph_tokens or math.inf
         self._launched_large = False
         """The newest step is one that no graph is for."""
-        self._drawn = 0.0
-        """When the draws of the oldest step in flight were handed over, where they waited for masks of grammars."""
         self._waited = False
         """``time_to_plan`` had somebody wait for the step that is planned next."""
 
@@ -140,8 +139,8 @@ class EngineCore:
             self.idle()
         if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
             self._take_result()
-            if self._in_flight:
-                self._draw()
+            if self._in_flight and self.scheduler.config.pipeline_depth == 1:
+                self._draw(self._in_flight[0])
             # The first stage has nothing to do until then, and the caller takes its time. But other ranks hear what was
             # learned of a step's time only before the next call, and must plan the same.
             if self.scheduler.config.pipeline_depth > 1 and self.idle is None and not self._timed:
@@ -161,8 +160,8 @@ class EngineCore:
         self._launched_large = large = not batch.again and batch.num_tokens > self._graph
         before = self._planning[large]
         self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
-        if len(self._in_flight) == 1:
-            self._draw()
+        if len(self._in_flight) == 1 or self.scheduler.config.pipeline_depth > 1:
+            self._draw(self._in_flight[-1])  # in a pipeline all tokens of a step's sequences are known
         return batch
 
     def _plan(self) -> ScheduledBatch | None:
@@ -175,15 +174,14 @@ class EngineCore:
         log.planned(batch, began)
         return batch
 
-    def _draw(self) -> None:
-        """Let the oldest step in flight draw: all tokens before it are known."""
+    def _draw(self, step: Step) -> None:
+        """Let a step draw: all tokens before its own are known."""
         now = self.scheduler.clock.now
         began = now()
-        step = self._in_flight[0]
         step.handle.draw()
         ended = now()
         waits = ended - began > MASKED and any(draw.constraint for row in step.batch.rows for draw in row.draws)
-        self._drawn = ended if waits else 0.0
+        step.drawn = ended if waits else 0.0
 
     def _take_result(self) -> None:
         """Wait for the oldest step in flight, and learn from it."""
@@ -202,7 +200,7 @@ class EngineCore:
             self._ended = began + learned
         self._ready.extend(self.scheduler.commit(done.batch, result))
         if self.decisions is not None:
-            self.decisions.done(done.batch, result, asked, ended, learned, done.launched, self._drawn)
+            self.decisions.done(done.batch, result, asked, ended, learned, done.launched, done.drawn)
 
     def _learn(self, done: Step, ended: float, late: bool) -> float:
         """Tell how long a step took. Returns what was told, in seconds."""
@@ -218,13 +216,15 @@ class EngineCore:
         """Counted once a step, and hardly that while the same sequences decode."""
         step, work = self._work
         if batch.step != step:
-            goes_on = batch.again and batch.step == step + 1 and not work.pairs
+            next_one = batch.step == step + 1 and self.scheduler.config.pipeline_depth == 1
+            goes_on = batch.again and next_one and not work.pairs
             work = work._replace(keys=work.keys + work.tokens) if goes_on else StepLoad.of(batch)
             self._work = batch.step, work
         return work
 
 
-class Step(NamedTuple):
+@dataclass(slots=True)
+class Step:
     """A step in flight."""
 
     batch: ScheduledBatch
@@ -233,3 +233,5 @@ class Step(NamedTuple):
     """When it was planned, in seconds of the scheduler's clock."""
     launched: str = ""
     """See ``Executor.launched``."""
+    drawn: float = 0.0
+    """When its draws were handed over, where they waited for masks of grammars."""

@@ -258,7 +258,7 @@ class DecisionLog:
         if batch is not None:
             step, copies = batch.step, len(batch.block_copies)
             rows = None
-            if not batch.again:
+            if not batch.again or scheduler.config.pipeline_depth > 1:
                 rows = array("I", [n for r in batch.rows for n in (r.seq_id, r.start, r.num_tokens)]).tobytes()
         self._put(
             Planned(

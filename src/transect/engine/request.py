@@ -90,6 +90,7 @@ class Sequence:
     __slots__ = (
         "block_hashes",
         "block_ids",
+        "cached",
         "constraint",
         "draws",
         "finish_reason",
@@ -134,6 +135,8 @@ class Sequence:
         self.scheduled = 0
         self.last_step = 0
         """Number of the last step that computes something of this sequence or draws for it."""
+        self.cached = 0
+        """Tokens that the prefix cache held of it when it came; 0 once it has been preempted."""
         self.block_ids: list[int] = []
         self.shared_block: int | None = None
         """Index of the partly filled block that was shared at the fork and must not be written while it still is."""
@@ -162,6 +165,11 @@ class Sequence:
                 constraint=self.constraint,
             ),
         )
+
+    @property
+    def to_compute(self) -> int:
+        """While it waits: tokens that will be computed of it, as far as is known."""
+        return self.length - self.cached
 
     def token(self, position: int) -> int:
         """The known token at ``position`` of prompt + output."""

@@ -86,8 +86,8 @@ class Scheduler:
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
         self._step = 0
         self.jumps = JumpAhead(config.jump_ahead)
-        self._last: list[Sequence] = []
-        """The sequences of the last step's rows."""
+        self._last: deque[list[Sequence]] = deque(maxlen=config.pipeline_depth)
+        """The sequences of the last steps' rows, the oldest first: in a pipeline the same decode in turns."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
@@ -115,6 +115,7 @@ class Scheduler:
         self.waiting.check_room()
         state = self.arrivals.state(request, max_length, self.clock.now())
         self.requests[request.request_id] = state
+        state.leader.cached = len(self.blocks.find_prefix(state.leader)) * self.config.block_size
         self.waiting.push(state.leader)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
@@ -184,6 +185,7 @@ class Scheduler:
                 spare, end = spare + end - room, room  # a copy planned for it would be lost with an empty step
             self._plan_row(seq, end, plan)
         self.held_back = ""
+        decoding = len(rows)
         if not starved:
             self._admit(spare, plan)
         if len(self.waiting) and not self.held_back:
@@ -194,12 +196,13 @@ class Scheduler:
             if leader.finish_reason is not None and leader.status is Status.RUNNING:
                 self._leave(leader)  # it was aborted, and went on to the end of the prompt for the others
         if not rows:
-            self._last = []
+            self._last.clear()
             return None
         self._step = step
-        batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again and sequences == self._last)
+        again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
+        batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
         self._cut = not batch.again and not all(row.draws for row in rows)
-        self._last = sequences
+        self._last.append(sequences)
         self.budget.planned(not batch.again and any(row.num_tokens > 1 for row in rows))
         self._in_flight.append((batch, sequences))
         return batch
@@ -272,6 +275,7 @@ class Scheduler:
         self.running.pop()
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
+        seq.cached = 0
         self.waiting.push(seq)
         self._preemptions += 1
 
@@ -286,7 +290,7 @@ class Scheduler:
         for seq in self.waiting.in_order() if plan.shares else iter(self.waiting.head, None):
             if spare <= 0 or (most is not None and prompts >= most and tokens <= graph):
                 break
-            if not plan.allows(seq.length):  # its like have taken their share: it is not held up by shorter ones
+            if not plan.allows(seq.to_compute):  # its like have taken their share: it is not held up by shorter ones
                 passed = passed or seq
                 continue
             used = self._try_admit(seq, spare, plan, passed)
@@ -321,7 +325,7 @@ class Scheduler:
             self.held_back = "places"
             return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
-        cached = [] if computes_all else blocks.find_prefix(seq)
+        cached = blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
         needed += 0 if passed is None else blocks.blocks_for(passed.length)
         if needed + (self._watermark if self.running else 0) > self.cache.num_free:

@@ -43,7 +43,7 @@ class SequenceBlocks:
 
     def find_prefix(self, seq: Sequence) -> list[int]:
         """Cached blocks that begin ``seq``; at least its last token is left to compute. Nothing is taken yet."""
-        if not self.cache.enable_prefix_caching:
+        if not self.cache.enable_prefix_caching or (seq.request.spec.whole_prompt and not seq.request.prompt_done):
             return []
         full = (seq.length - 1) // self.block_size
         self._extend_hashes(seq, full)

@@ -134,7 +134,7 @@ class StepBudget:
             return Coming(len(running), False)
         tokens, chunk, _ = self.of_next(running, waiting, cut, barred)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
-        here += waiting.num_tokens if chunk >= tokens else sum(min(seq.length, chunk) for seq in waiting.in_order())
+        here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
 
     def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
@@ -176,7 +176,7 @@ class StepBudget:
         longest = max(prompts, default=0)
         if longest <= long:
             return ()
-        counts = list(prompts) if barred else [*prompts, *(seq.length for seq in waiting.in_order())]
+        counts = list(prompts) if barred else [*prompts, *(seq.to_compute for seq in waiting.in_order())]
         overs = [longest // 2]
         while overs[-1] > long:
             overs.append(overs[-1] // 2)
@@ -217,7 +217,7 @@ def _felt(waiting: WaitingQueue) -> int:
     """Tokens of prompts that wait, as far as they make steps longer."""
     if len(waiting) > FEW:
         return waiting.num_tokens
-    return sum(min(seq.length, FELT) for seq in waiting.in_order())
+    return sum(min(seq.to_compute, FELT) for seq in waiting.in_order())
 
 
 def even(tokens: int, rows: int) -> int:

@@ -35,7 +35,7 @@ class WaitingQueue:
         self.num_new = 0
         self.num_preempted = 0
         self.num_tokens = 0
-        """To be computed of all that wait, before any prefix is found in the cache."""
+        """To be computed of all that wait."""
         self._sequences: list[Sequence] = []
         """In the order of their ranks, each of which is one sequence's alone."""
         self._last_admission: float | None = None
@@ -92,7 +92,7 @@ class WaitingQueue:
         self._count(seq, -1)
 
     def _count(self, seq: Sequence, change: int) -> None:
-        self.num_tokens += change * seq.length
+        self.num_tokens += change * seq.to_compute
         if seq.request.first_scheduled is None:
             self.num_new += change
         else:

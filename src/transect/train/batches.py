@@ -161,6 +161,11 @@ class WindowPlan:
             ends = np.cumsum(stream.source_tokens)
             source = np.searchsorted(ends, self.offset + units * seq_len, side="right")
             self.order = mixed(units, source, often, generator)
+            if len(self.order) < self.per_batch:
+                raise ValueError(
+                    f"data.weights leaves {len(self.order)} pieces of {seq_len} tokens in an epoch, less than one "
+                    "micro-batch: give more text, or lower data.micro_batch"
+                )
         else:
             self.order = generator.permutation(windows)
 

@@ -98,7 +98,7 @@ def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str, cha
     key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     saved, begun = parts / "plan", parts / "date"
     if not (saved.exists() and saved.read_text() == key):
-        shutil.rmtree(output, ignore_errors=True)
+        shutil.rmtree(parts, ignore_errors=True)
         parts.mkdir(parents=True)
         begun.write_text(chats.date or datetime.date.today().isoformat())
         saved.write_text(key)
@@ -159,6 +159,9 @@ def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) ->
 def _join(output: Path, parts: Path, count: int, vocab_size: int, tokenizer: str) -> tuple[int, int]:
     tokens = documents = 0
     kinds = set()
+    # What was made before ends here; whoever has mapped it keeps it.
+    for name in ("meta.json", "tokens.bin", "ends.bin", "trained.bin"):
+        (output / name).unlink(missing_ok=True)
     with (
         (output / "tokens.bin").open("wb") as tokens_file,
         (output / "ends.bin").open("wb") as ends_file,

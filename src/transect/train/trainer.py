@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -157,6 +157,9 @@ class Trainer:
         self.crew = Crew(config, world)
         self.told: list[str] = []
         """What a person should know of the run before it starts."""
+        for table in config.unused():
+            need = 'task = "lora" or "qlora"' if table == "lora" else f'objective = "{table}"'
+            self.told.append(f"the settings of [{table}] mean nothing to this run: they are for {need}")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         begun = config
@@ -214,6 +217,8 @@ class Trainer:
         """The first micro-batch of the last step that did not stand out, and its loss then."""
         self._native = any(getattr(module, "native", None) is not None for module in self.model.modules())
         self.steps_done = 0
+        self._written: Callable[[], None] = lambda: None
+        """Waits for the checkpoint that is being written."""
         self._taken_up_at = -1 if checkpoint is None else checkpoint.step  # a checkpoint of that step is there
         if checkpoint is not None:
             self._restore(checkpoint, allow_changed)
@@ -292,6 +297,7 @@ class Trainer:
         """
         config = self.config
         with Writer(config.run_dir, config.keep, self.crew.rank) as writer, self.crew.watching():
+            self._written = writer.wait
             saved = self._taken_up_at
             if saved >= 0:
                 writer.point(self.best.step)
@@ -301,7 +307,6 @@ class Trainer:
                 except StepFailed as failure:
                     if self.steps_done and saved != self.steps_done:
                         writer.save(self.snapshot())
-                        writer.wait()
                     raise StepFailed(f"step {self.steps_done + 1}: {failure}; {self._whole()}") from failure
                 for listener in listeners:
                     listener.step(record)
@@ -416,7 +421,9 @@ class Trainer:
         return self.watch.has_jumped(before, float(self.objective.loss(batch)))
 
     def _whole(self) -> str:
-        """The checkpoint that the run can go on from, as a clause."""
+        """The checkpoint that the run can go on from, as a clause; waits for one that is being written."""
+        with suppress(ValueError):  # whoever asks has something worse to tell
+            self._written()
         steps = list_steps(self.config.run_dir)
         return f"{steps[-1]} is whole and from before this step" if steps else "no checkpoint was written yet"
 

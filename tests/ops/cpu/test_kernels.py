@@ -254,6 +254,22 @@ def test_a_broken_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
+def test_a_users_flags_come_last_and_make_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho fake 1\nfor last; do true; done\n: > "$last"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path / "cache"))
+    plain = build.library_path()
+    (tmp_path / "calls").unlink()
+    monkeypatch.setenv("TRANSECT_CXXFLAGS", "-g -fsanitize=address")
+    assert build.library_path() != plain
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines() if line != "--version"]
+    assert calls and all("-O3" in call[: call.index("-g")] and "-fsanitize=address" in call for call in calls)
+
+
 def test_refusals_name_what_to_change() -> None:
     with pytest.raises(ValueError, match="multiples of 16, got 8 and 64; use block_size=16"):
         empty_cache((4, 2, 8, 64), torch.float32)

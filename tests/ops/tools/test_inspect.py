@@ -64,14 +64,14 @@ import json, sys
 from transect.cli import main
 for arguments in json.loads(sys.argv[1]):
     try:
-        main(["inspect", "vector_add", *arguments])
+        main(["inspect", *arguments])
     except SystemExit as stop:
         assert not stop.code
     print("=====")
 """
 SM_90 = ("--target", "sm_90")
 TARGETS = {"sm_80", "sm_90", "gfx942"} if proving() else {"gfx942"}
-STAGES = {"ttgir": "tt.load", "ptx": ".target sm_90a", "sass": "LDG.E.128"}
+STAGES = {"ttgir": ("vector_add", "tt.load"), "ptx": ("vector_add", ".target sm_90a"), "sass": ("dot", "LDG.E.128")}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,8 @@ def printed() -> list[str]:
     """The table of targets, then stages; all targets with ``--prove``: ``nvcc`` needs seconds for each of NVIDIA's."""
     pytest.importorskip("triton")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"COLUMNS": "160"}
-    runs = [() if proving() else ("--target", "gfx942"), *(("--stage", s, "--kernel", "add", *SM_90) for s in STAGES)]
+    runs = [("vector_add", *(() if proving() else ("--target", "gfx942")))]
+    runs += [(op, "--stage", stage, *SM_90) for stage, (op, _) in STAGES.items()]
     command = [sys.executable, "-c", SEVERAL, json.dumps(runs)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -98,8 +99,9 @@ def test_table(printed: list[str]) -> None:
 
 
 def test_stages(printed: list[str]) -> None:
-    for part, token in zip(printed[1:], STAGES.values(), strict=False):
+    for part, (_, token) in zip(printed[1:], STAGES.values(), strict=False):
         assert token in part
+    assert "vector_add_kernel" not in printed[1] and (shutil.which("nvcc") is None or "vector_add_kernel" in printed[2])
 
 
 @pytest.mark.parametrize(

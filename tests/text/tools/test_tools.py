@@ -70,6 +70,29 @@ def test_one_call_where_several_are_not_wanted(name):
     assert accepts(grammar, written(shape, ONE)) and not accepts(grammar, written(shape, ONE, TWO))
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_some_of_the_tools_are_allowed(flat):
+    """The model is told of all; ``flat``: as ``/v1/responses`` has it."""
+    inner = {"mode": "required", "tools": [{"type": "function", "name": TOOLS[0]["function"]["name"]}]}
+    choice = {"type": "allowed_tools"} | (inner if flat else {"allowed_tools": inner})
+    use = tool_use(TOOLS, choice)
+    assert (use.mode, len(use.tools), [tool.name for tool in use.callable]) == (
+        "required",
+        len(TOOLS),
+        [TOOLS[0]["function"]["name"]],
+    )
+    with pytest.raises(ValueError, match="tool_choice allows 'nobody', which is none of the tools"):
+        tool_use(TOOLS, choice | {"allowed_tools": {"tools": [{"function": {"name": "nobody"}}]}})
+
+
+@pytest.mark.parametrize(
+    "choice", [{"allowed_tools": []}, {"mode": "none", "tools": [{"name": "add"}]}, {"mode": "auto"}, {"tools": "add"}]
+)
+def test_a_malformed_list_of_allowed_tools(choice):
+    with pytest.raises(ValueError, match="tool_choice of type allowed_tools must have a mode"):
+        tool_use(TOOLS, {"type": "allowed_tools"} | choice)
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_text_with_a_form_beside_calls(name):
     shape = SHAPES[name]

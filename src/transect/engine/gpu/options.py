@@ -30,6 +30,8 @@ class GPUOptions:
             on a GPU yet, so only where it is asked for).
         rounding_norms: with matrices in fp8 or int8 and more than 16 rows, one kernel adds the residual, normalises and
             rounds, and another gates and rounds (Hopper; it has not run on a GPU yet, so only where it is asked for).
+        streamed_sinks: decode rows of heads of 64 with sinks (gpt-oss) attend by the kernel that streams the cache on
+            Hopper, not by Triton (it has not run on a GPU yet, so only where it is asked for).
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
@@ -50,6 +52,7 @@ class GPUOptions:
     chained_blocks: bool = False
     grouped_blocks: bool = False
     rounding_norms: bool = False
+    streamed_sinks: bool = False
     copy_kernels: bool = True
     peer_sums: bool = True
     pushed_products: bool = False

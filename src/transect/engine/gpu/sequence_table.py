@@ -2,7 +2,7 @@
 
 A sequence (a row, or a choice that draws) gets a slot when it is first seen: a line in a host copy of its block table,
 in its sampling parameters, and in the note of where its last token was drawn. Slots are only a cache of what batches
-contain anyway: slots that the last two steps did not use go to others when room is needed.
+contain anyway: slots that the last steps did not use go to others when room is needed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ class SequenceTable:
         max_num_seqs: sequences of one step at the most.
         max_blocks: blocks of one sequence at the most.
         block_size: tokens of a block.
+        depth: stages of the pipeline: a step may go on where that of so many steps before has ended.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int) -> None:
-        slots = 3 * max_num_seqs + 2  # two steps' worth may be needed: rows and draws of this one, draws of the last
+    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, depth: int = 1) -> None:
+        # Two steps' worth may be needed: rows and draws of this one, draws of the last. In a pipeline more of the last.
+        slots = (2 + depth) * max_num_seqs + 2
+        self._kept = max(1, depth - 1)
+        """Steps before this one whose slots stay."""
         self._block_size = block_size
         self._slot_of: dict[int, int] = {}
         self._free = list(range(slots))
@@ -87,7 +91,7 @@ class SequenceTable:
     def _enter(self, seq_id: int, step: int) -> int:
         if not self._free:
             for other, slot in list(self._slot_of.items()):
-                if self._used[slot] < step - 1:
+                if self._used[slot] < step - self._kept:
                     del self._slot_of[other]
                     self._free.append(slot)
         slot = self._slot_of[seq_id] = self._free.pop()

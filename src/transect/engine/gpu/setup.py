@@ -20,6 +20,7 @@ from ...models.memory.serving import ServingPlan
 from ...models.storage import Storage, storage_for
 from ...models.streaming.plan import StreamPlan
 from ...ops.attention.paged.cache_codes import SCALE_BYTES, stored_bits
+from ...ops.attention.paged.paged_attention import PagedTriton
 from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -137,6 +138,7 @@ def set_up(
         deterministic=config.deterministic,
         dependent_launch=config.gpu.dependent_launch,
         rounding_norms=config.gpu.rounding_norms,
+        streamed_sinks=config.gpu.streamed_sinks,
     )
     asked, config = repr(config), without_graphs(config, ops, stream)
     return Setup(
@@ -192,10 +194,13 @@ def gpu_ops(
     deterministic: bool = False,
     dependent_launch: bool = True,
     rounding_norms: bool = False,
+    streamed_sinks: bool = False,
 ) -> OpSet:
     """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
-    (Hopper); ``rounding_norms``: as in ``GPUOptions``."""
+    (Hopper); ``rounding_norms``, ``streamed_sinks``: as in ``GPUOptions``."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
+    if streamed_sinks and isinstance(ops.paged_attention, PagedTriton):
+        ops = replace(ops, paged_attention=replace(ops.paged_attention, streamed_sinks=True))
     dependent_launch = dependent_launch and has_dependent_launch(device)
     if dependent_launch and not deterministic:
         ops = replace(ops, stream_products=StreamProducts(device, rounding_norms=rounding_norms))

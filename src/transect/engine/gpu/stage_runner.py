@@ -53,7 +53,7 @@ class GPUStageRunner(GPURunner):
 
     def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor, mesh: Mesh, **options: Any) -> None:
         self._mesh, group = mesh, mesh.pipeline
-        super().__init__(model, k_cache, v_cache, in_flight=max(2, group.size), **options)
+        super().__init__(model, k_cache, v_cache, stages=group.size, **options)
         self._planner.feeds = False
         self._first, self._last = group.rank == 0, group.rank == group.size - 1
         like = model.norm.weight

@@ -53,7 +53,8 @@ from .step_sizes import FEWEST_ROWS, mixed_size, ragged_rows, row_bucket, width_
 
 
 class Variant(NamedTuple):
-    """What a step's sampling includes beside the draws; each combination is a graph of its own."""
+    """What a step's sampling includes beside the draws. With any of these a step is two graphs; that of the draws is
+    another one for each combination."""
 
     adjust: bool = False
     logprobs: bool = False
@@ -158,6 +159,7 @@ class StepPlanner:
         max_draws: draws that a step may have.
         inputs_at: where the step's numbers lie on the device, in bytes from the beginning of the arena.
         whole_prompts, prune_last_layer, graph_tokens, fine_rows, gathered_keys, pad_tokens: see ``GPURunner``.
+        depth: stages of the pipeline: so many groups of sequences decode in turns.
     """
 
     def __init__(
@@ -176,9 +178,10 @@ class StepPlanner:
         fine_rows: bool,
         gathered_keys: bool,
         pad_tokens: int,
+        depth: int,
     ) -> None:
         self._adjust = adjust
-        self._sequences = SequenceTable(max_num_seqs, max_blocks, block_size)
+        self._sequences = SequenceTable(max_num_seqs, max_blocks, block_size, depth)
         self._block_size, self._max_blocks, self._padding_block = block_size, max_blocks, padding_block
         self._max_num_seqs = max_num_seqs
         self._max_draws = max_draws
@@ -189,8 +192,8 @@ class StepPlanner:
         self._fine_rows = fine_rows
         self._gathered_keys = gathered_keys
         self._pad_tokens = pad_tokens
-        self._group: _Group | None = None
-        """What the last step decoded, if it did nothing else."""
+        self._groups: deque[_Group | None] = deque([None] * depth, maxlen=depth)
+        """What each of the last steps decoded, if it did nothing else; the oldest first."""
         self.step = 0
         """Steps planned so far."""
         self.feeds = True
@@ -200,11 +203,12 @@ class StepPlanner:
         """The next step, its numbers in ``memory``."""
         self.step += 1
         rows = batch.rows
-        group = self._group
+        group = self._groups[0]
         if group is not None and batch.again:
             group.starts = group.starts + 1
         else:
-            group = self._group = _Group(rows, self._sequences, self.step) if _only_decode(rows) else None
+            group = _Group(rows, self._sequences, self.step) if _only_decode(rows) else None
+        self._groups.append(group)
         if group is None:
             memory.holds = None
             return self._ragged(batch, memory.memory)

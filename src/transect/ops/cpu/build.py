@@ -46,6 +46,9 @@ def library_path(march: str = "native") -> Path:
     Args:
         march: the compiler's ``-march``: ``native`` in use; tests name older levels to try the other paths.
 
+    ``TRANSECT_CXXFLAGS`` of the environment comes after our flags, for a sanitizer or symbols. ``CXXFLAGS`` is not
+    asked: some environments set it to ``-O2``.
+
     Raises:
         Unavailable: no compiler, or it failed; the message says which and how to get one.
     """
@@ -54,7 +57,7 @@ def library_path(march: str = "native") -> Path:
         raise Unavailable(f"no C++ compiler found (looked for {', '.join(COMPILERS)}); install g++ or clang++")
     files = sorted([*SOURCES.glob("*.h"), *SOURCES.glob("*.cpp")])
     key = hashlib.sha256()
-    for part in (*FLAGS, *TOGETHER, march, _compiler_version(compiler), _processor(), sys.platform):
+    for part in (*_flags(), *TOGETHER, march, _compiler_version(compiler), _processor(), sys.platform):
         key.update(part.encode() + b"\0")
     for file in files:
         key.update(file.read_bytes())
@@ -64,9 +67,13 @@ def library_path(march: str = "native") -> Path:
     return target
 
 
+def _flags() -> tuple[str, ...]:
+    return *FLAGS, *os.environ.get("TRANSECT_CXXFLAGS", "").split()
+
+
 def _compile(compiler: str, march: str, target: Path) -> None:
     architecture = f"-march={march}" if platform.machine() in ("x86_64", "AMD64") else f"-mcpu={march}"
-    command = [compiler, *FLAGS, architecture]
+    command = [compiler, *_flags(), architecture]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as scratch:

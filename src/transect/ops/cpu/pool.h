@@ -55,8 +55,10 @@ class Pool {
   int take() { return threads_ == 1 ? next_single_++ : next_.fetch_add(1, std::memory_order_relaxed); }
 
   void barrier() {
-    next_single_ = 0;
-    if (threads_ == 1) return;
+    if (threads_ == 1) {
+      next_single_ = 0;
+      return;
+    }
     unsigned round = round_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
       arrived_.store(0, std::memory_order_relaxed);

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from ..registry import Op, Unavailable
 from .compile import STAGES, Compiled, compile_cuda, compile_kernel
 
+CUDA_STAGES = ("ptx", "sass")
+"""The stages of CUDA C++; Triton's kernels have all of ``STAGES``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inspected:
@@ -21,10 +24,11 @@ class Inspected:
     reason: str = ""
 
 
-def inspect(op: Op, targets: Sequence[str] = (), kernel: str = "") -> Iterator[Inspected]:
+def inspect(op: Op, targets: Sequence[str] = (), kernel: str = "", stage: str = "") -> Iterator[Inspected]:
     """Compile every kernel that ``op`` declares, for ``targets`` (all that each has, when empty).
 
-    ``kernel`` keeps those whose name contains it. A kernel that cannot be compiled here gives its reason.
+    ``kernel`` keeps those whose name contains it. CUDA C++ is left out where only a ``stage`` of Triton's is wanted. A
+    kernel that cannot be compiled here gives its reason.
     """
     for declared in op.kernels():
         if kernel not in declared.name:
@@ -36,6 +40,8 @@ def inspect(op: Op, targets: Sequence[str] = (), kernel: str = "") -> Iterator[I
             except Unavailable as error:
                 reason = str(error)
             yield Inspected(op.name, declared.implementation, declared.name, target, made, reason)
+    if stage and stage not in CUDA_STAGES:
+        return
     for source in dict.fromkeys(made.source for made in op.implementations.values() if made.source):
         names = [name for name, made in op.implementations.items() if made.source == source]
         for target in [t for t in op.implementations[names[0]].targets if not targets or t in targets]:

@@ -41,17 +41,20 @@ class ToolUse:
         tools: those that may be called; the model is told of all of them.
         mode: ``auto``: text, or text and then calls; ``required``: calls; ``named``: one call of ``name``.
         parallel: several calls may follow each other.
+        allowed: names of those that may be called; None: all.
     """
 
     tools: tuple[Tool, ...]
     mode: Literal["auto", "required", "named"] = "auto"
     name: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
 
     @property
     def callable(self) -> tuple[Tool, ...]:
         """The tools that the answer may call."""
-        return tuple(tool for tool in self.tools if self.name in (None, tool.name))
+        allowed = self.allowed if self.name is None else {self.name}
+        return tuple(tool for tool in self.tools if allowed is None or tool.name in allowed)
 
 
 def tools_of(values: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
@@ -108,10 +111,34 @@ def tool_use(
         return None
     if choice == "required":
         return ToolUse(found, "required", None, several)
-    name = None
-    if isinstance(choice, Mapping):
-        name = (choice.get("function") or choice).get("name")
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        return _some(found, choice.get("allowed_tools", choice), several)
+    name = _name_in(choice)
     if name not in {tool.name for tool in found}:
         names = ", ".join(tool.name for tool in found)[:200]
         raise ValueError(f"tool_choice must be none, auto, required or one of the tools ({names})")
     return ToolUse(found, "named", name, False)
+
+
+def _name_in(value: Any) -> Any:
+    """The function's name in ``{"function": {"name": ...}}`` or ``{"name": ...}``; None where there is none."""
+    function = (value.get("function") or value) if isinstance(value, Mapping) else None
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
+def _some(found: tuple[Tool, ...], asked: Any, several: bool) -> ToolUse:
+    """``tool_choice`` of type ``allowed_tools``: the model is told of all tools, and may call some."""
+    mode, listed = (asked.get("mode", "auto"), asked.get("tools")) if isinstance(asked, Mapping) else (None, None)
+    if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
+        raise ValueError(
+            "tool_choice of type allowed_tools must have a mode, auto or required, and a list of tools, such as "
+            '{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function": '
+            '{"name": "..."}}]}}'
+        )
+    known = {tool.name for tool in found}
+    names = [_name_in(each) for each in listed]
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            listing = ", ".join(tool.name for tool in found)[:200]
+            raise ValueError(f"tool_choice allows {str(name)[:80]!r}, which is none of the tools ({listing})")
+    return ToolUse(found, mode, None, several, frozenset(names))

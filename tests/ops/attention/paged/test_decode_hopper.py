@@ -4,15 +4,19 @@ every run."""
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 
+from transect.engine.gpu import setup
 from transect.ops.attention.paged import decode_hopper as module
+from transect.ops.attention.paged import paged_attention
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.decode_hopper import PagedDecode, Tiling, choose
-from transect.ops.attention.paged.paged_attention import reference
+from transect.ops.attention.paged.paged_attention import PagedTriton, reference
 from transect.ops.lang import cuda_build
+from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
 
 LENGTHS = [
@@ -60,14 +64,22 @@ def poisoned(
 
 
 def exact(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, batch: PagedBatch, window: int | None = None
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: PagedBatch,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """In float64; zeros for rows of length 0."""
     live = (batch.seq_lens > 0).nonzero()[:, 0]
     starts = torch.arange(len(live) + 1, dtype=torch.int32, device=q.device)
     rows = PagedBatch(batch.block_tables[live], starts, batch.seq_lens[live], 16)
     out = torch.zeros_like(q, dtype=torch.float64)
-    out[live] = reference(q[live].double(), k_cache.double(), v_cache.double(), rows, q.shape[2] ** -0.5, window)
+    caches, scale = (k_cache.double(), v_cache.double()), q.shape[2] ** -0.5
+    out[live] = reference(
+        q[live].double(), *caches, rows, scale, window, **({} if sinks is None else {"sinks": sinks.double()})
+    )
     return out
 
 
@@ -119,6 +131,27 @@ def test_a_cache_in_fp8(
         assert error(out, wanted) < 5e-3, tiling
         assert not out[batch.seq_lens == 0].any(), tiling
         again = decode(q, k_cache, v_cache, batch, d**-0.5, window, tiling=tiling, dependent_launch=True)
+        assert torch.equal(again, out), tiling
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: f"{len(lengths)} rows up to {max(lengths)}")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(64, 8), (9, 3)])
+@pytest.mark.parametrize(("window", "fp8"), [(None, False), (50, False), (None, True)])
+def test_heads_with_sinks(
+    decode: PagedDecode, lengths: list[int], heads: int, kv_heads: int, window: int | None, fp8: bool
+) -> None:
+    """Sinks of all sizes: such that take nothing, and such that take nearly all."""
+    q, k_cache, v_cache, batch = poisoned(lengths, heads, kv_heads, 64)
+    if fp8:
+        k_cache, v_cache = (cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache))
+    sinks = torch.linspace(-20, 12, heads, device="cuda").to(torch.bfloat16)
+    wanted = exact(q, k_cache, v_cache, batch, window, sinks)
+    for tiling in [None, *tilings(64, fp8)]:
+        out = decode(q, k_cache, v_cache, batch, 0.125, window, sinks=sinks, tiling=tiling)
+        assert error(out, wanted) < 5e-3, tiling
+        assert not out[batch.seq_lens == 0].any(), tiling
+        again = decode(q, k_cache, v_cache, batch, 0.125, window, sinks=sinks, tiling=tiling, dependent_launch=True)
         assert torch.equal(again, out), tiling
 
 
@@ -236,3 +269,33 @@ def test_few_items_go_to_clusters() -> None:
     assert [choose(*size, 128).ranks for size in sizes] == [4, 4, 2, 2, 1, 0]
     assert [choose(items, 4000, 128).ranks for items in (8, 16, 32, 64, 128)] == [8, 4, 2, 2, 0]
     assert choose(8, 5000, 128) == choose(512, 640, 128) == Tiling(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "d", "asked", "kernel"),
+    [(16, 64, True, "streams"), (16, 64, False, "triton"), (18, 64, True, "triton"), (16, 128, True, "triton")],
+)
+def test_heads_with_sinks_are_streamed_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, heads: int, d: int, asked: bool, kernel: str
+) -> None:
+    monkeypatch.setattr(paged_attention, "require", lambda *_: None)
+    ran: list[tuple[str, object]] = []
+    monkeypatch.setattr(paged_attention.paged_decode, "decode", lambda *_, sinks, **__: ran.append(("triton", sinks)))
+    monkeypatch.setattr(paged_attention.paged_decode, "tuned", lambda *_: None)
+    q, k_cache, v_cache, batch = poisoned([20, 3], heads, 2, d, "cpu")
+    sinks = torch.zeros(heads, dtype=torch.bfloat16)
+    attend = PagedTriton(decode=lambda *_, sinks, **__: ran.append(("streams", sinks)), streamed_sinks=asked)  # type: ignore
+    attend(q, k_cache, v_cache, batch, d**-0.5, sinks=sinks)
+    assert [name for name, given in ran if given is not None] == [kernel]
+    refused = module.refusal(q, k_cache, v_cache, batch, d**-0.5, sinks=sinks)
+    assert (refused is None) == (heads == 16 and d == 64)
+    assert "sinks in bfloat16, of heads of 64" in str(module.sinks_refusal(q, k_cache, sinks.float()))
+
+
+def test_the_option_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    ops = replace(resolve_ops("cpu"), paged_attention=PagedTriton())
+    monkeypatch.setattr(setup, "resolve_ops", lambda *_, **__: ops)
+    monkeypatch.setattr(setup, "has_dependent_launch", lambda _: False)
+    for asked in (False, True):
+        found = setup.gpu_ops(torch.device("cpu"), streamed_sinks=asked).paged_attention
+        assert getattr(found, "func", found).streamed_sinks == asked

@@ -39,12 +39,14 @@ CACHES = (torch.bfloat16, torch.float8_e4m3fn)
 BLOCK_SIZE = 16
 MOST_GROUP = 16
 """Query heads of a key head."""
+WITH_SINKS = (64, 8)
+"""The size of heads with sinks, and how many a key head has at the most (gpt-oss has 8)."""
 MOST_ROWS = 1024
 PARTS = 1 << 20
 """How many numbers blocks of threads may leave for each other: those of one item for each block."""
 NOTHING = -1
 """The bits that mark a number that nobody has left yet."""
-SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiiii" + "p"
+SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiiii" + "pp"
 """The types of the launcher's arguments, see ``cuda.bind``."""
 
 
@@ -99,11 +101,21 @@ def refusal(
     chunk: int | None = None,
 ) -> str | None:
     """Why this kernel does not take these inputs, or None."""
-    if softcap is not None or sinks is not None or chunk is not None:
-        return "it attends without caps on scores, sinks and chunks"
+    if softcap is not None or chunk is not None:
+        return "it attends without caps on scores and chunks"
+    if sinks is not None and sinks_refusal(q, k_cache, sinks) is not None:
+        return sinks_refusal(q, k_cache, sinks)
     if not batch.decodes_only(len(q)):
         return "it attends rows of one query"
     return mixed_refusal(q, k_cache, v_cache, batch)
+
+
+def sinks_refusal(q: Tensor, k_cache: Tensor, sinks: Tensor) -> str | None:
+    """Why this kernel does not take these sinks, or None."""
+    size, most = WITH_SINKS
+    if q.shape[2] != size or q.shape[1] > most * k_cache.shape[1] or sinks.dtype != torch.bfloat16:
+        return f"it takes sinks in bfloat16, of heads of {size}, up to {most} to a key head"
+    return None
 
 
 def mixed_refusal(q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch) -> str | None:
@@ -154,6 +166,7 @@ class PagedDecode:
         scale: float,
         window: int | None = None,
         *,
+        sinks: Tensor | None = None,
         out: Tensor | None = None,
         dependent_launch: bool = False,
         beside: bool = False,
@@ -174,6 +187,8 @@ class PagedDecode:
         reason = mixed_refusal(q, k_cache, v_cache, batch)
         if mixed and out is None:
             reason = "it attends rows of one query"
+        if reason is None and sinks is not None:
+            reason = sinks_refusal(q, k_cache, sinks)
         if reason:
             raise ValueError(f"paged_decode_hopper.cu: {reason}")
         tokens, heads, d = q.shape
@@ -194,6 +209,7 @@ class PagedDecode:
             q.stride(0), q.stride(1),
             k_cache.stride(0) // (BLOCK_SIZE * d), scale * LOG2E, tiling.blocks * units, tiling.warps, tiling.stages,
             tiling.ranks, 2 if dependent_launch and not batch.fresh else 1, int(beside), int(fp8),
+            0 if sinks is None else sinks.contiguous().data_ptr(),
             torch.cuda.current_stream(q.device).cuda_stream,
         )  # fmt: skip
         if code:

@@ -119,6 +119,8 @@ class PagedTriton:
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
     decode: PagedDecode | None = None
     """Run decode rows by this kernel, where it takes the inputs."""
+    streamed_sinks: bool = False
+    """That kernel takes heads with sinks too."""
     whole: bool = False
     """Rows of one query take the path of prefill chunks, in the same tiles. A query's sums are then the same to the bit
     whatever the batch is, and however its prompt is cut into chunks."""
@@ -162,9 +164,11 @@ class PagedTriton:
         some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
         how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
         plain = all(each is None for each in how.values())
-        streams = self.decode is not None and plain
+        sunk = self.streamed_sinks and sinks is not None and softcap is None and chunk is None
+        sunk = sunk and paged_decode_hopper.sinks_refusal(q, k_cache, sinks) is None  # type: ignore[arg-type]
+        streams = self.decode is not None and (plain or sunk)
         streams = streams and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
-        if self.decode is not None and streams and chunks is not singles and tokens <= FEW_TOKENS:
+        if self.decode is not None and streams and plain and chunks is not singles and tokens <= FEW_TOKENS:
             self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
             paged_prefill.prefill(*some, out, tiling=BESIDE_TILING, singles=False, dependent_launch=True, beside=True)
             return out
@@ -179,7 +183,7 @@ class PagedTriton:
         elif self.whole or not decode_only:
             paged_prefill.prefill(*some, out, tiling=self.chunks, singles=self.whole, dependent_launch=dependent, **how)
         if self.decode is not None and streams:
-            self.decode(*ones, out=out, dependent_launch=dependent_launch)
+            self.decode(*ones, sinks=sinks, out=out, dependent_launch=dependent_launch)
         elif not self.whole:
             tiling = self.singles or paged_decode.tuned(singles.num_rows * kv_heads, singles.max_seq_len, d, q.device)
             paged_decode.decode(*ones, out, tiling=tiling, mixed=not decode_only, dependent_launch=dependent, **how)

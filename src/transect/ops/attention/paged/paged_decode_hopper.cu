@@ -121,15 +121,17 @@ __device__ __forceinline__ uint32_t even_bytes(uint32_t w) { return ((w << 8) & 
 
 __device__ __forceinline__ uint32_t odd_bytes(uint32_t w) { return (w & 0x80008000u) | ((w >> 4) & 0x07F007F0u); }
 
-// FP8: the cache is a byte for each number.
-template <int D, int NT, int S, bool FP8>
+// FP8: the cache is a byte for each number. SINKS: a score for each head takes part in the softmax and has no value; it is
+// added where an item is whole.
+template <int D, int NT, int S, bool FP8, bool SINKS>
 __global__ void __launch_bounds__(kMostWarps * 32, 1)
     paged_decode(const __nv_bfloat16* q, const unsigned char* keys, const unsigned char* values, Batch batch,
                  __nv_bfloat16* out, float* parts, int K, int G, float scale2, long long q_t, int q_h, int pieces,
-                 int ranks, int ahead, int late) {
+                 int ranks, int ahead, int late, const __nv_bfloat16* sinks) {
 #ifdef TRANSECT_HOPPER
   constexpr int ELEMENT = FP8 ? 1 : 2, PIECE = kUnit * D * ELEMENT, UNIT = 2 * PIECE, T = D / 16;
   constexpr float SMALLER = FP8 ? 0x1p56f : 1.f;
+  auto sink = [&](int head) { return __bfloat162float(sinks[head]) * 1.4426950408889634f; };
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ int part_what[2 * kMostWarps];
   __shared__ int sums[kMostWarps];
@@ -426,6 +428,13 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 #pragma unroll
       for (int n = 0; n < NT; n++) {
         __nv_bfloat16* to = out + ((long long)token * K * G + item % K * G + n * 8 + g) * D + c * (FP8 ? 4 : 2);
+        if (SINKS) {
+#pragma unroll
+          for (int h = 0; h < 2; h++) {
+            const int head = n * 8 + 2 * c + h;
+            if (head < G) l[n][h] += exp2f(sink(item % K * G + head) - m[n][h]);
+          }
+        }
         const float scale[2] = {SMALLER / l[n][0], SMALLER / l[n][1]};
 #pragma unroll
         for (int t = 0; t < T; t++) {
@@ -494,8 +503,9 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
     for (int slice = warp; slice < slices; slice += warps) {
       const int e = slice * kSlice + lane * 4;
       if (e >= numbers) continue;
-      const Sum sum = members_sum(there, e);
+      Sum sum = members_sum(there, e);
       if (ranks == 1) {
+        if (SINKS) sum.add(sink(own % K * G + e / D), 1, make_float4(0, 0, 0, 0));
         if (decodes) sum.store(to + e);
         continue;
       }
@@ -514,6 +524,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
         const float* ml = sent_ml[other][e / D];
         sum.add(ml[0], ml[1], *(const float4*)(first_parts + other * numbers + e));
       }
+      if (SINKS) sum.add(sink(own % K * G + e / D), 1, make_float4(0, 0, 0, 0));
       if (decodes) sum.store(to + e);
     }
     return;
@@ -568,6 +579,7 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
       sum = whole;
     }
     const int token = batch.starts ? batch.starts[row] : row;
+    if (SINKS && inside) sum.add(sink(head * G + e / D), 1, make_float4(0, 0, 0, 0));
     if (inside) sum.store(out + ((long long)token * K * G + head * G) * D + e);
   }
   // Rows without a position (what is left over in a graph's buffers) give zeros.
@@ -581,16 +593,17 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 
 }  // namespace
 
-#define TRANSECT_PAGED(DIM, TILES, STAGES, FP8)                                                                       \
-  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES && (bool)fp8 == FP8) {                                  \
+#define TRANSECT_PAGED(DIM, TILES, STAGES, FP8) TRANSECT_PAGED_SINKS(DIM, TILES, STAGES, FP8, false)
+#define TRANSECT_PAGED_SINKS(DIM, TILES, STAGES, FP8, SINKS)                                                           \
+  if (d == DIM && (G <= 8) == (TILES == 1) && stages == STAGES && (bool)fp8 == FP8 && (sinks != nullptr) == SINKS) {   \
     const int counts = ranks ? 0 : (rows > kAlone ? 1 : warps) * (2 * rows + 1) * 4;                                   \
     const int ring = STAGES * DIM * (FP8 ? 32 : 64);                                                                   \
     const int shared = warps * (ring + 768) + (warps > ranks ? warps : ranks) * G * DIM * 4 + counts;                  \
     if (shared > kMostShared - 2048) return -1;                                                                        \
-    return (int)launch(paged_decode<DIM, TILES, STAGES, FP8>, ranks ? rows * K * ranks : blocks, warps * 32, shared,   \
+    return (int)launch(paged_decode<DIM, TILES, STAGES, FP8, SINKS>, ranks ? rows * K * ranks : blocks, warps * 32, shared,   \
                        ranks ? ranks : 1, dependent > 0, stream, (const __nv_bfloat16*)q, (const unsigned char*)keys,  \
                        (const unsigned char*)values, batch, (__nv_bfloat16*)out, (float*)parts, K, G, scale2, q_t,     \
-                       q_h, pieces, ranks, (int)(dependent > 1), late);                                                \
+                       q_h, pieces, ranks, (int)(dependent > 1), late, (const __nv_bfloat16*)sinks);                   \
   }
 
 // q [T, K G, d] with strides q_t and q_h, keys and values [blocks, K, 16, d],
@@ -598,13 +611,14 @@ __global__ void __launch_bounds__(kMostWarps * 32, 1)
 // several tokens are left alone; lengths [rows]. out [T, K G, d]. parts: G (d + 4) numbers for each block of threads,
 // all bits set, and again afterwards. window: 0 for none. scale2: of the scores, times log2(e). blocks, warps, stages
 // (one of those compiled), ranks: see above. ``dependent``: 0 an ordinary launch, 1 a dependent one, 2 one that reads
-// the batch and old keys and values before the kernel before has ended. ``late``: see above. Returns a cudaError_t, or
+// the batch and old keys and values before the kernel before has ended. ``late``: see above. sinks: [K G] bfloat16, or
+// null. Returns a cudaError_t, or
 // -1 for what it does not take.
 extern "C" int transect_paged_decode(const void* q, const void* keys, const void* values, const void* tables,
                                      const void* starts, const void* lengths, void* out, void* parts, int rows,
                                      int columns, int table_stride, int window, int K, int G, int d, long long q_t,
                                      int q_h, int pieces, float scale2, int blocks, int warps, int stages, int ranks,
-                                     int dependent, int late, int fp8, void* stream) {
+                                     int dependent, int late, int fp8, const void* sinks, void* stream) {
   if (rows < 1 || rows > kMostRows || G < 1 || G > kHeads || warps < 1 || warps > kMostWarps || ranks < 0 || ranks > 8)
     return -1;
   const Batch batch = {
@@ -617,5 +631,7 @@ extern "C" int transect_paged_decode(const void* q, const void* keys, const void
   TRANSECT_PAGED(128, 2, 4, true)
   TRANSECT_PAGED(64, 1, 6, true)
   TRANSECT_PAGED(64, 2, 6, true)
+  TRANSECT_PAGED_SINKS(64, 1, 3, false, true)
+  TRANSECT_PAGED_SINKS(64, 1, 6, true, true)
   return -1;
 }
