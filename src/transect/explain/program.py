@@ -305,7 +305,7 @@ def _settings() -> Any:
     """What makes the profiler keep nothing but its trace: a run of minutes has millions of events. Where there is no
     GPU it sees operators of all threads too; where there is one, it follows autograd's by itself."""
     kind = torch._C._profiler._ExperimentalConfig
-    threads = {} if torch.cuda.is_available() else {"profile_all_threads": True}
+    threads: Any = {} if torch.cuda.is_available() else {"profile_all_threads": True}
     try:
         return kind(trace_only=True, **threads)
     except TypeError:  # torch 2.12 and before make an object of each event
