@@ -207,6 +207,7 @@ def test_what_config_json_cannot_say() -> None:
             "each of the 16 layers",
         ),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "must be a whole number from 1"),
     ],
 )
 def test_errors(changes: dict[str, Any], message: str) -> None:

@@ -1,5 +1,6 @@
 """GGUF files of every family: the configuration and the weights of the safetensors of the same model, both ways."""
 
+import dataclasses
 import types
 
 import gguf
@@ -150,6 +151,15 @@ def test_what_cannot_be_read_is_said(tmp_path):
         write_gguf(path, phi, change=lambda n, array: array[:-1] if n == "blk.1.attn_qkv.weight" else array),
         r"'blk.1.attn_qkv.weight' should have shape \[128, 64\] and has \[127, 64\]",
     )
+
+
+def test_names_that_damage_broke_are_shown_in_one_line(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", make_model("llama-bias"))
+    path.write_bytes(path.read_bytes().replace(b"blk.0.attn_q.bias", b"blk\n0.attn_q.bias"))
+    file, config = open_with_config(path)
+    with pytest.raises(ValueError, match=r"no use for .* \('blk\\n0.attn_q.bias', ") as caught:
+        stored_gguf(file, dataclasses.replace(config, qkv_bias=False))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

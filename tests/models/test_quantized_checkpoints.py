@@ -188,12 +188,19 @@ def damaged(folder, target, change):
         ("nf4", lambda t: t[f"{Q}.{STATE}"].fill_(65), r"bitsandbytes__nf4' does not say a matrix's shape"),
         ("nf4", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][:-1]}), r"q_proj\.weight' should have \d+ numbers"),
         ("fp4", lambda t: t[f"{Q}.weight.absmax"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite"),
+        (
+            "awq",
+            lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].flatten()}),
+            r"q_proj\.qweight' of shape .* no matrix",
+        ),
+        ("packed", lambda t: t.update({f"{Q}.weight_shape": torch.ones(2, 2)}), r"weight_shape says \[1, 1, 1, 1\]"),
     ],
 )
 def test_damage_is_named(checkpoints, tmp_path, name, change, sentence):
     folder = damaged(checkpoints[name][0], tmp_path, change)
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
         load_model(resolve(str(folder)), dtype="float32", native=False)
+    assert str(folder / "model.safetensors") in str(caught.value)
 
 
 def test_a_wrong_group_size_and_a_cut_file(checkpoints, tmp_path):

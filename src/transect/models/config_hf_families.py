@@ -42,7 +42,7 @@ def _gemma(read: Fields, layers: int) -> dict[str, Any]:
         "norm_order": "both",
         "norm_offset": 1.0,
         "embed_scale": read.integer("hidden_size") ** 0.5,
-        "query_scale": float(read.integer("query_pre_attn_scalar", 256)) ** -0.5,
+        "query_scale": float(read.integer("query_pre_attn_scalar", 256, low=1)) ** -0.5,
         "attention_softcap": softcap("attn_logit_softcapping", None if third else 50.0),
         "logit_softcap": softcap("final_logit_softcapping", None if third else 30.0),
     }

@@ -30,11 +30,11 @@ def check_method(settings: Any) -> None:
     if method == "compressed-tensors":
         _check_compressed(settings)
     if method in ("gptq", "awq") and read.integer("bits", 4) != 4:
-        raise ValueError(f"{method} with {read.integer('bits')} bits is not supported; only 4 is")
+        raise ValueError(f"{method} with {read.integer('bits')} bits (config.json) is not supported; only 4 is")
     if method == "bitsandbytes" and read.flag("load_in_8bit", False):
         raise ValueError("bitsandbytes with 8 bits is not supported; only 4 (nf4, fp4) is. Take the unquantized model")
     if method == "awq" and read.text("version", "gemm").lower() != "gemm":
-        raise ValueError(f"AWQ of version {read.text('version')!r} is not supported; only gemm is")
+        raise ValueError(f"AWQ of version {read.text('version')!r} (config.json) is not supported; only gemm is")
 
 
 def _check_compressed(settings: Mapping[str, Any]) -> None:

@@ -91,7 +91,7 @@ def _bytes(
 def packed_bits(found: Mapping[str, Any], prefix: str) -> int:
     """Bits of a code of compressed-tensors' packed words: 8 where they are twice as many as those of 4 would be."""
     shape = found.get(f"{prefix}.weight_shape")
-    told = [] if shape is None else all_of(shape).tolist()
+    told = [] if shape is None else all_of(shape).reshape(-1).tolist()
     words = found[f"{prefix}.weight_packed"].shape[1]
     return 8 if len(told) == 2 and 4 * words - 4 < told[1] <= 4 * words else 4
 

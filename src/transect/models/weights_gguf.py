@@ -162,4 +162,5 @@ def _dense(tensor: QuantizedTensor) -> Tensor:
 
 
 def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    named = (name if name.isprintable() else repr(name) for name in names[:3])
+    return ", ".join(named) + (", ..." if len(names) > 3 else "")

@@ -395,4 +395,5 @@ def line(error: BaseException) -> str:
 
 
 def few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    named = (name if name.isprintable() else repr(name) for name in names[:3])
+    return ", ".join(named) + (", ..." if len(names) > 3 else "")

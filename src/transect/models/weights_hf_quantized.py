@@ -148,34 +148,51 @@ def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callab
     """
     check_method(settings)
     out = dict(found)
-    for name in found:
-        prefix, _, suffix = name.rpartition(".")
-        matrix: tuple[str, tuple[int, ...], Callable[[slice], Tensor]] | None = None
-        if suffix == "qweight":
-            kind = _gptq if settings.get("quant_method") == "gptq" else _awq
-            matrix = (f"{prefix}.weight", *kind(found, prefix, settings))
-        elif weights_hf_bnb.is_packed(found, name):
-            shape, rows = weights_hf_bnb.matrix(found, name)
-            out[name] = make(QuantizedMatrix(rows, found[name].path, name), found[name].path, name, shape, "F32")
-        elif suffix == "weight_packed":
-            matrix = (f"{prefix}.weight", *_packed(found, prefix))
-        elif suffix == "weight" and found[name].dtype in _CODES:
-            matrix = (name, *_scaled(found, prefix, block_of(settings)))
-        elif suffix.endswith("_blocks"):
-            matrix = (name.removesuffix("_blocks"), *_mxfp4(found, name))
-        if matrix is None:
-            continue
-        own, shape, rows = matrix
-        out.pop(name)
-        if suffix.endswith("_blocks"):
-            whole = QuantizedMatrix(
-                rows, found[name].path, own, _MXFP4, expert=partial(_expert_blocks, *_stack(found, name))
-            )
-        else:
-            layout, packed = codes_of(found, prefix, suffix, shape, settings)
-            whole = QuantizedMatrix(rows, found[name].path, own, layout, packed)
-        out[own] = make(whole, found[name].path, own, shape, "F32")
+    for name, stored in found.items():
+        try:
+            _put(out, found, name, settings, make)
+        except ValueError as error:
+            if str(stored.path) in str(error):
+                raise
+            raise ValueError(f"{stored.path}: {error}") from None
     return {name: each for name, each in out.items() if not _is_side(name, found)}
+
+
+def _put(
+    out: dict[str, Any], found: Mapping[str, Any], name: str, settings: Mapping[str, Any], make: Callable[..., Any]
+) -> None:
+    """Where ``name`` is the codes of a matrix, its values in their place."""
+    prefix, _, suffix = name.rpartition(".")
+    matrix: tuple[str, tuple[int, ...], Callable[[slice], Tensor]] | None = None
+    codes = suffix in ("qweight", "weight_packed") or (suffix == "weight" and found[name].dtype in _CODES)
+    if codes and len(found[name].shape) != 2:
+        raise ValueError(
+            f"the codes {name!r} of shape {list(found[name].shape)} are no matrix; download the file again"
+        )
+    if suffix == "qweight":
+        kind = _gptq if settings.get("quant_method") == "gptq" else _awq
+        matrix = (f"{prefix}.weight", *kind(found, prefix, settings))
+    elif weights_hf_bnb.is_packed(found, name):
+        shape, rows = weights_hf_bnb.matrix(found, name)
+        out[name] = make(QuantizedMatrix(rows, found[name].path, name), found[name].path, name, shape, "F32")
+    elif suffix == "weight_packed":
+        matrix = (f"{prefix}.weight", *_packed(found, prefix))
+    elif suffix == "weight" and found[name].dtype in _CODES:
+        matrix = (name, *_scaled(found, prefix, block_of(settings)))
+    elif suffix.endswith("_blocks"):
+        matrix = (name.removesuffix("_blocks"), *_mxfp4(found, name))
+    if matrix is None:
+        return
+    own, shape, rows = matrix
+    out.pop(name)
+    if suffix.endswith("_blocks"):
+        whole = QuantizedMatrix(
+            rows, found[name].path, own, _MXFP4, expert=partial(_expert_blocks, *_stack(found, name))
+        )
+    else:
+        layout, packed = codes_of(found, prefix, suffix, shape, settings)
+        whole = QuantizedMatrix(rows, found[name].path, own, layout, packed)
+    out[own] = make(whole, found[name].path, own, shape, "F32")
 
 
 def _is_side(name: str, found: Mapping[str, Any]) -> bool:
@@ -246,7 +263,7 @@ def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Cal
     per_word = 32 // bits
     outputs, inputs = packed.shape[0], packed.shape[1] * per_word
     if shape is not None:
-        told = [int(size) for size in all_of(shape).tolist()]
+        told = [int(size) for size in all_of(shape).reshape(-1).tolist()]
         if len(told) != 2 or told[0] != outputs or not inputs - per_word < told[1] <= inputs:
             raise ValueError(
                 f"{packed.path}: {prefix}.weight_shape says {told}, and the codes are {list(packed.shape)}"

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -34,8 +35,8 @@ from transect.ops.lang.cuda_build import SOURCES, source
 HEADERS = Path(__file__).parent
 INSTRUCTIONS = (HEADERS / "ptx.h").read_text()
 OPTIONS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")
-FIXED = re.compile(r"(?<!extern )__shared__ (?:__align__\(\d+\) )?([^;\[]+?) (\w+)((?:\[[^\]]*\])+);")
-DYNAMIC = re.compile(r"extern __shared__ (?:__align__\(\d+\) )?unsigned char (\w+)\[\];")
+FIXED = re.compile(r"(?<!extern )__shared__ (?:alignas\(\d+\) )?([^;\[]+?) (\w+)((?:\[[^\]]*\])+);")
+DYNAMIC = re.compile(r"extern __shared__ (?:alignas\(\d+\) )?unsigned char (\w+)\[\];")
 LAUNCH_FAILURE = 719
 """cudaErrorLaunchFailure."""
 STATEMENT = re.compile(r"\basm(?: volatile)?\(")
@@ -102,41 +103,46 @@ def calls(template: str, operands: list[str]) -> str:
 
 
 def translated(text: str) -> str:
-    """A source or a header without asm and without CUDA's ways to name shared memory."""
+    """A source, once it is preprocessed, without asm and without CUDA's ways to name shared memory."""
     while found := STATEMENT.search(text):
         fields, end = _fields(text, found.end(), ":")
         operands = [each for field in fields[1:3] for each in _operands(field)]
         text = text[: found.start()] + calls(_strings(fields[0]), operands) + text[end + 2 :]
     text = DYNAMIC.sub(r"unsigned char* \1 = machine::dynamic();", text)
-    return FIXED.sub(r"auto& \2 = machine::fixed<\1\3, __LINE__>();", text)
+    number = itertools.count()
+    return FIXED.sub(lambda m: f"auto& {m[2]} = machine::fixed<{m[1]}{m[3]}, {next(number)}>();", text)
+
+
+def _run(command: list[str], text: str) -> str:
+    """What a compiler prints that is given ``text``."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    return done.stdout
 
 
 @cache
-def library(name: str, instead: tuple[str, str] | None = None) -> ctypes.CDLL:
+def library(name: str, instead: tuple[str, str] | None = None, *options: str) -> ctypes.CDLL:
     """``NAME.cu`` on this processor, kept in the user's cache; skips the test where there is no ``g++``. ``instead``: a
-    piece of the source, and what stands there instead."""
+    piece of the source, and what stands there instead. ``options``: of the preprocessor."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
     main = source(f"{name}.cu")
-    texts = {path: path.read_text() for path in [*SOURCES.rglob("*.cuh"), main]}
+    text = main.read_text()
     if instead is not None:
-        assert texts[main].count(instead[0]) == 1, instead[0]
-        texts[main] = texts[main].replace(*instead)
-    files = {path.relative_to(SOURCES): translated(text) for path, text in texts.items()}
-    headers = [path.read_text() for path in sorted(HEADERS.glob("*.h"))]
-    key = hashlib.sha256(repr((sorted(files.items()), headers, OPTIONS)).encode()).hexdigest()[:16]
+        assert text.count(instead[0]) == 1, instead[0]
+        text = text.replace(*instead)
+    included = [path.read_text() for folder in (SOURCES, HEADERS) for path in sorted(folder.rglob("*.*h"))]
+    key = hashlib.sha256(repr((text, included, Path(__file__).read_text(), options)).encode()).hexdigest()[:16]
     kept = cache_folder() / "cuda_host" / f"{name}-{key}.so"
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
+        # What the preprocessor leaves has macros in asm written out.
+        includes = [f"-I{HEADERS}", f"-I{main.parent}"]
+        text = translated(_run([compiler, OPTIONS[0], *options, *includes, "-E", "-P", "-x", "c++", "-"], text))
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-            for path, text in files.items():
-                (Path(folder) / path).parent.mkdir(parents=True, exist_ok=True)
-                (Path(folder) / path).write_text(text)
-            built, own = Path(folder) / "built.so", Path(folder) / main.relative_to(SOURCES)
-            command = [compiler, *OPTIONS, f"-I{HEADERS}", "-x", "c++", own, "-o", built]
-            done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stderr[:4000]
+            built = Path(folder) / "built.so"
+            _run([compiler, *OPTIONS, "-x", "c++", "-", "-o", str(built)], text)
             built.replace(kept)
     return ctypes.CDLL(str(kept))
 
@@ -148,8 +154,10 @@ class Launcher:
         AssertionError: a thread did what a GPU does not do; the message says what.
     """
 
-    def __init__(self, name: str, symbol: str, signature: str, instead: tuple[str, str] | None = None) -> None:
-        self._library = library(name, instead)
+    def __init__(
+        self, name: str, symbol: str, signature: str, instead: tuple[str, str] | None = None, *options: str
+    ) -> None:
+        self._library = library(name, instead, *options)
         self._library.transect_said.restype = ctypes.c_char_p
         self._function = getattr(self._library, symbol)
         kinds = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_longlong, "f": ctypes.c_float}

@@ -9,7 +9,7 @@ typedef int CUresult;
 typedef uint64_t cuuint64_t;
 typedef uint32_t cuuint32_t;
 typedef ptx::TensorMap CUtensorMap;
-enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_UINT8 };
+enum CUtensorMapDataType { CU_TENSOR_MAP_DATA_TYPE_UINT8 = 1, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 = 2 };  // bytes of one
 enum CUtensorMapInterleave { CU_TENSOR_MAP_INTERLEAVE_NONE };
 enum CUtensorMapSwizzle { CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B };
 enum CUtensorMapL2promotion { CU_TENSOR_MAP_L2_PROMOTION_L2_256B };
@@ -17,12 +17,12 @@ enum CUtensorMapFloatOOBfill { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE };
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 enum { cudaEnableDefault };
 
-inline CUresult describe_tensor(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* from,
+inline CUresult describe_tensor(CUtensorMap* map, CUtensorMapDataType each, cuuint32_t rank, void* from,
                                 const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
                                 const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   if (rank != 2 || (uintptr_t)from % 16 || strides[0] % 16 || swizzle != CU_TENSOR_MAP_SWIZZLE_128B) return 1;
-  *map = {(const unsigned char*)from, {sizes[0], sizes[1]}, strides[0], {box[0], box[1]}};
+  *map = {(const unsigned char*)from, {sizes[0] * each, sizes[1]}, strides[0], {box[0] * each, box[1]}, each};
   return 0;
 }
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned, int,

@@ -34,7 +34,7 @@ TRANSECT_VECTOR(float, float)
 inline uint32_t __float_as_uint(float v) { return numbers::bits_of(v); }
 inline float __uint_as_float(uint32_t bits) { return numbers::of_bits(bits); }
 inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float v) { return expf(v); }
+#define __expf expf  // a name that libraries of C know too
 inline float rsqrtf(float v) { return 1 / sqrtf(v); }
 
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t selector) {
@@ -49,6 +49,11 @@ T __ldcg(const T* from) {
   machine::readable(from, sizeof(T));
   if ((uintptr_t)from % sizeof(T)) machine::fail("a read that is not at a multiple of its size");
   return *from;
+}
+
+template <typename T>
+void __stcg(T* to, const T& v) {
+  *to = v;
 }
 
 inline size_t __cvta_generic_to_shared(const void* pointer) {

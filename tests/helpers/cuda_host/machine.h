@@ -49,11 +49,12 @@ inline void acquire(void* of) {
 #endif
 }
 
-// Threads that come together: of a warp (or a part of one), each with a letter for the others, or of a block.
+// Threads that come together: of a warp (or a part of one) or a warpgroup, each with a letter for the others, or of a
+// block.
 struct Meeting {
   int come = 0, turn = 0;
   std::vector<struct Fiber*> waiting;
-  alignas(16) unsigned char letters[2][32][64];
+  alignas(16) unsigned char letters[2][4096];
 };
 
 struct Block {
@@ -62,9 +63,10 @@ struct Block {
   uint32_t statics = kStatics, dynamic;
   std::unique_ptr<unsigned char[]> held;
   unsigned char* memory;
-  std::map<int, uint32_t> static_of;  // by line
+  std::map<int, uint32_t> static_of;  // by number
   Meeting all;
   std::map<std::pair<int, unsigned>, Meeting> parts;  // by warp and mask
+  std::map<int, Meeting> groups, named;               // by warpgroup; by number
   std::map<uint32_t, std::vector<struct Fiber*>> at_barrier;
 };
 
@@ -203,17 +205,27 @@ inline void all_threads() { come(now->block->all, now->block->alive); }
 
 inline int lane() { return now->index.x % 32; }
 
-// The letters of a warp's lanes to each other; they may be read until the same lanes have met twice again.
+// The letters of ``count`` threads to each other; they may be read until the same threads have met twice again.
+template <typename T>
+const T* letters_of(Meeting& m, int count, int place, const T& own) {
+  T* letters = (T*)m.letters[m.turn];
+  static_assert(sizeof(T) <= 32);
+  letters[place] = own;
+  come(m, count);
+  return letters;
+}
+
+// Of a warp's lanes.
 template <typename T>
 const T* exchanged(unsigned mask, const T& own) {
-  static_assert(sizeof(T) <= 64);
   if (!(mask >> lane() & 1)) fail("a lane that its own mask leaves out");
-  Meeting& m = now->block->parts[{(int)now->index.x / 32, mask}];
-  auto& letters = m.letters[m.turn];
-  // Of each lane one letter: T lies at [lane] of an array.
-  memcpy((unsigned char*)letters + lane() * sizeof(T), &own, sizeof(T));
-  come(m, __builtin_popcount(mask));
-  return (const T*)letters;
+  return letters_of(now->block->parts[{(int)now->index.x / 32, mask}], __builtin_popcount(mask), lane(), own);
+}
+
+// Of the 128 threads of a warpgroup.
+template <typename T>
+const T* exchanged_in_group(const T& own) {
+  return letters_of(now->block->groups[now->index.x / 128], 128, now->index.x % 128, own);
 }
 
 inline void begin() {
@@ -286,11 +298,11 @@ inline bool run(dim3 grid, dim3 threads, uint32_t dynamic, std::function<void()>
   return said.empty();
 }
 
-// ``__shared__`` arrays of a fixed size, by the line of the source.
-template <typename T, int LINE>
+// ``__shared__`` arrays of a fixed size, by their number in the source.
+template <typename T, int NUMBER>
 T& fixed() {
   Block& block = *now->block;
-  auto [place, first] = block.static_of.try_emplace(LINE, block.statics);
+  auto [place, first] = block.static_of.try_emplace(NUMBER, block.statics);
   if (first) block.statics += (sizeof(T) + 127) / 128 * 128;
   if (block.statics > kDynamic) fail("room for fixed shared memory in the machine");
   return *(T*)(block.memory + place->second);

@@ -3,14 +3,15 @@
 
 #pragma once
 
+#include <tuple>
+#include <utility>
+
 #include "machine.h"
 #include "numbers.h"
 
 namespace ptx {
 
 using machine::shared;
-
-struct Tag {};  // an operand that is thrown away
 
 // Memory.
 
@@ -48,7 +49,18 @@ void ld_acquire_gpu_global_u32(T& to, const unsigned* from) {
   machine::acquire((void*)from);
 }
 
-// Barriers that count, and the copy engine.
+template <typename T>
+void ld_acquire_gpu_global_s32(T& to, const int* from) { ld_acquire_gpu_global_u32(to, (const unsigned*)from); }
+template <typename T>
+void ld_acquire_gpu_global_u32(T& to, const int* from) { ld_acquire_gpu_global_u32(to, (const unsigned*)from); }
+inline void st_release_gpu_global_s32(int* to, int v) {
+  machine::release(to);
+  *to = v;
+}
+
+// Barriers of threads, barriers that count, and the copy engine.
+
+inline void bar_sync(int number, int threads) { machine::come(machine::now->block->named[number], threads); }
 
 inline void mbarrier_init_shared__cta_b64(uint32_t barrier, int count) {
   machine::Barrier* b = (machine::Barrier*)shared(barrier, 8, 8);
@@ -83,9 +95,13 @@ inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(ui
 // A tensor map describes rows of bytes; the only swizzle is that of 128 bytes, of boxes as wide.
 struct TensorMap {
   const unsigned char* from;
-  uint64_t sizes[2], stride;
+  uint64_t sizes[2], stride;  // in bytes, rows; bytes
   uint32_t box[2];
+  int each;  // bytes of a number
 };
+
+inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
+inline void prefetch_tensormap(const void*) {}
 
 inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
     uint32_t to, const void* map, int x, int y, uint32_t barrier, uint64_t) {
@@ -94,10 +110,9 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx
   if (m.box[0] != 128) machine::fail("a box that is not 128 bytes wide");
   for (uint32_t r = 0; r < m.box[1]; r++)
     for (uint32_t i = 0; i < 128; i++) {
-      const uint64_t column = x + i, row = y + r;
-      const uint32_t address = to + r * 128 + i, swizzled = address ^ (address >> 7 & 7) << 4;
+      const uint64_t column = x * m.each + i, row = y + r;
       const bool inside = column < m.sizes[0] && row < m.sizes[1];  // below 0 is above all sizes
-      bytes[swizzled - to] = inside ? m.from[row * m.stride + column] : 0;
+      bytes[swizzled(to + r * 128 + i) - to] = inside ? m.from[row * m.stride + column] : 0;
     }
   memset(shared(to, bytes.size(), 1024), machine::kSpoilt, bytes.size());
   shared(barrier, 8, 8);
@@ -120,6 +135,35 @@ void cvt_u32_u16(T& to, uint16_t from) { to = from; }
 template <typename T>
 void cvt_rn_f16x2_e4m3x2(T& to, uint16_t from) {
   to = numbers::half_bits(numbers::of_e4m3(from & 255)) | (uint32_t)numbers::half_bits(numbers::of_e4m3(from >> 8)) << 16;
+}
+
+inline void setp_eq_u32(bool& p, unsigned a, unsigned b) { p = a == b; }
+template <typename T>
+void selp_u32(T& to, unsigned a, unsigned b, bool p) { to = p ? a : b; }
+
+// Of both halves of a word; rounded once.
+template <typename T, typename F>
+void of_brains(T& to, F number) {
+  uint32_t both = 0;
+  for (int i = 0; i < 2; i++) both |= (uint32_t)numbers::brain_bits(number(i)) << 16 * i;
+  to = both;
+}
+inline float brain_of(uint32_t word, int i) { return numbers::of_brain(word >> 16 * i); }
+template <typename T>
+void fma_rn_bf16x2(T& to, uint32_t a, uint32_t b, uint32_t c) {
+  of_brains(to, [=](int i) { return (float)((double)brain_of(a, i) * brain_of(b, i) + brain_of(c, i)); });
+}
+template <typename T>
+void mul_rn_bf16x2(T& to, uint32_t a, uint32_t b) {
+  of_brains(to, [=](int i) { return brain_of(a, i) * brain_of(b, i); });
+}
+template <typename T>
+void movmatrix_sync_aligned_m8n8_trans_b16(T& to, uint32_t v) {
+  const uint32_t* all = machine::exchanged(0xFFFFFFFFu, v);
+  const int row = machine::lane() / 4, column = machine::lane() % 4 * 2;
+  uint32_t both = 0;
+  for (int i = 0; i < 2; i++) both |= (all[(column + i) * 4 + row / 2] >> row % 2 * 16 & 0xFFFF) << 16 * i;
+  to = both;
 }
 
 // Products of tensor cores: a lane's letters are its parts of the two operands.
@@ -145,7 +189,6 @@ void multiply(C& c0, C& c1, C& c2, C& c3, const Operands& own, Left left, Right 
 inline int byte_of(uint32_t word, int i) { return word >> 8 * i & 255; }
 inline int signed_byte_of(uint32_t word, int i) { return (int8_t)(word >> 8 * i); }
 inline float half_of(uint32_t word, int i) { return numbers::of_half(word >> 16 * i); }
-inline float brain_of(uint32_t word, int i) { return numbers::of_bits((i ? word : word << 16) & 0xFFFF0000u); }
 
 #define TRANSECT_MMA(NAME, C, EACH, LEFT, RIGHT)                                                                     \
   inline void NAME(C& c0, C& c1, C& c2, C& c3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,      \
@@ -156,5 +199,55 @@ TRANSECT_MMA(mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32, int, 4, byte_of, s
 TRANSECT_MMA(mma_sync_aligned_m16n8k32_row_col_s32_u8_u8_s32, int, 4, byte_of, byte_of)
 TRANSECT_MMA(mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, float, 2, half_of, half_of)
 TRANSECT_MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, float, 2, brain_of, brain_of)
+
+// Products of a warpgroup: 64 rows by 16 k in registers, times N rows of swizzled lines of 128 bytes in shared memory.
+// Here they are done at once.
+
+inline void wgmma_fence_sync_aligned() {}
+inline void wgmma_commit_group_sync_aligned() {}
+inline void wgmma_wait_group_sync_aligned(int) {}
+
+struct Left {
+  uint32_t a[4];
+};
+
+template <int N>
+void multiply_group(float* const (&c)[N / 2], const Left& own, uint64_t right) {
+  const Left* all = machine::exchanged_in_group(own);
+  const int first = machine::now->index.x % 128 / 32 * 32, g = machine::lane() / 4, q = machine::lane() % 4;
+  const uint32_t at = (right & 0x3FFF) << 4;
+  if ((right >> 32 & 0x3FFF) != 64 || right >> 62 != 1) machine::fail("rows of another order than eights of 128 bytes");
+  for (int n = 0; n < N; n++) {
+    if (n / 2 % 4 != q) continue;
+    float k[16];
+    for (int piece = 0; piece < 2; piece++) {
+      const uint32_t from = swizzled(at + n * 128 + piece * 16);
+      for (int e = 0; e < 8; e++) k[piece * 8 + e] = numbers::of_brain(((const uint16_t*)shared(from, 16, 16))[e]);
+    }
+    for (int h = 0; h < 2; h++) {
+      float sum = 0;
+      for (int i = 0; i < 16; i++) sum += brain_of(all[first + g * 4 + i % 8 / 2].a[i / 8 * 2 + h], i % 2) * k[i];
+      *c[n / 8 * 4 + h * 2 + n % 2] += sum;
+    }
+  }
+}
+
+template <int N, typename... Rest, size_t... I>
+void multiply_group(std::index_sequence<I...>, std::tuple<Rest...> all) {
+  float* const c[] = {&std::get<I>(all)...};
+  const Left own = {{(uint32_t)std::get<N / 2>(all), (uint32_t)std::get<N / 2 + 1>(all),
+                     (uint32_t)std::get<N / 2 + 2>(all), (uint32_t)std::get<N / 2 + 3>(all)}};
+  multiply_group<N>(c, own, std::get<N / 2 + 4>(all));
+}
+
+#define TRANSECT_WGMMA(NAME, N)                                                                            \
+  template <typename... All>                                                                               \
+  void NAME(All&&... all) {                                                                                \
+    multiply_group<N>(std::make_index_sequence<N / 2>(), std::tuple<All&&...>(std::forward<All>(all)...)); \
+  }
+TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n16k16_f32_bf16_bf16, 16)
+TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n32k16_f32_bf16_bf16, 32)
+TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n64k16_f32_bf16_bf16, 64)
+TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n128k16_f32_bf16_bf16, 128)
 
 }  // namespace ptx

@@ -15,7 +15,7 @@ def test_asm_becomes_calls():
 
 
 def test_shared_memory_is_the_blocks():
-    text = "extern __shared__ unsigned char all[];\n__shared__ __align__(8) uint64_t one[N / 2][3];"
+    text = "extern __shared__ unsigned char all[];\n__shared__ alignas(8) uint64_t one[N / 2][3];"
     assert cuda_host.translated(text) == (
-        "unsigned char* all = machine::dynamic();\nauto& one = machine::fixed<uint64_t[N / 2][3], __LINE__>();"
+        "unsigned char* all = machine::dynamic();\nauto& one = machine::fixed<uint64_t[N / 2][3], 0>();"
     )

@@ -2,7 +2,9 @@
 to what they do not take. The reference and Triton are tested with all operators."""
 
 import re
+from types import SimpleNamespace
 
+import cuda_host
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from transect.ops.linear.packed.gguf_layout import FORMATS, arranged_shape
 from transect.ops.linear.packed.gguf_matmul import Products, dequantize, drawn, reference
 from transect.ops.linear.packed.gguf_rows import GGUFRows, Tiling, choose_tiling, refusal, shared_bytes, tiling_of
 from transect.ops.linear.packed.gguf_tiles import GGUFTiles
+from transect.ops.numerics import sample
 from transect.ops.registry import Unavailable
 
 
@@ -150,3 +153,30 @@ def test_the_source_knows_the_types_and_their_sizes() -> None:
     assert started == [(name, *map(str, cut)) for name in FORMATS for cut in gguf_tiles.CUTS]
     assert arranged_shape(FORMATS["Q4_K"], 33, 300) == (3, 2, 2368)
     assert gguf_rows.MOST_ROWS == 8
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize(("name", "cut"), [("Q4_K", (16, 2, 2)), ("Q6_K", (64, 2, 2))])
+def test_the_source_of_tiles_has_the_values_in_any_order_of_threads(
+    name: str, cut: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One kernel of ``gguf_tiles.cu`` on this processor (``cuda_host``), of blocks that share tiles."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    lines = cuda_build.source("gguf_tiles.cu").read_text().splitlines()
+    line = lines.index(f"  TRANSECT_CUT(k{name}, {cut[0]}, {cut[1]}, {cut[2]})") + 1
+    kernel = object.__new__(GGUFTiles)
+    kernel._launch = cuda_host.Launcher(
+        "gguf_tiles", "transect_gguf_tiles", "ppppppiiil" + "iiiiiiii" + "p", None,
+        "-DTRANSECT_OF=100000", f"-DTRANSECT_PART={line}",
+    )  # fmt: skip
+    kernel._flags = torch.zeros(gguf_tiles.FLAGS, dtype=torch.int32)
+    for m, n, k, blocks in ((cut[0] + 3, 144, 1024, 5), (5, 264, 1288, 7)):
+        x, bias = sample(m, k + 8).bfloat16()[:, :k], sample(n).bfloat16()
+        arranged = drawn(name, n, k)
+        wanted = reference(x.double(), arranged, name, n, bias.double())
+        found = []
+        for order in range(2):
+            kernel._launch.draw(order)
+            found.append(kernel(x, arranged, name, n, bias, tiling=gguf_tiles.Tiling(*cut, blocks, 2, 4)))
+        assert (found[0].double() - wanted).norm() < 5e-3 * wanted.norm()
+        assert torch.equal(*found)
