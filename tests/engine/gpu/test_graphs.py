@@ -7,9 +7,11 @@ import pytest
 import torch
 from gpu_engine import TINY
 
+from transect.engine.batch import Draw, ScheduledBatch, ScheduledRow
 from transect.engine.gpu.graphs import GraphCache, without_collector
 from transect.engine.gpu.runner import GPURunner
 from transect.engine.gpu.step_inputs import StepLayout
+from transect.engine.sampling_params import SamplingParams
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops
 
@@ -76,6 +78,48 @@ def test_all_ranks_run_a_step_again_where_one_could_not_capture_it(own, anyone):
     if anyone:
         with pytest.raises(RuntimeError, match="not loaded" if own else "another rank"):
             runner._warm(StepLayout(2, 2, 2, 1), run=True)
+
+
+class Recording(GraphCache):
+    """Runs work as it comes, and knows under which keys."""
+
+    def _capture(self, key, work):
+        self._graphs[key] = SimpleNamespace(replay=work), None
+
+    def run(self, key, work):
+        self._graphs[key] = None, None
+        return work()
+
+
+def test_layers_and_head_are_one_graph_for_all_draws_that_need_more_than_logits():
+    """A graph of the layers takes tens of milliseconds to capture, one of the draws one; requests wait for it."""
+    torch.manual_seed(0)
+    model = Decoder(TINY, "cpu", torch.float32, ops=resolve_ops("cpu")).requires_grad_(False)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.02)
+    caches = model.new_kv_cache(9, 16, torch.float32)
+    runner = GPURunner(model, *caches, max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64)
+    runner.graphs = Recording(stream=None)
+
+    def step(rows: int, **params) -> None:
+        made = []
+        for _ in range(rows):
+            step.ids += 1
+            draw = Draw(step.ids, 0, 0, SamplingParams(temperature=0.0, **params), (1,), [])
+            made.append(ScheduledRow(step.ids, 0, 1, (1,), [], [step.ids % 8], (draw,)))
+        result = runner.submit(ScheduledBatch(step.ids, tuple(made))).result()
+        assert len(result.tokens) == rows and len(result.logprobs) == rows * ("logprobs" in params)
+
+    step.ids = 0
+    step(8)
+    plain = set(runner.graphs._graphs)
+    for params in ({"logprobs": 2}, {"frequency_penalty": 1.0}, {"logprobs": 1, "logit_bias": {3: 2.0}}):
+        step(8, **params)
+    step(8, presence_penalty=1.0)
+    assert runner._adjust.generation > 1, "its tables have grown"
+    more = set(runner.graphs._graphs) - plain
+    assert len(plain) == 1 and sum(key[0] != "draws" for key in more) == 1
+    assert {key[2][:2] for key in more if key[0] == "draws"} == {(False, True), (True, False), (True, True)}
 
 
 @pytest.mark.gpu

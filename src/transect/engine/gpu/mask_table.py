@@ -2,7 +2,8 @@
 
 A step's masks are known when the step before has been committed, which is after the step was launched. So it is
 launched in two parts: layers and head, whose logits are left here; and, once the masks are there, the draws. The masks
-have a stream of their own, so that they are copied while the layers run.
+have a stream of their own, so that they are copied while the layers run. Draws with penalties or logprobs find their
+logits here too: so one graph of layers and head is for all of them.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ Padding rows belong to no sequence and have length 0. Small steps with prefill c
 comes again (their padding rows write to a block of the cache that no sequence has). Large ones are launched kernel by
 kernel; the arithmetic hides the launches.
 
-Penalties, logit_bias and min_tokens, and logprobs of drawn tokens, are part of the graph where a step has them; the
-step's graph is then another one. Where draws are under grammars a step is two graphs: layers and head when it is
-submitted, the draws when their masks are known (``mask_table.py``), while the device computes the first.
+Where draws need more than their logits (penalties, logit_bias, min_tokens, logprobs, grammars) a step is two graphs:
+layers and head, one for all of these, and the draws, which take a millisecond to capture. Under grammars the draws
+follow when their masks are known (``mask_table.py``), while the device computes the first.
 ``prompt_logprobs`` and pooled vectors are computed within ``submit``, which waits for the device.
 
 All of it also runs on CPU tensors, without graphs and at once: that is how it is tested without a GPU.
@@ -179,8 +179,11 @@ class GPURunner:
             plan = self._planner.plan(batch, memory)
             turn, hidden, sampled = self._run(plan)
             known = prompt_results(self._model, plan.rows, plan.starts, hidden)
-            if turn is None:
+            if turn is None and plan.variant.masked:
                 return Waiting(partial(self._draw_masked, plan, known))
+            if turn is None:
+                sampled = self._draw(plan)
+                return self._pending(self._ring.ended(), plan, sampled, known)
             if self._host_sampler is not None:
                 self._ring.results(turn, self._stream)
                 draw = partial(self._draw_on_host, self._host_sampler, batch, plan, sampled, known)
@@ -195,10 +198,14 @@ class GPURunner:
         with self._on_stream():
             found = zip(ids, self._masks.send(constraints), strict=True)
             problems = {seq_id: problem for seq_id, problem in found if problem is not None}
-            generation = self._adjust.generation if plan.variant.adjust else 0
-            key = "draws", plan.layout.draws, plan.layout, plan.variant, generation
-            sampled = self._launch(key, partial(self._second_part, plan), plan)
+            sampled = self._draw(plan)
             return self._pending(self._ring.ended(), plan, sampled, known, problems)
+
+    def _draw(self, plan: StepPlan) -> Sampled:
+        """Launch the second part of a step."""
+        generation = self._adjust.generation if plan.variant.adjust else 0
+        key = "draws", plan.layout, plan.variant, generation
+        return self._launch(key, partial(self._second_part, plan), plan)
 
     def _pending(
         self,
@@ -242,7 +249,7 @@ class GPURunner:
         if self.graphs is None:
             return
         with self._on_stream():
-            key, work = self._key(plan, plan.variant, 0), partial(self._step, plan, False)
+            key, work = self._key(plan, False), partial(self._step, plan, False)
             failed: RuntimeError | None = None
             try:
                 self.graphs.prepare(key, work)
@@ -342,12 +349,10 @@ class GPURunner:
 
     def _run(self, plan: StepPlan, eager: bool = False) -> tuple[int | None, Tensor, Sampled]:
         """Launch a step whose numbers are in the ring's memory; its turn there, and what ``_compute`` returns. Where
-        draws wait for masks the turn is None, and goes on with ``_second_part``."""
-        waits = plan.variant.masked and self._host_sampler is None
-        variant = Variant(masked=True) if waits else plan.variant
-        generation = self._adjust.generation if variant.adjust else 0
+        draws need more than their logits the turn is None, and goes on with ``_second_part``."""
+        waits = plan.variant != Variant() and self._host_sampler is None
         self._ring.send(plan.layout.nbytes)
-        key = self._key(plan, variant, generation)
+        key = self._key(plan, waits)
         graphs = self.graphs if not eager and (plan.decode or plan.graph) else None
         held, count = graphs is not None and key in graphs, 0 if graphs is None else len(graphs)
         hidden, sampled = self._launch(key, partial(self._step, plan, waits), plan, eager)
@@ -355,9 +360,9 @@ class GPURunner:
         self.launched = "graph" if held else "captured" if captured else "eager"
         return None if waits else self._ring.ended(), hidden, sampled
 
-    def _key(self, plan: StepPlan, variant: Variant, generation: int) -> Hashable:
-        """What steps that can replay one graph have in common."""
-        return plan.layout, variant, generation, plan.prune, plan.chunk_rows
+    def _key(self, plan: StepPlan, waits: bool) -> Hashable:
+        """What steps that can replay one graph have in common. ``waits``: it ends with logits."""
+        return plan.layout, waits, plan.prune, plan.chunk_rows
 
     def _launch(self, key: Hashable, work: Callable[[], Any], plan: StepPlan, eager: bool = False) -> Any:
         """Run work of a step, by a graph if it is of a kind that comes again."""
@@ -372,7 +377,7 @@ class GPURunner:
             raise
 
     def _step(self, plan: StepPlan, waits: bool) -> tuple[Tensor, Sampled]:
-        """Everything that happens on the device in a step, or what does not wait for masks."""
+        """Everything that happens on the device in a step, or its first part."""
         self._ring.take(plan.layout.nbytes)
         found = self._compute(plan, waits)
         if not waits:
@@ -383,8 +388,8 @@ class GPURunner:
         """The draws of a step, from the logits that its first part has left."""
         fields = self._fields(plan.layout)
         logits_RV = self._masks.kept(plan.layout.draws)
-        adjusts, wants_logprobs, _ = plan.variant
-        masks = self._masks.words
+        adjusts, wants_logprobs, masked = plan.variant
+        masks = self._masks.words if masked else None
         sampled = self._sampler(logits_RV, fields, self._drawn, self._adjust, adjusts, wants_logprobs, masks)
         self._ring.give()
         return sampled
@@ -398,7 +403,7 @@ class GPURunner:
         if not plan.layout.draws:
             return hidden_TD, None
         hidden_RD = hidden_TD if plan.decode or plan.prune else hidden_TD.index_select(0, fields.last)
-        if self._part is not None and not waits and plan.variant == Variant():
+        if self._part is not None and not waits:
             logits_RV, spread = self._model.capped(self._part.product(hidden_RD)), self._part.spread
             self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False, spread=spread)
             return hidden_TD, None
@@ -407,9 +412,9 @@ class GPURunner:
             return hidden_TD, logits_RV
         if waits:
             self._masks.keep(logits_RV)
-            return hidden_TD, None
-        adjusts, wants_logprobs, _ = plan.variant
-        return hidden_TD, self._sampler(logits_RV, fields, self._drawn, self._adjust, adjusts, wants_logprobs)
+        else:
+            self._sampler(logits_RV, fields, self._drawn, self._adjust, False, False)
+        return hidden_TD, None
 
     def _context(self, plan: StepPlan) -> PagedContext:
         fields = self._fields(plan.layout)

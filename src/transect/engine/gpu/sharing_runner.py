@@ -48,8 +48,8 @@ class GPUSharingRunner(GPURunner):
         self._sharing.size = layout.tokens  # a graph for steps of which this rank's is the largest
         super()._warm(layout, *arguments, **options)
 
-    def _key(self, plan: StepPlan, variant: Variant, generation: int) -> Hashable:
-        return super()._key(plan, variant, generation), self._sharing.size
+    def _key(self, plan: StepPlan, waits: bool) -> Hashable:
+        return super()._key(plan, waits), self._sharing.size
 
 
 class GPUSharingStageRunner(GPUSharingRunner, GPUStageRunner):

@@ -53,7 +53,8 @@ from .step_sizes import FEWEST_ROWS, mixed_size, ragged_rows, row_bucket, width_
 
 
 class Variant(NamedTuple):
-    """What a step's sampling includes beside the draws; each combination is a graph of its own."""
+    """What a step's sampling includes beside the draws. With any of these a step is two graphs; that of the draws is
+    another one for each combination."""
 
     adjust: bool = False
     logprobs: bool = False
