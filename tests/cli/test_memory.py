@@ -107,6 +107,8 @@ def test_serving(capsys):
         (("llama-3.1-8b", "--train", "--tp", "3", "--device-memory", "80GB"), "cannot be cut for 3 ranks"),
         (("llama-3.1-8b", "--train", "--zero", "1", "--device-memory", "80GB"), "parallel.data to 2"),
         (("llama-9b", "--train"), "llama-9b"),
+        (("llama-3.1-8b", "--serve", "--device-memory", "80"), "--device-memory 80 is 80 bytes: give the unit too"),
+        (("qwen3-30b-a3b", "--serve", "--tp", "2", "--dp", "2", "--ep", "2", "--device-memory", "80GB"), "give --ep 4"),
         (("llama-3.1-8b", "--task", "dpo"), 'set objective to "dpo", and task to what is trained'),
         (("llama-3.1-8b", "--task", "lora", "--context", "99"), "--context is for --serve, and this asks for --train"),
         (("llama-3.1-8b", "--serve", "--task", "lora"), "--task is for --train, and this asks for --serve"),
@@ -139,6 +141,10 @@ def test_serving_on_several_devices(capsys):
     assert found["fits"] and len(found["ranks"]) == 2 and "layers 16-31 of 32, head" in found["ranks"][1]["share"]
     code, _, err = run(capsys, *arguments, "--tp", "3")
     assert code == 2 and "tensor_parallel_size can be 1, 2, 4, 8" in err
+    _, out, _ = run(capsys, *arguments, "--tp", "2", "--dp", "2")
+    assert "on each of 2 ranks" in out and "2 engines like this one need 4 devices" in out
+    one, two = (json.loads(run(capsys, *few, "--ep", "2", "--json", *dp)[1]) for dp in ((), ("--dp", "2")))
+    assert one == two and one["fits"]
 
 
 def test_layers_that_stream(capsys):

@@ -10,9 +10,12 @@ import pytest
 from tiny_llm import save_tiny_llm
 
 from transect import SamplingParams
-from transect.engine.async_engine import EngineDeadError
+from transect.engine.async_engine import EngineDeadError, EngineHealth
+from transect.engine.clock import VirtualClock
 from transect.engine.config import EngineConfig
 from transect.engine.replicas import Replicas, config_of, start_engines
+from transect.engine.scheduler import Scheduler
+from transect.engine.scheduler_config import SchedulerConfig
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
 
@@ -40,6 +43,14 @@ class Fake:
             yield SimpleNamespace(token_ids=[1], final=None)
         self.runs.discard(request_id)
 
+    async def stats(self):
+        if self.death is not None:
+            raise EngineDeadError(self.death)
+        return self.said
+
+    async def health(self):
+        return EngineHealth("ok" if self.death is None else "dead", self.death or "")
+
     def snapshot(self, request_id):
         return self.name if request_id in self.runs else None
 
@@ -51,6 +62,27 @@ async def test_news_of_a_request_come_from_the_replica_that_has_it():
         return [found async for found in engines.generate([1, 2, 3], SamplingParams())]
 
     assert await asyncio.gather(run(), run()) == [["first"] * 3, ["second"] * 3]
+
+
+async def test_the_end_of_a_replica_is_logged_and_no_counter_goes_back(caplog):
+    said = Scheduler(SchedulerConfig(num_blocks=8), VirtualClock()).stats()
+    said.generation_tokens, said.running, said.finished = 5, 2, {"stop": 3}
+    fakes = Fake("first"), Fake("second")
+    for fake in fakes:
+        fake.said = said
+    engines = Replicas(EngineConfig(model="m", data_parallel_size=2), fakes)
+    both = await engines.stats()
+    assert (both.generation_tokens, both.running, both.kv_blocks_total) == (10, 4, 16)
+    fakes[0].death = "it was killed"
+    one = await engines.stats()
+    assert (one.generation_tokens, one.finished, one.running, one.kv_blocks_total) == (10, {"stop": 6}, 2, 8)
+    for _ in range(2):
+        assert (await engines.health()).state == "ok"
+    said_once = [record.getMessage() for record in caplog.records]
+    assert len(said_once) == 1 and "replica 0 has ended (it was killed), 1 of 2 go on" in said_once[0]
+    fakes[1].death = "it was killed"
+    with pytest.raises(EngineDeadError):
+        await engines.stats()
 
 
 @pytest.mark.prove

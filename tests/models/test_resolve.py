@@ -97,6 +97,9 @@ def test_paths_that_do_not_exist(tmp_path):
 
 def test_files_and_directories_that_are_no_model(tmp_path, smollm2):
     fails(str(tmp_path), "has no config.json, so it is no model in Hugging Face layout$")
+    (tmp_path / "last").mkdir()
+    fails(str(tmp_path), r"it is a training run, whose newest checkpoint is .*last$")
+    (tmp_path / "last").rmdir()
     shutil.copy(smollm2.path.with_name(smollm2.path.name + ".checked"), tmp_path / "a.gguf")
     fails(str(tmp_path), "give one of its GGUF files: a.gguf")
     fails(str(tmp_path / "a.gguf"), "is not a GGUF file")

@@ -30,6 +30,9 @@ from transect.train.schedule import factor
         ({"model": "m", "objective": "lora"}, 'a task: set task to "lora"'),
         ({"model": "m", "data": {"train": ["a"], "weights": [float("nan")]}}, "a number greater than 0 for each"),
         ({"model": "m", "lora": {"alpha": float("inf")}}, "lora.alpha must be greater than 0"),
+        ({"model": "m", "threads": 0}, "threads must be at least 1, not 0"),
+        ({"model": "m", "seed": 2**64}, "seed must be less than"),
+        ({"model": "m", "lora": {"start": "a"}}, "task = 'finetune' trains none: set task to"),
         ({"model": "m", "task": "learn"}, "task must be one of pretrain, finetune, lora, qlora, not 'learn'"),
         ({"model": "m", "data": 3}, "data must be a table"),
         ({"model": "m", "data": {"train": [1]}}, r"data\.train must be a list of strings"),
@@ -47,6 +50,12 @@ from transect.train.schedule import factor
 def test_mistakes_are_named(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig.from_dict(values)
+
+
+def test_tables_that_mean_nothing_are_told_of() -> None:
+    values = {"model": "m", "task": "lora", "lora": {"rank": 4}, "objective": "dpo", "dpo": {"beta": 0.2}}
+    assert TrainConfig.from_dict(values).unused() == []
+    assert TrainConfig.from_dict({**values, "task": "finetune", "objective": "orpo"}).unused() == ["lora", "dpo"]
 
 
 def test_toml_in_and_plain_values_out(tmp_path) -> None:

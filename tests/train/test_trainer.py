@@ -138,6 +138,7 @@ def test_rounding_to_the_nearest_is_warned_of(tmp_path) -> None:
     trainer = Trainer(tiny_run(tmp_path, precision="bfloat16", optimizer={"rounding": "nearest"}))
     assert 'precision = "mixed"' in trainer.told[0]
     assert not Trainer(tiny_run(tmp_path, precision="bfloat16")).told
+    assert "[lora] mean nothing to this run" in Trainer(tiny_run(tmp_path, lora={"rank": 2})).told[0]
 
 
 def test_chats_train_on_the_assistant_alone(tmp_path) -> None:

@@ -25,7 +25,9 @@ TRAINING = (
     *("task", "objective", "precision", "optimizer", "checkpointing", "micro_batch", "seq_len", "accumulate", "rank"),
     *("dp", "zero", "fsdp", "cp", "sp", "reduce", "offload", "offload_all", "changes"),
 )
-"""Options that mean something for a run alone."""
+"""Options that mean something for a run; all but ``dp`` for a run alone."""
+LEAST_BUDGET = 1 << 20
+"""Bytes. Who gives fewer has left the unit out."""
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
@@ -84,7 +86,10 @@ def command(
         int, typer.Option("--ep", min=1, help="Devices that share experts. --serve: a multiple of --tp; --train: --dp.")
     ] = 1,
     dp: Annotated[
-        int, typer.Option("--dp", "--data-parallel-size", min=1, help="--train: ranks with other micro-batches.")
+        int,
+        typer.Option(
+            "--dp", "--data-parallel-size", min=1, help="--train: ranks with other micro-batches. --serve: engines."
+        ),
     ] = 1,
     zero: Annotated[int | None, typer.Option(min=0, max=3, help="--train: what is cut over the --dp ranks.")] = None,
     fsdp: Annotated[int | None, typer.Option(min=1, help="--train: --dp N --zero 3.")] = None,
@@ -118,6 +123,8 @@ def command(
     source = resolve(name, load_format="dummy" if shape else "auto")
     kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
+    if device_memory is not None and budget < LEAST_BUDGET:
+        raise ValueError(f"--device-memory {device_memory} is {budget} bytes: give the unit too, such as 80GB")
     if run is not None:
         show_training(run, source, kind, budget, json)
         return
@@ -125,9 +132,9 @@ def command(
         "max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype, "quantization": quantization,
         "max_num_batched_tokens": max_num_batched_tokens, "cpu_offload_gb": cpu_offload_gb,
         "offload_folder": offload_folder, "kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp, **_sharing(tp, ep),
+        "pipeline_parallel_size": pp, **_sharing(tp, ep, dp),
     }  # fmt: skip
-    _serve(source, settings, kind, budget, json, link)
+    _serve(source, settings, kind, budget, json, link, engines=dp if ep == 1 else 1)
 
 
 def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file: bool) -> bool:
@@ -138,6 +145,8 @@ def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file
     """
     own = {name: [_option(call, each) for each in names if each in given]
            for name, names in (("--train", TRAINING), ("--serve", SERVING))}  # fmt: skip
+    if serve or own["--serve"]:
+        own["--train"] = [option for option in own["--train"] if option != "--dp"]
     if (train and serve) or not (train or serve or file or own["--train"] or own["--serve"]):
         raise ValueError("say which memory: --train or --serve")
     if file and serve:
@@ -154,14 +163,20 @@ def _option(call: typer.Context, name: str) -> str:
     return next(param.opts[0] for param in call.command.params if param.name == name)
 
 
-def _sharing(tp: int, ep: int) -> dict[str, Any]:
+def _sharing(tp: int, ep: int, dp: int) -> dict[str, Any]:
     """The settings of so many devices that share experts.
 
     Raises:
-        ValueError: they are not whole tensor groups; the message names the nearest number that is.
+        ValueError: they are not whole tensor groups; the message names the nearest number that is. Or there are more or
+            fewer groups than ``dp`` says.
     """
     if ep == 1:
         return {}
+    if dp > 1 and ep != dp * tp:
+        raise ValueError(
+            f"--ep is {ep}, and --dp {dp} groups of --tp {tp} devices share experts between {dp * tp}: give --ep "
+            f"{dp * tp}"
+        )
     if ep % tp:
         raise ValueError(
             f"--ep is {ep}, and experts are shared between whole groups of --tp {tp} devices: give --ep "
@@ -207,7 +222,13 @@ def _layouts(source: ModelSource) -> Layouts:
 
 
 def _serve(
-    source: ModelSource, settings: dict[str, Any], kind: str, budget: int, json: bool, link: float | None
+    source: ModelSource,
+    settings: dict[str, Any],
+    kind: str,
+    budget: int,
+    json: bool,
+    link: float | None,
+    engines: int = 1,
 ) -> None:
     """Account for an engine with ``settings``, and say the smallest change or layout that fits."""
     from dataclasses import asdict
@@ -220,6 +241,8 @@ def _serve(
     from .memory_tables import dump, show
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
+    if kind == "cpu" and engines > 1:
+        budget //= engines  # they share the memory of the host
     plan, storage = _plan(source, config, kind, budget)
     streams = partial(planned_stream, config, source.config, storage)
     each = stages(source.config, config.layout, plan, storage, budget, streams)
@@ -234,6 +257,7 @@ def _serve(
         facts = {name: value for name, value in asdict(found).items() if name != "account"}
         facts["ranks"] = [{"weights": _weights(stage), "share": str(stage.shard)} for stage in each]
         facts["stream"] = [_stream_facts(stage, rate) for stage in each]
+        facts["engines"] = engines
         facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
         if shared is not None:
             facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
@@ -249,6 +273,9 @@ def _serve(
             print(f"{stage.stream}: at least {stage.stream.seconds(rate):.2f} s a step over {whence}")
     if found.fits:
         print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
+        if engines > 1:
+            where = f"{engines * config.ranks} devices" if kind == "cuda" else f"{gib(engines * budget)} of this host"
+            print(f"{engines} engines like this one need {where}")
         return
     print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
     print(f"smallest change that does: {found.change}")

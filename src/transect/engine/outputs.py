@@ -99,6 +99,11 @@ class SchedulerStats(msgspec.Struct):
                 total[field.name] = sum(values)
         return cls(**total)
 
+    def of_the_past(self) -> SchedulerStats:
+        """The counters of a scheduler that is gone: nothing runs or waits, and it has no blocks."""
+        gauges = ("waiting", "preempted", "running", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+        return msgspec.structs.replace(self, **dict.fromkeys(gauges, 0))
+
     @property
     def kv_usage(self) -> float:
         """Share of the pool in use, 0 to 1."""

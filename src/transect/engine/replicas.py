@@ -56,6 +56,11 @@ class Replicas:
         self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size)
         self._where: dict[str, int] = {}
         """The replica of each request that runs."""
+        self._counted: dict[int, SchedulerStats] = {}
+        """What each replica last said of itself."""
+        self._told: set[int] = set()
+        """The replicas whose end has been logged."""
+        self._closing = False
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Replicas:
@@ -145,7 +150,9 @@ class Replicas:
             await self.engines[where].abort(request_id)
 
     async def health(self) -> EngineHealth:
-        """``ok`` as long as one replica is; the detail names those that are not. Else what the first one says."""
+        """``ok`` as long as one replica is; the detail names those that are not. Else what the first one says. Logs the
+        end of a replica once."""
+        self._tell_ends()
         reports = [await engine.health() for engine in self.engines]
         well = sum(report.state == "ok" for report in reports)
         if not well:
@@ -155,11 +162,36 @@ class Replicas:
         ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
         return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
 
+    def _tell_ends(self) -> None:
+        alive = len(self.alive())
+        for index, engine in enumerate(self.engines):
+            if engine.death is not None and alive and index not in self._told and not self._closing:
+                self._told.add(index)
+                log.error(
+                    "transect: error: replica %d has ended (%s), %d of %d go on: restart the server to have it back",
+                    *(index, engine.death, alive, len(self.engines)),
+                )
+
     async def stats(self) -> SchedulerStats:
-        """The sums over the replicas that live."""
-        if not (alive := self.alive()):
+        """The gauges of the replicas that live, and the counters of all: what one that has ended counted last stays, so
+        that no counter goes back.
+
+        Raises:
+            EngineDeadError: all replicas have ended.
+        """
+        alive = self.alive()
+        found = await asyncio.gather(*(self.engines[index].stats() for index in alive), return_exceptions=True)
+        for index, each in zip(alive, found, strict=True):
+            if isinstance(each, SchedulerStats):
+                self._counted[index] = each
+            elif not isinstance(each, EngineDeadError):
+                raise each
+        living = self.alive()
+        if not living:
             raise EngineDeadError(self.engines[0].death or "all replicas have ended")
-        return SchedulerStats.sum(await asyncio.gather(*(self.engines[index].stats() for index in alive)))
+        return SchedulerStats.sum(
+            [each if index in living else each.of_the_past() for index, each in self._counted.items()]
+        )
 
     async def reset_prefix_cache(self) -> None:
         """Forget the KV of finished prompts on all replicas."""
@@ -172,6 +204,7 @@ class Replicas:
 
     async def shutdown(self) -> None:
         """End all replicas."""
+        self._closing = True
         await asyncio.gather(*(engine.shutdown() for engine in self.engines))
 
     async def __aenter__(self) -> Replicas:

@@ -232,6 +232,8 @@ def _from_directory(path: Path, name: str) -> ModelSource:
     if not (path / "config.json").is_file():
         files = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; give one of its GGUF files: {', '.join(files[:5])}" if files else ""
+        if (path / "last").is_dir():
+            hint = f": it is a training run, whose newest checkpoint is {path / 'last'}"
         raise ValueError(f"the directory {path} has no config.json, so it is no model in Hugging Face layout{hint}")
     return ModelSource("hf", path, from_hf_directory(path), name)
 

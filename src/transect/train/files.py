@@ -175,7 +175,8 @@ def _find(name: str, setting: str) -> list[DataFile]:
     forced = name.startswith(FORCED)
     path = Path(name.removeprefix(FORCED))
     if not path.exists():
-        raise ValueError(f"there is no file {path}: correct {setting}")
+        where = "data.train or data.validation" if setting == "data.train" else setting
+        raise ValueError(f"there is no file {path}: correct {where}")
     if path.is_dir():
         return _in_directory(path)
     if forced:

@@ -157,6 +157,9 @@ class Trainer:
         self.crew = Crew(config, world)
         self.told: list[str] = []
         """What a person should know of the run before it starts."""
+        for table in config.unused():
+            need = 'task = "lora" or "qlora"' if table == "lora" else f'objective = "{table}"'
+            self.told.append(f"the settings of [{table}] mean nothing to this run: they are for {need}")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         begun = config

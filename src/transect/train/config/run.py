@@ -127,6 +127,15 @@ class TrainConfig:
             raise ValueError("patience counts measurements on data.validation: set that, and eval_every")
         if self.memory:
             parse_bytes(self.memory)
+        if self.threads is not None:
+            positive(self, "threads")
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be less than 2 ** 63, not {self.seed}")
+        if self.lora.start and self.task not in ("lora", "qlora"):
+            raise ValueError(
+                f'lora.start is where adapters begin, and task = {self.task!r} trains none: set task to "lora", or '
+                "model to that adapter, to train all weights from it on"
+            )
         for name in ("save_every", "eval_every", "patience", "min_gain", "seed"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
@@ -135,6 +144,13 @@ class TrainConfig:
     def compares(self) -> bool:
         """Whether the loss compares with the model as it was when the run began."""
         return self.objective in ("dpo", "kto") or (self.objective == "grpo" and self.grpo.beta > 0)
+
+    def unused(self) -> list[str]:
+        """Tables that were filled in and mean nothing for this task and objective."""
+        used = {self.objective, *(["lora"] if self.task in ("lora", "qlora") else [])}
+        tables = {"lora": LoRAConfig(), "dpo": DPOConfig(), "kto": KTOConfig(), "orpo": ORPOConfig(),
+                  "grpo": GRPOConfig(), "distill": DistillConfig()}  # fmt: skip
+        return [name for name, plain in tables.items() if name not in used and getattr(self, name) != plain]
 
     @classmethod
     def from_toml(cls, path: str | Path, settings: Sequence[str] = ()) -> TrainConfig:
