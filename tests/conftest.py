@@ -11,6 +11,7 @@ from pathlib import Path
 
 import effort
 import pytest
+import quick_interpreter
 from hypothesis import HealthCheck, settings
 from remembered import Remembered
 
@@ -89,6 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What the test files have imported stays; else every search for garbage goes through it, for half a second."""
+    if not effort.proving():
+        quick_interpreter.install()
     gc.collect()
     gc.freeze()
 

@@ -32,7 +32,8 @@ With tensors, or on the way to them:
   about prompts.
 * ``stage_runner``: the executor of one stage of a pipeline.
 * ``gpu/``: the executor for a GPU, and what it needs to start.
-* ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone (``ops/philox``).
+* ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone
+  (``ops/lang/philox``).
 * ``pooling``: vectors of prompts. ``scoring``: how likely a query is after a document.
 * ``beam_search``: the likeliest answers as a whole, over requests of one token.
 * ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: the forms in which prompts may come.

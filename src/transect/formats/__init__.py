@@ -2,7 +2,7 @@
 
 * ``affine``: ``AffineGroups``, the one form that every packed type here can be written in: ``scale * code + zero``,
   with one scale and one zero for each group of columns.
-* ``ggml_blocks``: the block types of GGUF files (F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K) and
+* ``ggml_blocks``: the block types of GGUF files (plain, Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, MXFP4) and
   ``QuantizedTensor``: packed rows with ``dequantize``, ``affine`` and ``rows``.
 * ``ggml_quantize``: float32 to these types, rounding as ggml does; ``ggml_k_types``: to the K types; ``ggml_search``:
   scales for groups of numbers that leave the smallest error.

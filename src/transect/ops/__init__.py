@@ -8,13 +8,13 @@ Families (each folder's docstring is its map):
 * ``norm/``        RMSNorm, with and without the residual added first, and LayerNorm
 * ``activation/``  GELU and SwiGLU
 * ``position/``    rotary embedding; the embedding rows that a step begins with
-* ``linear/``      matrix products: ``many_rows/`` (tensor cores), ``few_rows/`` (bytes), ``packed/`` (4-bit weights)
+* ``linear/``      matrix products: ``many_rows/`` (tensor cores), ``few_rows/`` (bytes), ``packed/`` (fewer bits)
 * ``attention/``   ``packed/`` documents (training, whole prompts) and the ``paged/`` KV cache (serving)
 * ``moe/``         mixture of experts: gating, order, products by expert, weighted sum
 * ``sampling/``    penalties and masks on logits, and the next token of every row
 * ``loss/``        cross entropy without the logits
-* ``optim/``       AdamW over all tensors at once
-* ``comm/``        copies between host and device
+* ``optim/``       AdamW over all tensors at once, and weights rounded by chance
+* ``comm/``        copies between host and device, sums between GPUs
 
 The kernels stand beside the operator's file.
 

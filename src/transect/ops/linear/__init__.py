@@ -5,5 +5,5 @@
 * ``stream_products.py``  products with the residual stream's norms inside, for decode steps
 * ``many_rows/``          bound by arithmetic: tensor cores and fused epilogues
 * ``few_rows/``           up to 256 rows, bound by the bytes of the weight
-* ``packed/``             weights of 4 and 8 bits
+* ``packed/``             weights of 4 and 8 bits, and blocks of GGUF files
 """
