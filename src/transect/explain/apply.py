@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -59,14 +59,20 @@ class Applied:
 
 
 def apply(script: Script, explanation: Explanation) -> list[Applied]:
+    """All of ``applied``."""
+    return list(applied(script, explanation))
+
+
+def applied(script: Script, explanation: Explanation) -> Iterator[Applied]:
     """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out. A
-    change that several findings name is made once, for the one that promises most."""
-    done: dict[str, Applied] = {}
+    change that several findings name is made once, for the one that promises most. Each is given when it is measured:
+    one that compiles may take a minute."""
+    done = set()
     for finding in explanation.findings:
         for name in filter(None, finding.apply.split(", ")):
             if name not in done:
-                done[name] = _measured(script, finding, name)
-    return list(done.values())
+                done.add(name)
+                yield _measured(script, finding, name)
 
 
 def _measured(script: Script, finding: Finding, name: str) -> Applied:
