@@ -121,6 +121,9 @@ def command(
     name = model if run is None else run.model
     shape = name in PRESETS or Path(name).is_dir()
     source = resolve(name, load_format="dummy" if shape else "auto")
+    most = source.config.max_position
+    if run is not None and not is_run(model) and "seq_len" not in given and run.data.seq_len > most:
+        run = run.changed([f"data.seq_len={most}"])
     kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
     if device_memory is not None and budget < LEAST_BUDGET:
