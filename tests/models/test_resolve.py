@@ -10,6 +10,7 @@ import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import errors
+from tiny_checkpoints import make_model, write_gguf
 
 from transect.models import resolve as resolve_module
 from transect.models.config import ModelConfig
@@ -178,6 +179,24 @@ def test_a_hub_id(hub, directory):
     resolve("someone/model")
     assert not hub.calls[1][1]["local_files_only"]
     assert "*.safetensors" in options["allow_patterns"] and "*.bin" not in options["allow_patterns"]
+
+
+def test_a_gguf_file_of_a_hub_id(hub, tmp_path):
+    """As in the hub's cache, where a file is a link to one without a suffix."""
+    hub.outcome = tmp_path / "snapshot"
+    hub.outcome.mkdir()
+    write_gguf(tmp_path / "blob", make_model("llama"))
+    for name in ("m-Q4_K_M.gguf", "m-q4_k_s.gguf", "m-Q8_0.gguf", "mmproj-Q8_0.gguf", "UD/m-UD-Q4_K_XL.gguf"):
+        (hub.outcome / name).parent.mkdir(exist_ok=True)
+        (hub.outcome / name).symlink_to(tmp_path / "blob")
+    source = resolve("someone/m-GGUF:q8_0", revision="v1")
+    assert (source.kind, source.name) == ("gguf", "someone/m-GGUF:q8_0")
+    assert hub.calls[0][0] == "someone/m-GGUF" and "*Q8_0*.gguf" in hub.calls[0][1]["allow_patterns"]
+    assert hub.calls[0][1]["ignore_patterns"] == [] and hub.calls[0][1]["revision"] == "v1"
+    assert resolve("someone/m-GGUF:Q4_K_S").kind == "gguf"
+    fails("someone/m-GGUF:Q4_K", "one GGUF file whose name says 'Q4_K', and has none")
+    fails("someone/m-GGUF:m", r"has .*m-Q4_K_M.gguf, m-Q8_0.gguf.*: give another part")
+    fails("someone/m-GGUF", r"no config.json; if it has GGUF files, name one by its type \(someone/m-GGUF:Q4_K_M\)")
 
 
 def response(status):
