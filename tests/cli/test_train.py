@@ -1,5 +1,6 @@
 """``transect train`` as a user runs it: from a file, stopped by a signal, killed, and taken up again."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from commands import run_here
 from effort import proving
 from training_runs import tiny_run
 
-from transect.train import checkpoint
+from transect.train import checkpoint, follow
 from transect.train.report import read_log
 
 TOML = """
@@ -193,3 +194,20 @@ def test_a_command_that_torchrun_starts_again_goes_on(folder, monkeypatch) -> No
     done = run_here(*again)
     assert done.returncode == 0 and "goes on from step-00000003" in done.stderr
     assert len(losses(folder, "restarted")) == 4
+
+
+def test_a_signal_to_any_rank_of_torchrun_asks_all_to_stop(folder, monkeypatch) -> None:
+    """torchrun passes signals on to every rank; one that died of it would take the last steps with it."""
+    said = []
+
+    def followed(world, run, should_stop):
+        said.append(should_stop())
+        os.kill(os.getpid(), signal.SIGTERM)
+        said.append(should_stop())
+
+    monkeypatch.setattr(follow, "follow", followed)
+    monkeypatch.setattr(follow, "crew", lambda run: contextlib.nullcontext(object()))
+    monkeypatch.setenv("RANK", "1")
+    before = signal.getsignal(signal.SIGTERM)
+    assert run_here("train", str(write_config(folder, "asked", steps=2))).returncode == 0
+    assert said == [False, True] and signal.getsignal(signal.SIGTERM) is before

@@ -2,11 +2,13 @@
 
 import json
 
+import httpx
 import pytest
 from commands import run_here
 from decision_logs import log_for
 from small_engine import make, recorded_batches, request
 
+from transect.engine.decisions import Planned
 from transect.explain.live import view
 from transect.explain.log import build
 from transect.explain.work import StepWork
@@ -55,3 +57,66 @@ def test_only_the_window_counts(core, tmp_path):
     assert run_here("top", file, "--once").stdout.startswith("last ")
     assert json.loads(run_here("top", file, "--json").stdout)["waiting"] == 0
     assert "does not answer" in run_here("top", "http://127.0.0.1:9", "--once").stderr
+
+
+def test_an_idle_server_is_idle(core):
+    """The newest steps of one that has done its work lie in the past, and nothing runs."""
+    recorded_batches(core)
+    log = build(core.decisions.ring.records(), idle=60.0)
+    found = view(log, StepWork.of(log.header, None))
+    assert found.steps == 0 and found.parts["idle"] == 1.0
+    assert (found.running, found.waiting, found.kv_used) == (0, 0, 0.0)
+
+
+def test_a_step_that_has_not_ended_is_no_idle_time(core):
+    for _ in range(3):
+        core.step()
+    records = core.decisions.ring.records()
+    while not isinstance(records[-1], Planned):
+        records.pop()
+    log = build(records, idle=5.0)
+    found = view(log, StepWork.of(log.header, None))
+    assert found.parts["under way"] * found.seconds == pytest.approx(5.0, abs=0.1)
+    assert sum(found.parts.values()) == pytest.approx(1.0)
+
+
+def test_top_asks_again(core, monkeypatch):
+    """A server that has run no step, is not there, and comes back; of its engines each is shown."""
+    core.step()
+    ring = bytes(core.decisions.ring)
+    shown = {"x-decisions-complete": "true", "x-decisions-idle": "1.5", "x-decisions-engines": "2"}
+    answers = [
+        httpx.Response(404, json={"error": {"code": "no_decisions"}}),
+        httpx.ConnectError("refused"),
+        httpx.Response(200, content=ring, headers=shown),
+        httpx.Response(200, content=ring, headers=shown),
+        httpx.Response(401, text="no key"),
+    ]
+    asked = []
+
+    def get(url, params, **options):
+        asked.append((url, params["engine"]))
+        if isinstance(answers[0], Exception):
+            raise answers.pop(0)
+        return answers.pop(0)
+
+    monkeypatch.setattr(httpx, "get", get)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    done = run_here("top", "http://server/v1")
+    assert done.returncode == 2 and "no key" in done.stderr, done.stderr  # another key is nothing to wait for
+    assert done.stdout.count("asked again") == 2 and "no step has run yet" in done.stdout
+    assert "engine 0\nlast" in done.stdout and "engine 1\nlast" in done.stdout
+    assert [number for _, number in asked] == [0, 0, 0, 1, 0] and asked[0][0] == "http://server/v1/decisions"
+
+
+def test_a_request_is_found_on_any_engine_of_a_server(core, monkeypatch):
+    recorded_batches(core)
+    ring = core.decisions.ring
+    empty = {0: ring.header, 1: bytes(ring)}
+    headers = {"x-decisions-complete": "true", "x-decisions-engines": "2"}
+    monkeypatch.setattr(
+        httpx, "get", lambda url, params, **rest: httpx.Response(200, content=empty[params["engine"]], headers=headers)
+    )
+    done = run_here("explain", "request", "http://server", "b")
+    assert done.returncode == 0 and done.stdout.startswith("request b, choice 0"), done.stderr
+    assert "decisions over" in run_here("explain", "replay", "http://server", "--engine", "1").stdout

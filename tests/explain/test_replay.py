@@ -10,7 +10,7 @@ from hypothesis import given
 from kv_checker import VOCAB
 from small_engine import make, recorded_batches, request
 
-from transect.engine.decisions import Done, Planned
+from transect.engine.decisions import Added, Done, Planned, read_records
 from transect.explain.log import build
 from transect.explain.replay import replay
 
@@ -104,3 +104,26 @@ def test_a_ring_that_lost_its_beginning_is_refused():
     assert ring.lost and len(bytes(ring)) < 500 + len(ring.header)
     with pytest.raises(ValueError, match="beginning of this log is missing"):
         replay(build(ring.records(), complete=not ring.lost))
+
+
+@pytest.mark.parametrize("kind", [Planned, Added])
+def test_a_log_with_holes_says_so(kind):
+    """A file that was cut together has ends without plans, or requests that follow on none."""
+    core = make(max_num_seqs=2)
+    core.decisions = log_for(core)
+    for name in "ab":
+        core.add(request(name, max_tokens=4))
+    recorded_batches(core)
+    header, *events = core.decisions.ring.records()
+    events.remove(next(event for event in events if isinstance(event, kind)))
+    with pytest.raises(ValueError, match="missing or damaged"):
+        replay(build([header, *events]))
+
+
+def test_a_damaged_text_in_a_log_is_a_damaged_log():
+    core = make()
+    core.decisions = log_for(core)
+    core.add(request("abcdef", max_tokens=4))
+    ring = bytes(core.decisions.ring)
+    with pytest.raises(ValueError, match="is damaged"):
+        list(read_records(ring.replace(b"abcdef", b"abc\xff\xffe")))

@@ -184,7 +184,7 @@ def test_the_raw_builder_makes_a_readable_file(tmp_path):
         (build([("k", 8, struct.pack("<Q", 2) + b"\xff\xfe")]), "is not UTF-8"),
         (build([("k", 9, struct.pack("<IQQ", 8, 1, 2) + b"\xff\xfe")]), "entry 0 of 'k' is not UTF-8"),
         (build([("k", 9, struct.pack("<IQQ", 8, 2, 2**63) + bytes(8))]), "entry 0 of 'k' runs past the end"),
-        (build([("split.count", 2, b"\3\0")]), "one of 3 parts"),
+        (build([("split.count", 2, b"\3\0")]), "one of 3 parts of a model and not named so"),
         (build([("general.alignment", 4, bytes(4))]), "general.alignment is 0"),
         (build([("general.alignment", 8, text("x"))]), "general.alignment is 'x'"),
         (build([], [("t", [], 0, 0)]), "'t' has 0 dimensions"),
@@ -246,3 +246,37 @@ def test_truncation_anywhere_is_noticed(tmp_path, sample):
     end = len(data) - 32  # the last 32 bytes may be padding
     for cut in [*range(0, 400, 7), *np.random.default_rng(0).integers(0, end, 150)]:
         refuses(tmp_path, data[:cut], "truncated|is empty|is not a GGUF file")
+
+
+def test_a_model_in_parts_is_whole_from_any_of_them(tmp_path):
+    tensors = {f"t{number}": quantize(np.full((2, 32), number), "Q8_0") for number in range(5)}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama", split_max_tensors=2)
+    writer.add_string("a", "b")
+    for name, tensor in tensors.items():
+        writer.add_tensor(name, tensor.blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("m-*-of-00003.gguf"))
+    assert len(parts) == 3
+    for path in parts:
+        file = GGUFFile.open(path)
+        assert file.metadata["a"] == "b" and file.parts == tuple(parts) and list(file.tensors) == list(tensors)
+        for name, tensor in file.tensors.items():
+            np.testing.assert_array_equal(tensor.blocks, tensors[name].blocks)
+    contents = [path.read_bytes() for path in parts]
+    parts[2].unlink()
+    refuses_file(parts[0], r"one of 3 parts of a model, and 1 are not beside it \(m-00003-of-00003.gguf\)")
+    parts[2].write_bytes(contents[1])
+    refuses_file(parts[0], r"m-00003-of-00003.gguf says that it is part 1 \(from 0 on\) of 3")
+    parts[2].write_bytes(contents[2].replace(b"t4", b"t3"))
+    refuses_file(parts[1], "m-00003-of-00003.gguf: the tensor 't3' is in another part too")
+    parts[2].write_bytes(contents[2][:-70])
+    refuses_file(parts[1], "m-00003-of-00003.gguf is a truncated or corrupt GGUF file")
+
+
+def refuses_file(path, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        GGUFFile.open(path)
+    assert "\n" not in str(caught.value)

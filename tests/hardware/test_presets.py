@@ -17,6 +17,13 @@ def test_figures_make_sense(name: str) -> None:
         assert rates.get("float8_e4m3fn", rates["bfloat16"]) >= rates["bfloat16"]
 
 
+def test_the_beginning_of_a_name_is_enough_where_one_begins_so() -> None:
+    assert preset("h100") is preset("h100-sxm") is preset("H100")
+    assert preset("h200") is PRESETS["h200"]
+    with pytest.raises(ValueError, match=r"'h' is the beginning of h100-sxm, h200; there are: a100-80gb"):
+        preset("h")
+
+
 def test_floor_of_a_preset() -> None:
     limits = preset("h200").ceilings(bandwidth_share=0.5)
     assert limits.floor(0, 2.4e12, "bfloat16") == pytest.approx(1.0)
@@ -28,5 +35,7 @@ def test_floor_of_a_preset() -> None:
 def test_what_a_user_can_get_wrong() -> None:
     with pytest.raises(ValueError, match="no preset 'b300'; there are: a100-80gb"):
         preset("b300")
+    with pytest.raises(ValueError, match="no preset ''; there are: a100-80gb"):
+        preset("")
     with pytest.raises(ValueError, match="shares must be above 0 and at most 1"):
         preset("l4").ceilings(matmul_share=1.5)

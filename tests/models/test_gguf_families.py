@@ -15,11 +15,14 @@ from transect.formats.gguf_write import write_gguf as write
 from transect.models.config_gguf import from_gguf
 from transect.models.config_hf import from_hf_directory
 from transect.models.context import VarlenContext
+from transect.models.decoder import Decoder
 from transect.models.gguf_out import gguf_metadata, gguf_tensors
-from transect.models.load import in_blocks, kernels, load_model
+from transect.models.layouts import held_layouts
+from transect.models.load import fill, in_blocks, kernels, load_model, stored_weights
 from transect.models.native import refusal
 from transect.models.resolve import resolve
 from transect.models.stored import read_all
+from transect.models.weights.kinds import kinds_for
 from transect.models.weights_gguf import stored_gguf
 from transect.models.weights_hf import stored_hf
 
@@ -45,6 +48,13 @@ FAMILIES = {
 def open_with_config(path):
     file = GGUFFile.open(path)
     return file, from_gguf(file.metadata, file.tensors)
+
+
+@torch.no_grad()
+def logits(model, device="cpu"):
+    tokens = torch.randint(3, 96, (20,), generator=torch.Generator().manual_seed(1)).to(device)
+    context = VarlenContext(torch.tensor([0, 20], dtype=torch.int32, device=device), model.ops)
+    return model.logits(model(tokens, context.positions(), context)).float()
 
 
 def same(got, expected, **bounds):
@@ -124,6 +134,24 @@ def test_logits_are_those_of_transformers_by_products_on_the_files_blocks(tmp_pa
     with torch.no_grad():
         expected = model(tokens[None]).logits[0]
     assert float((packed - expected).abs().mean()) < 0.05 * float(expected.std())
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "phi3"])
+def test_kinds_of_weight_for_a_gpu_hold_the_blocks(tmp_path, family):
+    source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model(family), "Q8_0")))
+    kinds = kinds_for(None, "cpu", layouts=held_layouts(source))
+    model = fill(Decoder(source.config, "cpu", torch.float32, kinds=kinds), stored_weights(source))
+    assert {weight.format.name for name, weight in model.weights() if name.startswith("layers.")} == {"Q8_0"}
+    torch.testing.assert_close(logits(model), logits(load_model(source, dtype="float32", native=False)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_a_gpu_the_logits_are_those_of_the_file(tmp_path, family):
+    source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model(family, **FAMILIES[family]), "Q8_0")))
+    wanted = logits(load_model(source, dtype="float32", native=False))
+    got = logits(load_model(source, device="cuda"), "cuda").cpu()
+    assert float((got - wanted).norm() / wanted.norm()) < 0.05
 
 
 def refuses(path, message):

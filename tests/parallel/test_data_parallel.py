@@ -313,6 +313,22 @@ def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path):
     assert sorted({line["step"] for line in lines if line["kind"] == "step"}) == list(range(1, 61))
 
 
+@pytest.mark.prove
+def test_torchrun_that_is_asked_to_end_leaves_a_checkpoint(tmp_path):
+    config = tiny_run(tmp_path, steps=10000, accumulate=2, save_every=0, parallel={"data": 2})
+    (tmp_path / "run.toml").write_text(toml_of(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), "-m", "transect", "train", str(tmp_path / "run.toml")]
+    log = Path(config.run_dir) / "log.jsonl"
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
+        until = time.monotonic() + 90
+        while not (log.exists() and log.read_text().count("\n") > 2) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.terminate()
+        process.wait(60)
+    assert checkpoint.newest(config.run_dir).step > 2
+
+
 def test_one_host_that_counts_a_restart_is_enough(monkeypatch, tmp_path):
     """Else the ranks of another host would find a run that is there already, and end."""
     world = SimpleNamespace(exchange=lambda mine: [mine, not mine])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -202,6 +203,8 @@ def live(app) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
     thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.002)
     try:
         yield url_of(sock)
     finally:

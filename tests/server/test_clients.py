@@ -55,7 +55,7 @@ def test_openai_with_fields_of_other_servers_that_ask_for_nothing(openai_client,
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"suffix": "x"}, "filling in text before a suffix"),
+        ({"modalities": ["audio"]}, "any output but text"),
         ({"documents": [{"text": "x"}]}, "giving documents"),
         ({"functions": [{"name": "f"}]}, "function calling"),
         ({"suffix_": "x"}, "unknown field 'suffix_'"),

@@ -92,7 +92,7 @@ async def test_bad_chat_fields(client, engine, change, param, words):
         ({"prompt": ["a"] * 257}, ["256"]),
         ({"prompt": "x" * 200}, ["This model's maximum context length is 200 tokens. However, ", "at most 199"]),
         ({"best_of": 3, "stream": True}, ["best_of"]),
-        ({"suffix": "x"}, ["suffix"]),
+        ({"suffix": "x"}, ["no tokens for filling in"]),
         ({"echo": True, "logprobs": 1, "stream": True}, ["stream=false"]),
         ({"logprobs": 21}, ["20"]),
         ({"max_tokens": 0}, ["at least 1"]),

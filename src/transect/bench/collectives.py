@@ -106,7 +106,7 @@ def bus_factor(collective: str, ranks: int) -> float:
 
 
 def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
-    """``least``, times ``factor`` each, up to ``most``.
+    """``least``, times ``factor`` each, up to ``most``, which is the last.
 
     Raises:
         ValueError: there are none.
@@ -117,8 +117,8 @@ def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
             "one that is no smaller, and a factor of 2 or more"
         )
     found = [least]
-    while found[-1] * factor <= most:
-        found.append(found[-1] * factor)
+    while found[-1] < most:
+        found.append(min(found[-1] * factor, most))
     return tuple(found)
 
 

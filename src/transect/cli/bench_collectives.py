@@ -69,6 +69,7 @@ def _show(rows: Sequence[Row], ranks: int, kind: str, dtype: str, out: Path | No
     from json import dumps
 
     from ..bench.environment import environment
+    from .bench_shared import WIDTH
 
     library = "NCCL" if kind == "cuda" else "gloo"
     facts = {"ranks": ranks, "library": library, "dtype": dtype, "rows": [row.to_dict() for row in rows]}
@@ -91,4 +92,4 @@ def _show(rows: Sequence[Row], ranks: int, kind: str, dtype: str, out: Path | No
         place = "yes" if row.in_place else "no"
         times = f"{row.seconds * 1e6:.1f} us", "" if row.floor is None else f"{row.floor * 1e6:.1f} us"
         table.add_row(row.collective, f"{row.bytes:,}", place, *times, *rates, str(row.wrong))
-    Console().print(table, highlight=False)
+    Console(width=max(Console().width, WIDTH)).print(table, highlight=False)

@@ -72,10 +72,11 @@ def request(
 
     from ..explain.bill import bill
     from ..explain.rates import rates_for
-    from ..explain.sources import open_log
+    from ..explain.sources import open_logs
     from ..explain.work import StepWork
 
-    log = open_log(source, api_key)
+    logs = open_logs(source, api_key)
+    log = next((log for log in logs if log.has(request_id)), logs[0])
     found = bill(log, request_id, StepWork.of(log.header, rates_for(log.header, preset)), choice)
     print(json.dumps(found.to_dict(), indent=1) if as_json else "\n".join(found.lines()))
 
@@ -90,6 +91,7 @@ def replay(
     preset: Preset = None,
     as_json: Json = False,
     api_key: ApiKey = None,
+    engine: Annotated[int, typer.Option(help="Which engine of a server that has several.", min=0)] = 0,
 ) -> None:
     """Run a decision log through the scheduler again. With nothing changed every decision must come out the same;
     with --set, print what latencies and tokens/s would have been. --set may be given again.
@@ -105,7 +107,7 @@ def replay(
     from ..explain.what_if import what_if
     from ..explain.work import StepWork
 
-    log = open_log(source, api_key)
+    log = open_log(source, api_key, engine)
     if setting:
         predicted = what_if(log, StepWork.of(log.header, rates_for(log.header, preset)), setting)
         print(json.dumps(predicted.to_dict(), indent=1) if as_json else "\n".join(predicted.lines()))
@@ -133,24 +135,25 @@ def run(
     apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
     grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
+    seconds: Annotated[float, typer.Option(help="End the program after so many seconds; 0: let it end.", min=0)] = 0.0,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
     """Run a PyTorch program and say where its time went, what it could be, and what to change.
 
-    Ctrl-C ends the program, and what ran until then is explained. With --apply it runs a dozen times more, each time
-    with the same standard input.
+    Ctrl-C or --seconds ends the program, and what ran until then is explained: give --seconds to one that runs for
+    minutes, as each call of an operator is kept. With --apply it runs a dozen times more, with the same standard input.
     """
     import dataclasses
     import sys
 
-    from ..explain.apply import apply as try_changes
+    from ..explain.apply import applied
     from ..explain.energy import Energies
     from ..explain.program import Explain, explain_script
     from ..explain.script import ScriptFailed
     from ..hardware.presets import preset as find
 
-    script = _script([*command, *context.args], sys.stdin if apply else None)
+    script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
     keep_trace, html, as_json = (_output(file) for file in (keep_trace, html, as_json))
     ceilings = None if preset is None else find(preset).ceilings()
     failed: ScriptFailed | None = None
@@ -166,8 +169,8 @@ def run(
     if failed is not None:
         raise failed
     again = dataclasses.replace(script, stdin=script.stdin or b"")
-    for done in try_changes(again, found) if apply and not found.interrupted else ():
-        print(done)
+    for done in applied(again, found) if apply and not found.interrupted else ():
+        print(done, flush=True)
 
 
 def _script(words: list[str], stdin: Any) -> Any:

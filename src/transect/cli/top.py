@@ -16,7 +16,11 @@ def command(
     api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="TRANSECT_API_KEY")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
 ) -> None:
-    """Live view of a server: where the time of its steps goes, MBU and MFU, the queue, KV blocks, who waits and why."""
+    """Live view of a server: where the time of its steps goes, MBU and MFU, the queue, KV blocks, who waits and why.
+
+    A server that does not answer is asked again. Of several engines each is shown.
+    """
+    import sys
     import time
     from json import dumps
 
@@ -26,22 +30,34 @@ def command(
 
     from ..explain.live import view
     from ..explain.rates import rates_for
-    from ..explain.sources import open_log
+    from ..explain.sources import NoLogYet, open_logs
     from ..explain.work import StepWork
 
     def look() -> str:
-        log = open_log(url, api_key)
-        found = view(log, StepWork.of(log.header, rates_for(log.header, preset)), window=window)
-        return dumps(found.to_dict()) if json else "\n".join(found.lines())
+        logs = open_logs(url, api_key)
+        found = [view(log, StepWork.of(log.header, rates_for(log.header, preset)), window=window) for log in logs]
+        if json:
+            numbered = [{"engine": n} if len(found) > 1 else {} for n in range(len(found))]
+            return "\n".join(dumps(name | each.to_dict()) for name, each in zip(numbered, found, strict=True))
+        rows = []
+        for number, each in enumerate(found):
+            rows += ([f"engine {number}"] if len(found) > 1 else []) + each.lines()
+        return "\n".join(rows)
+
+    def patient() -> str:
+        try:
+            return look()
+        except NoLogYet as error:
+            return dumps({"error": str(error)}) if json else f"{error}\n(asked again every {every:g} s)"
 
     if once or not url.startswith("http"):
         print(look())
         return
-    if json:
+    if json or not sys.stdout.isatty():
         while True:
-            print(look(), flush=True)
+            print(patient(), flush=True)
             time.sleep(every)
-    with Live(Text(look()), console=Console(), refresh_per_second=4) as screen:
+    with Live(Text(patient()), console=Console(), refresh_per_second=4) as screen:
         while True:
             time.sleep(every)
-            screen.update(Text(look()))
+            screen.update(Text(patient()))

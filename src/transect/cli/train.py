@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +62,8 @@ def command(
     if int(os.environ.get("RANK", 0)):  # torchrun has started this rank as well: the first one speaks for all
         with crew(this) as world:
             assert world is not None
-            follow(world, this)
+            with _asked_to_stop() as asked:  # torchrun passes signals on to every rank
+                follow(world, this, lambda: bool(asked))
         return 0
     with checkpoint.RunLock(settings.run_dir):
         if found is not None:
@@ -73,13 +76,9 @@ def command(
             return _run(trainer)
 
 
-def _run(trainer: Trainer) -> int:
-    """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
-    from ..train.report import RunLog, Terminal
-    from ..train.trackers import trackers
-    from .predicted import Pace, compared
-
-    settings = trainer.config
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[list[int]]:
+    """The signals that ask for an end, as they come; the third one ends at once."""
     asked: list[int] = []
 
     def stop(signum: int, _frame: Any) -> None:
@@ -91,24 +90,37 @@ def _run(trainer: Trainer) -> int:
             signal.raise_signal(signum)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _run(trainer: Trainer) -> int:
+    """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
+    from ..train.report import RunLog, Terminal
+    from ..train.trackers import trackers
+    from .predicted import Pace, compared
+
+    settings = trainer.config
     board = "tensorboard" in settings.log_to
     run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer), tensorboard=board)
     followers = trackers(settings)
     pace = Pace()
-    try:
-        with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
-            last = trainer.run([run_log, terminal, pace, *followers], lambda: bool(asked))
-    finally:
-        run_log.close()
-        for follower in followers:
-            follower.close()
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with _asked_to_stop() as asked:
+        try:
+            with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:
+                last = trainer.run([run_log, terminal, pace, *followers], lambda: bool(asked))
+        finally:
+            run_log.close()
+            for follower in followers:
+                follower.close()
     if said := compared(trainer, pace):
         print(said)
     if not trainer.finished:
         print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
-        return 128 + asked[0]
+        return 128 + (asked or [signal.SIGTERM])[0]  # or another rank was asked
     if trainer.stopped_early:
         print(f"stopped early at step {trainer.steps_done}: {trainer.best.since} measurements without a better loss")
     if trainer.best.step:

@@ -148,11 +148,14 @@ class DecisionRing:
         self.header = b""
         self.lost = False
         """Whether old records have been dropped."""
+        self.touched = time.monotonic()
+        """When the newest record came, in seconds on the clock of this process."""
         self._chunks: deque[bytes] = deque()
         self._size = 0
 
     def put(self, chunk: bytes) -> None:
         """Take one or several records, each behind its length. The first of all is the header."""
+        self.touched = time.monotonic()
         if not self.header:
             end = _LENGTH.size + _LENGTH.unpack_from(chunk)[0]
             self.header, chunk = chunk[:end], chunk[end:]
@@ -347,7 +350,7 @@ def read_records(data: bytes) -> Iterator[Record]:
             break
         try:
             record = _decoders["h" if first else ""].decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             what = "this is no decision log" if first else "the decision log is damaged"
             raise ValueError(f"{what} (byte {at}: {error}): give a file that --decision-log wrote") from None
         if first and record.format != FORMAT:

@@ -76,6 +76,7 @@ class LLM:
             built = start_engine(self.config, compilers, began, leads=False, ranks=ranks)
         self._core = built.core
         self._end_ranks = weakref.finalize(self, _end_ranks, built.core, built.ranks)
+        self._has_ranks = built.mesh is not None
         self._scheduler_config = built.core.scheduler.config
         self._grammars = built.grammars(checked=False)
         self._next_id = 0
@@ -331,8 +332,13 @@ class LLM:
         return request
 
     def _add(self, request: Request, text: str | None, ids: list[int]) -> None:
+        self._check_open()
         self._processor.add(request.request_id, text, ids, **text_options(request.params))
         self._core.add(request)
+
+    def _check_open(self) -> None:
+        if self._has_ranks and not self._end_ranks.alive:
+            raise ValueError("this engine was closed, and its other ranks have ended: make another LLM")
 
     # ---- step by step ------------------------------------------------------------------------------------------------
 
@@ -341,9 +347,10 @@ class LLM:
         looked for: this is the engine below the text.
 
         Raises:
-            ValueError: the request cannot run.
+            ValueError: the request cannot run, or an engine on several ranks has been closed.
         """
         request = self._request(list(prompt_token_ids), params, priority)
+        self._check_open()
         self._core.add(request)
         return request.request_id
 

@@ -119,10 +119,16 @@ def _fusible(split: Split) -> float:
         called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
     else:
         called = [int(i) for i in trace.where(OP) if trace.lane[i] == split.lane]
-    names = [name for i in called if (name := trace.key_of(i).name) not in FREE]
-    alone = [name in PRODUCTS or name in CONVOLUTIONS or any(each in name for each in ATTENTION) for name in names]
+    products = [_is_product(key.name) for key in trace.keys]
+    counted = [key.name not in FREE for key in trace.keys]
+    numbers = [number for i in called if counted[number := int(trace.key[i])]]
+    alone = [products[number] for number in numbers]
     left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
-    return 1 - left / len(names) if names else 0.0
+    return 1 - left / len(numbers) if numbers else 0.0
+
+
+def _is_product(name: str) -> bool:
+    return name in PRODUCTS or name in CONVOLUTIONS or any(each in name for each in ATTENTION)
 
 
 def _fewer_calls(material: Material) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..engine.decisions import Aborted, Done, Planned
 from .bill import PARTS
 from .log import RunLog, Step
 from .step_time import FEWEST, StepTime, drift, host_seconds, measured_steps
@@ -42,7 +43,8 @@ class View:
     tokens_per_second: float
     output_tokens_per_second: float
     parts: dict[str, float]
-    """Share of the time: ``floor``, ``above the floor``, ``host``, ``idle``; they add up to 1."""
+    """Share of the time: ``floor``, ``above the floor``, ``host``, ``idle``, ``under way`` (a step that has not ended);
+    they add up to 1."""
     mbu: float | None
     mfu: float | None
     running: int
@@ -92,10 +94,10 @@ def view(log: RunLog, work: StepWork, now: float | None = None, window: float = 
     """The newest ``window`` seconds of a log.
 
     Args:
-        now: the engine's clock; None: the end of the newest step.
+        now: the engine's clock; None: when the newest record was made, or now where a server gave the log.
     """
     done = [step for step in log.steps if step.at is not None]
-    until = now if now is not None else max((step.at or 0.0 for step in done), default=log.header.began)
+    until = now if now is not None else log.newest + log.idle
     begin = max(until - window, log.header.began)
     recent = [step for step in done if (step.at or 0.0) > begin]
     seconds = max(until - begin, 1e-9)
@@ -109,8 +111,13 @@ def view(log: RunLog, work: StepWork, now: float | None = None, window: float = 
     names = [step.planned.held_back for step in recent if step.planned.held_back]
     busy = min(busy, seconds)
     parts = {"floor": floor, "above the floor": busy - floor, "host": min(host, seconds - busy)}
+    under_way = max(0.0, min(_under_way(log, until), seconds - busy - parts["host"]))
+    if under_way:
+        parts["under way"] = under_way
     parts["idle"] = seconds - sum(parts.values())
     predicted, warning = _predicted(log, work, recent)
+    running = max(0, last.running - _ended(log)) if last else 0
+    waiters = _waiters(log, until, last.held_back if last else "")
     return View(
         seconds,
         len(recent),
@@ -119,17 +126,24 @@ def view(log: RunLog, work: StepWork, now: float | None = None, window: float = 
         {name: value / seconds for name, value in parts.items()},
         sum(load.bytes for load in loads) / seconds / rates.bytes_per_second if rates else None,
         sum(load.flops for load in loads) / seconds / rates.flops_per_second if rates else None,
-        last.running if last else 0,
-        last.waiting if last else 0,
-        1 - last.free_blocks / log.header.scheduler["num_blocks"] if last else 0.0,
+        running,
+        last.waiting if last and (running or waiters) else len(waiters),
+        1 - last.free_blocks / log.header.scheduler["num_blocks"] if last and running else 0.0,
         {f"p{q}": float(np.percentile(times, q)) for q in (50, 99)} if times else {},
         predicted,
         _shares(names, len(recent)),
         _shares([step.launched for step in recent if step.launched], len(recent)),
         _shares([step.late for step in recent if step.late], len(recent)),
-        _waiters(log, until, last.held_back if last else ""),
+        waiters,
         warning,
     )
+
+
+def _under_way(log: RunLog, now: float) -> float:
+    """Seconds since the step that has not ended began; 0: there is none."""
+    steps = [step for step in log.steps[-2:] if step.at is None]
+    before = max((step.at for step in log.steps[-3:] if step.at is not None), default=0.0)
+    return now - max(steps[0].planned.at, before) if steps and steps[0].planned.running else 0.0
 
 
 def _shares(names: list[str], count: int) -> dict[str, float]:
@@ -148,6 +162,12 @@ def _outputs(log: RunLog, recent: list[Step]) -> int:
         life.added.first_seq + choice: life.added.prompt_tokens for life in log.lives for choice in range(life.added.n)
     }
     return sum(start + count >= prompts.get(seq, 0) for step in recent for seq, start, count in step.rows)
+
+
+def _ended(log: RunLog) -> int:
+    """Sequences that ended after the newest step was planned."""
+    late = itertools.takewhile(lambda event: not isinstance(event, Planned), reversed(log.events))
+    return sum(len(event.ended) for event in late if isinstance(event, (Done, Aborted)))
 
 
 def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:

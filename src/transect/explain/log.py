@@ -88,6 +88,7 @@ class RunLog:
         steps: those that were planned, in their order.
         requests: by id, in the order of their arrival at the scheduler. An id that was used again has its last life.
         complete: whether it begins with the start of the engine.
+        idle: seconds since the newest record, where a running server gave the log.
     """
 
     header: Header
@@ -96,6 +97,23 @@ class RunLog:
     requests: dict[str, Life]
     lives: list[Life]
     complete: bool
+    idle: float = 0.0
+
+    @property
+    def newest(self) -> float:
+        """When the newest record was made, on the engine's clock."""
+        last = self.events[-1] if self.events else None
+        return last.committed if isinstance(last, Done) else getattr(last, "at", 0.0) or self._last_step()
+
+    def _last_step(self) -> float:
+        return max((step.at or step.planned.at for step in self.steps[-2:]), default=self.header.began)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a request called ``name``."""
+        try:
+            return bool(self.life(name))
+        except ValueError:
+            return False
 
     def life(self, name: str) -> Life:
         """The request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
@@ -126,16 +144,16 @@ def load(path: str | Path) -> RunLog:
     return build(read_records(data))
 
 
-def build(records: Iterable[Record], *, complete: bool = True) -> RunLog:
+def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> RunLog:
     """A log from its records, the header first.
 
     ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
-    that are missing are left out.
+    that are missing are left out. ``idle``: seconds since the newest record.
     """
     events = list(records)
     header = events.pop(0)
     assert isinstance(header, Header)
-    log = RunLog(header, events, [], {}, [], complete)
+    log = RunLog(header, events, [], {}, [], complete, idle)
     by_number: dict[int, Step] = {}
     of_seq: dict[int, tuple[Life, int]] = {}
     last: list[StepRow] | None = [] if complete else None

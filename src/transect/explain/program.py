@@ -107,7 +107,7 @@ class Explain:
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._padding.look)
         self._sampler = StackSampler() if self._stacks else None
         self._profiler = torch.profiler.profile(
-            activities=_activities(), record_shapes=True, experimental_config=_all_threads()
+            activities=_activities(), record_shapes=True, experimental_config=_settings()
         )
         self._profiler.__enter__()
         self._alone = _no_other_profiler()
@@ -301,11 +301,15 @@ def _activities() -> list[torch.profiler.ProfilerActivity]:
     return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
 
 
-def _all_threads() -> Any:
-    """What makes the profiler see operators of all threads, where there is no GPU; it follows autograd's by itself."""
-    if torch.cuda.is_available():
-        return None
-    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+def _settings() -> Any:
+    """What makes the profiler keep nothing but its trace: a run of minutes has millions of events. Where there is no
+    GPU it sees operators of all threads too; where there is one, it follows autograd's by itself."""
+    kind = torch._C._profiler._ExperimentalConfig
+    threads: Any = {} if torch.cuda.is_available() else {"profile_all_threads": True}
+    try:
+        return kind(trace_only=True, **threads)
+    except TypeError:  # torch 2.12 and before make an object of each event
+        return kind(**threads)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from ..engine.scheduler_config import SchedulerConfig
 from ..engine.step_time import StepLoad
 from .log import Life, RunLog, StepRow, last_rows_on, rows_of
 
+DAMAGED = "records of this log are missing or damaged, so it cannot be run again"
 STOP = 2**31 - 1
 """The token that ends an answer of a script. No block's number reaches it."""
 
@@ -122,7 +123,7 @@ def replay(log: RunLog) -> Replayed:
     """Run the log again with nothing changed.
 
     Raises:
-        ValueError: the log does not begin with the start of its engine.
+        ValueError: the log does not begin with the start of its engine, or has holes.
     """
     if not log.complete:
         raise ValueError(
@@ -169,7 +170,8 @@ class _Replay:
     def _add(self, life: Life) -> None:
         self.scheduler.add(self.script.request(life))
         first = self.scheduler.requests[life.added.request_id].leader.seq_id
-        assert first == life.added.first_seq, "the replay numbers sequences in another way"
+        if first != life.added.first_seq:
+            raise ValueError(f"{DAMAGED}: request {life.added.request_id} is not the next one")
         for choice in range(life.added.n):
             self.outputs[first + choice] = self.script.output(life, choice)
         if life.added.grammar:
@@ -201,6 +203,8 @@ class _Replay:
         )
 
     def _commit(self, event: Done) -> None:
+        if event.step not in self.batches:
+            raise ValueError(f"{DAMAGED}: step {event.step} ended and was not planned")
         batch = self.batches.pop(event.step)
         if event.learned:
             self.scheduler.times.learn(StepLoad.of(batch), event.learned)

@@ -11,6 +11,7 @@ import importlib.util
 import io
 import os
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -52,12 +53,14 @@ class Script:
         path: the file; or the name of a module, where ``module`` is set.
         arguments: of its own.
         stdin: what it reads from standard input; None: what this process reads.
+        seconds: after which it is interrupted, as by Ctrl-C; 0: never.
     """
 
     path: str | Path
     arguments: tuple[str, ...] = ()
     module: bool = False
     stdin: bytes | None = None
+    seconds: float = 0.0
 
     @property
     def name(self) -> str:
@@ -94,7 +97,8 @@ class Script:
             if self.stdin is not None:
                 sys.stdin = io.TextIOWrapper(io.BytesIO(self.stdin), encoding="utf-8", errors="surrogateescape")
             try:
-                ending = self._run(show)
+                with _alarm(self.seconds):
+                    ending = self._run(show)
                 for thread in threading.enumerate():
                     if thread not in threads and not thread.daemon:
                         thread.join()  # as the interpreter does at its end
@@ -143,6 +147,21 @@ def _as_it_was() -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
         sys.stdin, sys.stdout, sys.stderr = streams
         os.chdir(folder)
+
+
+@contextlib.contextmanager
+def _alarm(seconds: float) -> Iterator[None]:
+    """Inside, Ctrl-C comes by itself after so many seconds; 0: never."""
+    if not seconds:
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _own(trace: TracebackType | None) -> TracebackType | None:

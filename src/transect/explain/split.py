@@ -311,12 +311,15 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 def stretches(trace: Trace, lane: int) -> list[tuple[float, float, str]]:
     """(begin, end, part) of the stretches of a thread that belong to one part whatever runs in them, in order."""
     found: list[tuple[float, float, str]] = []
-    for index in np.flatnonzero(np.isin(trace.kind, (OP, RANGE)) & (trace.lane == lane)):
-        name = trace.key_of(int(index)).name
-        part = "loading" if LOADING.search(name) else "recompilation" if COMPILING.search(name) else ""
+    parts = [
+        "loading" if LOADING.search(key.name) else "recompilation" if COMPILING.search(key.name) else ""
+        for key in trace.keys
+    ]
+    owning = np.isin(trace.key, [number for number, part in enumerate(parts) if part])
+    for index in np.flatnonzero(np.isin(trace.kind, (OP, RANGE)) & (trace.lane == lane) & owning):
         begin = float(trace.ts[index])
-        if part and not (found and begin < found[-1][1]):
-            found.append((begin, begin + float(trace.dur[index]), part))
+        if not (found and begin < found[-1][1]):
+            found.append((begin, begin + float(trace.dur[index]), parts[trace.key[index]]))
     return found
 
 

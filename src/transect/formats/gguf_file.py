@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ _MAX_KEY = 1 << 16
 _MAX_STRING = 1 << 26
 _MAX_ARRAY = 1 << 22
 _MAX_DIMS = 4
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,32 +55,81 @@ class GGUFFile:
         path: where it is.
         metadata: key to value: int, float, bool, str, or a (nested) list of these.
         tensors: name to tensor, in the order of the file; their blocks are read-only views of the mapped file.
+        parts: the files that it is cut into, where it is (``NAME-00001-of-00003.gguf``), all of which are read.
     """
 
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, QuantizedTensor]
+    parts: tuple[Path, ...] = ()
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> GGUFFile:
         """Map a file and read its lists; the tensor data stays on disk until it is used.
 
         Raises:
-            ValueError: the file cannot be read, is no GGUF file, is truncated or corrupt, is one part of several, or
-                holds a tensor of an unsupported type. The message is one line that names the file and says what to do.
+            ValueError: the file cannot be read, is no GGUF file, is truncated or corrupt, is one part of several of
+                which others are not beside it, or holds a tensor of an unsupported type. The message is one line that
+                names the file and says what to do.
         """
         path = Path(path)
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if size == 0:
-                    raise ValueError(f"{path} is empty; fetch it again")
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ValueError(f"cannot read {path}: {error.strerror or error}; give the path of a GGUF file") from None
-        reader = _Reader(path, mapped)
-        metadata, tensors = reader.read()
-        return cls(path, metadata, tensors)
+        metadata, tensors = _read(path)
+        count = metadata.get("split.count", 1)
+        if not isinstance(count, int) or count <= 1:
+            return cls(path, metadata, tensors)
+        parts = _parts(path, count)
+        first, tensors = _joined(parts)
+        return cls(path, first, tensors, parts)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
+    try:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise ValueError(f"{path} is empty; fetch it again")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}; give the path of a GGUF file") from None
+    return _Reader(path, mapped).read()
+
+
+def _parts(path: Path, count: int) -> tuple[Path, ...]:
+    """All files of a model of which ``path`` is one."""
+    named = _PART.fullmatch(path.name)
+    if named is None or int(named[2]) != count:
+        raise ValueError(
+            f"{path} is one of {count} parts of a model and not named so (NAME-00001-of-{count:05}.gguf): give all of "
+            "them their names again"
+        )
+    files = tuple(path.with_name(f"{named[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1))
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise ValueError(
+            f"{path} is one of {count} parts of a model, and {len(missing)} are not beside it ({missing[0]}"
+            f"{', ...' if len(missing) > 1 else ''}): fetch them too"
+        )
+    return files
+
+
+def _joined(parts: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
+    """The metadata of the first part, and the tensors of all."""
+    first: dict[str, Any] = {}
+    whole: dict[str, QuantizedTensor] = {}
+    for number, path in enumerate(parts):
+        metadata, tensors = _read(path)
+        first = first or metadata
+        said = (metadata.get("split.no"), metadata.get("split.count"))
+        if said != (number, len(parts)):
+            raise ValueError(f"{path} says that it is part {said[0]} (from 0 on) of {said[1]}; fetch all parts again")
+        twice = whole.keys() & tensors.keys()
+        if twice:
+            raise ValueError(f"{path}: the tensor {min(twice)!r} is in another part too; fetch all parts again")
+        whole |= tensors
+    expected = first.get("split.tensors.count", len(whole))
+    if expected != len(whole):
+        raise ValueError(f"{parts[0]}: the parts have {len(whole)} tensors, not {expected}; fetch all parts again")
+    return first, whole
 
 
 class _Reader:
@@ -98,9 +149,6 @@ class _Reader:
             if key in metadata:
                 raise self._corrupt(f"the metadata key {key!r} occurs twice")
             metadata[key] = self._value(self._number("<I"), key, depth=0)
-        parts = metadata.get("split.count", 1)
-        if isinstance(parts, int) and parts > 1:
-            raise ValueError(f"{self.path} is one of {parts} parts of a model; join them with llama-gguf-split --merge")
         listed = [self._tensor_entry() for _ in range(n_tensors)]
         return metadata, self._map_tensors(listed, metadata.get("general.alignment", 32))
 

@@ -129,11 +129,14 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The machine called ``name``.
+    """The machine called ``name``, or the one whose name begins so, in small or capital letters.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is none of that name, or several begin so.
     """
-    if name not in PRESETS:
-        raise ValueError(f"no preset {name!r}; there are: {', '.join(PRESETS)}")
-    return PRESETS[name]
+    wanted = name.lower()
+    found = [each for each in PRESETS if each == wanted] or [each for each in PRESETS if each.startswith(wanted or "?")]
+    if len(found) != 1:
+        what = f"{name!r} is the beginning of {', '.join(found)}" if found else f"no preset {name!r}"
+        raise ValueError(f"{what}; there are: {', '.join(PRESETS)}")
+    return PRESETS[found[0]]

@@ -195,7 +195,7 @@ def load_model(
         source.config, library, kv_dtype(dtype), block_size, half=half, quantization=quantization, ops=ops
     )
     stem = dtype if quantization is None else f"{dtype}-{quantization}"
-    packed_file = packed_path(source.path, stem) if source.kind == "gguf" else None
+    packed_file = packed_path(source.path, stem, source.gguf.parts) if source.kind == "gguf" else None
     beside = None
     if source.adapter is not None and (quantization is not None or source.kind == "gguf"):
         beside = read_adapter(source.adapter.path, source.config)

@@ -187,10 +187,12 @@ def keep_packed(model: Decoder, path: Path | None) -> None:
         return
 
 
-def packed_path(source: Path, dtype: str) -> Path:
-    """Where the packed form of a weight file is kept; another file under the same name gets another path."""
-    state = source.stat()
-    identity = f"{source.resolve()}\0{state.st_size}\0{state.st_mtime_ns}\0{dtype}\0v1"
+def packed_path(source: Path, dtype: str, parts: Sequence[Path] = ()) -> Path:
+    """Where the packed form of a weight file, or of its ``parts``, is kept; other files under the same names get
+    another path."""
+    states = [file.stat() for file in parts or (source,)]
+    sizes = "\0".join(f"{state.st_size}\0{state.st_mtime_ns}" for state in states)
+    identity = f"{source.resolve()}\0{sizes}\0{dtype}\0v1"
     return cache_folder() / "packed" / f"{source.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.pack"
 
 

@@ -83,7 +83,10 @@ def encoded(
         raise ValueError(f"format {name!r} is not known; choose {', '.join(FORMATS)}, or a type of GGUF files")
     stacks = [key for key, tensor in tensors.items() if tensor.ndim == 3]
     if stacks:
-        raise ValueError(f"the experts in {stacks[0]!r} are one tensor, which {name} checkpoints cannot hold")
+        raise ValueError(
+            f"the experts in {stacks[0]!r} are one tensor, which {name} checkpoints cannot hold: take a type of GGUF "
+            "files"
+        )
     chosen = {key: tensor for key, tensor in tensors.items() if tensor.ndim == 2 and _LAYERS.fullmatch(key)}
     if not chosen:
         raise ValueError("the model has no matrices that such checkpoints can hold: take a type of GGUF files")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -55,9 +56,17 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
 
 @bills.get("/v1/decisions")
 async def decisions(request: Request, engine: int = 0) -> Response:
-    """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines."""
+    """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines.
+
+    Headers: whether no record has been dropped since the start, seconds since the newest one, and how many engines.
+    """
     rings = _rings(request)
     if not 0 <= engine < len(rings):
         raise ApiError(404, f"engine must be 0 to {len(rings) - 1}, got {engine}", param="engine")
-    headers = {"X-Decisions-Complete": "false" if rings[engine].lost else "true"}
-    return Response(bytes(rings[engine]), media_type="application/octet-stream", headers=headers)
+    ring = rings[engine]
+    headers = {
+        "X-Decisions-Complete": "false" if ring.lost else "true",
+        "X-Decisions-Idle": f"{time.monotonic() - ring.touched:.3f}",
+        "X-Decisions-Engines": str(len(rings)),
+    }
+    return Response(bytes(ring), media_type="application/octet-stream", headers=headers)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..engine.beam_search import BeamSearchParams
 from ..engine.sampling_params import MAX_CHOICES
+from ..text.fill_in import Gap, gap_of
 from .beams import Beams, beam_params
 from .deadline import Deadline
 from .errors import ApiError, bad_value
 from .generation import Event, Generation, Prompt
 from .logprobs import completion_logprobs, prompt_logprobs
 from .long_replies import all_completion_logprobs
-from .prompts import completion_prompts
+from .prompts import completion_prompts, gap_prompts
 from .protocol import FIELDS, CompletionRequest
 from .replies import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage, finish_reason
 from .serving import Serving
@@ -52,8 +53,27 @@ class Completion:
             )
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
+        self.gap = self._gap() if body.suffix else None
+        if self.gap is not None:
+            stops = dict.fromkeys([*(self.params.stop_token_ids or ()), *self.gap.ends])
+            self.params = self.params.with_(stop_token_ids=list(stops))
         width = max(body.best_of or 1, body.n or 1)
         self.beams = beam_params(body, self.params, width, COMPLETION_TOKENS)
+
+    def _gap(self) -> Gap:
+        """How the model fills in what stands before ``suffix``.
+
+        Raises:
+            ApiError: 400 where it cannot, or the rest of the request does not fit.
+        """
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self.body, name):
+                raise ApiError(400, f"suffix and {name} do not go together", param=name, code="unsupported_parameter")
+        gap = gap_of(self.serving.engine.tokenizer, add_special=self.body.add_special_tokens is not False)
+        if gap is None:
+            message = "this model has no tokens for filling in text before a suffix: leave suffix out"
+            raise ApiError(400, message, param="suffix", code="unsupported_parameter")
+        return gap
 
     def _draws(self) -> int | None:
         """How many answers are drawn to choose the ``n`` best from; None where all that are drawn are given.
@@ -83,11 +103,16 @@ class Completion:
         return sorted(result.outputs, key=by_token, reverse=True)[: self.body.n or 1]
 
     async def _prompts(self) -> list[Prompt]:
+        parse = self.body.parse_special is not False
+        if self.gap is not None:
+            return await gap_prompts(
+                self.serving, self.body.prompt, self.body.suffix or "", self.gap, parse_special=parse
+            )
         return await completion_prompts(
             self.serving,
             self.body.prompt,
             add_special=self.body.add_special_tokens is not False,
-            parse_special=self.body.parse_special is not False,
+            parse_special=parse,
             truncate=self.body.truncate_prompt_tokens,
             room=self.params.max_tokens or 1,
         )

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from ..text.fill_in import Gap
 from ..text.inert import ChatRendering
 from ..text.protocols import TokenizerLike
 from ..text.tools.generic import taught
@@ -103,6 +104,31 @@ async def completion_prompts(
     prompts = [truncated(serving, each, truncate, room) for each in prompts]
     for each in prompts:
         check_length(serving, each.token_ids, field)
+    return prompts
+
+
+async def gap_prompts(
+    serving: Serving, prompt: Any, suffix: str, gap: Gap, *, parse_special: bool = True
+) -> list[Prompt]:
+    """The prompts of a completions request that fills in what stands between ``prompt``, one text or several, and
+    ``suffix``.
+
+    Raises:
+        ApiError: 400 where a prompt is no text, or too long, or there are too many.
+    """
+    many = [prompt] if isinstance(prompt, str) else list(prompt)
+    limit = serving.options.max_prompts
+    if len(many) > limit:
+        raise ApiError(400, f"prompt holds {len(many)} prompts; send at most {limit} in one request", param="prompt")
+    if not many or not all(isinstance(each, str) for each in many):
+        raise ApiError(400, "with a suffix prompt must be a string or a list of strings", param="prompt")
+    behind = await encode(serving, suffix, add_special=False, parse_special=parse_special, field="suffix")
+    prompts = []
+    for each in many:
+        before = await encode(serving, each, add_special=False, parse_special=parse_special)
+        prompts.append(Prompt(each, [*gap.prefix, *before, gap.suffix, *behind, gap.middle]))
+    for made in prompts:
+        check_length(serving, made.token_ids, "prompt")
     return prompts
 
 

@@ -55,7 +55,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
-    "suffix": (None, ""),
     "refusal": (None, ""),
     "annotations": (None, []),
 }
@@ -285,6 +284,7 @@ class CompletionRequest(SamplingBody):
     """``POST /v1/completions``: continue one prompt or several. 16 tokens unless ``max_tokens`` says otherwise."""
 
     prompt: Prompt
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: Whole | None = None
     add_special_tokens: bool | None = None

@@ -43,7 +43,6 @@ WORDS = {
     "modalities": "any output but text",
     "reasoning_effort": "setting how long the model reasons",
     "response_format": "structured output",
-    "suffix": "filling in text before a suffix",
     "tool_calls": "tool calling",
     "tool_choice": "tool calling",
     "tools": "tool calling",

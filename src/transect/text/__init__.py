@@ -17,6 +17,7 @@ On the way in:
 * ``chat_template.py``   ChatTemplate: messages to one string, by a Jinja template
 * ``template_sandbox.py``  where templates run, and what bounds them
 * ``template_worker.py``   TemplateWorker, TemplateApart: templates in a process that can be ended
+* ``fill_in.py``         gap_of: how a model writes what is missing between two texts
 * ``inert.py``           chat_tokens: messages to ids, where no message can speak the protocol
 
 * ``grammar/``             what an answer must look like, and which tokens may come next so that it does

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,8 @@ def crew(run: Run) -> Iterator[World | None]:
         ranks.close()
 
 
-def follow(world: World, run: Run) -> None:
-    """Train as the first rank does, until it stops. What is at fault with the run is the first rank's to say."""
+def follow(world: World, run: Run, should_stop: Callable[[], bool] = lambda: False) -> None:
+    """Train as the first rank does, until it stops, or all do because ``should_stop`` is true here after a step. What
+    is at fault with the run is the first rank's to say."""
     with contextlib.suppress(ValueError, TrainingStopped):
-        run.trainer(world).run()
+        run.trainer(world).run(should_stop=should_stop)

@@ -1,0 +1,64 @@
+"""Filling in the middle: what stands before a gap and what stands behind it, as a prompt after which the model writes
+what is missing (Bavarian et al. 2022). Models that learned it have three tokens for it, and name them in their own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .protocols import TokenizerLike
+
+
+class Form(NamedTuple):
+    """Tokens before what stands before the gap, before what stands behind it, and before the model's own text."""
+
+    prefix: str
+    suffix: str
+    middle: str
+
+
+FORMS = (
+    Form("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma
+    Form("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    Form("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    Form("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek-Coder
+)
+ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>", "<|EOT|>")
+"""Tokens with which such models end what they fill in, or begin another file."""
+
+
+class Gap(NamedTuple):
+    """How a model fills gaps in."""
+
+    prefix: list[int]
+    """Token ids in front, with what the model expects at the beginning of every prompt."""
+    suffix: int
+    middle: int
+    ends: list[int]
+
+
+def gap_of(tokenizer: TokenizerLike, *, add_special: bool) -> Gap | None:
+    """The tokens by which a model fills gaps in; None: it has none. ``add_special``: with the BOS token, where the
+    model wants one."""
+    for form in FORMS:
+        ids = [_token(tokenizer, text) for text in form]
+        if None not in ids:
+            _, suffix, middle = ids
+            assert suffix is not None and middle is not None
+            first = tokenizer.encode(form.prefix, add_special_tokens=add_special, parse_special=True)
+            return Gap(first, suffix, middle, list(_ends(tokenizer)))
+    return None
+
+
+def _ends(tokenizer: TokenizerLike) -> Iterator[int]:
+    for text in ENDS:
+        token = _token(tokenizer, text)
+        if token is not None:
+            yield token
+
+
+def _token(tokenizer: TokenizerLike, text: str) -> int | None:
+    """The token that is spelled so, if there is one."""
+    ids = tokenizer.encode(text, parse_special=True)
+    return ids[0] if len(ids) == 1 else None
