@@ -56,6 +56,15 @@ def test_what_is_asked_follows_from_the_options(capsys):
     assert "full sequences" in run(capsys, "llama-3.1-8b", "--context", "4096", "--device-memory", "24GB")[1]
 
 
+def test_a_document_is_as_long_as_a_small_model_allows(tmp_path, capsys):
+    from tiny_llm import save_tiny_llm
+
+    save_tiny_llm(tmp_path)
+    assert run(capsys, str(tmp_path), "--task", "lora", "--device-memory", "24GB")[0] == 0
+    code, _, err = run(capsys, str(tmp_path), "--task", "lora", "--seq-len", "999", "--device-memory", "24GB")
+    assert code == 2 and "data.seq_len to at most 256" in err
+
+
 def test_the_file_of_a_run_is_asked_about_as_it_is(tmp_path, capsys):
     from transect.train.config import TrainConfig
 

@@ -40,6 +40,25 @@ def test_an_interrupted_sweep_goes_on_in_the_middle_of_a_run(tmp_path) -> None:
     assert [line["step"] for line in read_log(points[0].config.run_dir) if line["kind"] == "step"] == [1, 2, 3, 4]
 
 
+def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(tmp_path) -> None:
+    grid = write(tmp_path, "seed = [0]\n", epochs=0.01, steps=0)
+    (first,) = sweep(read_grid(grid), lambda line: None)
+    (same,) = sweep(read_grid(grid), lambda line: None)
+    assert same == first and not first.problem
+    base = tmp_path / "run.toml"
+    base.write_text(base.read_text().replace("threads = 1", "threads = 2\nsave_every = 7"))
+    assert not next(sweep(read_grid(grid), lambda line: None)).problem  # nothing that counts
+    base.write_text(base.read_text().replace("seq_len = 32", "seq_len = 16"))
+    assert "holds a run with data.seq_len = 32, and this sweep asks for 16" in next(sweep(read_grid(grid))).problem
+
+
+@pytest.mark.prove
+def test_runs_of_a_sweep_may_have_several_ranks(tmp_path) -> None:
+    outcomes = list(sweep(read_grid(write(tmp_path, '"parallel.data" = [1, 2]\n', accumulate=2))))
+    assert not any(found.problem for found in outcomes)
+    assert outcomes[0].validation == pytest.approx(outcomes[1].validation, abs=1e-5)
+
+
 def test_a_point_that_cannot_be_trained_keeps_no_other_from_it(tmp_path) -> None:
     grid = write(tmp_path, '"data.seq_len" = [32, 128]\n')  # the second does not fit into micro_batch
     with pytest.raises(ValueError, match=r"data\.micro_batch"):

@@ -41,6 +41,17 @@ def test_a_loop_is_batched(tmp_path, shape):
     assert done.predicted == min(0.01, done.before)  # no more than there is
 
 
+def test_a_script_without_a_seed_is_batched(tmp_path):
+    """It has other weights and rows in every run of its own; here it has the same."""
+    body = "import random, numpy, torch\nfrom torch import nn\nmodel = nn.Linear(8, 8)\nwith torch.no_grad():\n"
+    body += "    for row in torch.randn(20, 8) + random.random() + float(numpy.random.rand()):\n        model(row)\n"
+    script = tmp_path / "s.py"
+    script.write_text(body)
+    before = torch.get_rng_state()
+    (done,) = apply(Script(script), Explained("batching"))
+    assert not done.failed and torch.equal(torch.get_rng_state(), before)
+
+
 def test_one_module_behind_another_is_batched(tmp_path):
     """The second is called with results of the first, not with its own; a loop through both is left out."""
     body = "second = nn.Linear(8, 8)\nx = torch.ones(8)\nwith torch.no_grad():\n    for i in range(5):\n        "

@@ -3,7 +3,9 @@
 import io
 import os
 import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +17,7 @@ from transect.cli.explain import _script
 from transect.explain.apply import apply
 from transect.explain.finding import Finding
 from transect.explain.program import Explain, explain_script
+from transect.explain.sampler import StackSampler
 from transect.explain.script import Script, ScriptFailed
 
 HEAD = "import os, sys, threading, torch\nx = torch.ones(8, 8)\nfor _ in range(30):\n    y = x @ x\n"
@@ -143,3 +146,15 @@ def test_standard_input_is_the_same_each_time(tmp_path, capsys):
     done = apply(script, promised)
     assert [each.failed for each in done] == ["", ""] and "characters" not in capsys.readouterr().out
     assert "AssertionError" in apply(replace(script, stdin=b""), promised)[0].failed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="timers of Linux")
+def test_timers_of_the_sampling_thread_are_fine():
+    """They ring microseconds late, not fifty; those of the program stay as they are."""
+    with StackSampler() as sampler:
+        path = Path(f"/proc/{sampler._thread.native_id}/timerslack_ns")
+        own = Path("/proc/self/timerslack_ns").read_text()
+        deadline = time.monotonic() + 30
+        while int(path.read_text()) != 1000 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert int(path.read_text()) == 1000 != int(own)

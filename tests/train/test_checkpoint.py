@@ -110,6 +110,9 @@ def test_damage_says_what_to_go_on_from(tmp_path) -> None:
 def test_nothing_to_go_on_from(tmp_path) -> None:
     with pytest.raises(ValueError, match="no checkpoint to go on from"):
         newest(tmp_path)
+    save(tmp_path, 4, 6)
+    with pytest.raises(ValueError, match="step-00000002: go on from step-00000004 or step-00000006"):
+        newest(tmp_path / "step-00000002")
 
 
 def test_a_full_disk_is_reported_and_earlier_checkpoints_stay(tmp_path, monkeypatch) -> None:

@@ -147,7 +147,7 @@ def run(
     import dataclasses
     import sys
 
-    from ..explain.apply import apply as try_changes
+    from ..explain.apply import applied
     from ..explain.energy import Energies
     from ..explain.program import Explain, explain_script
     from ..explain.script import ScriptFailed
@@ -169,8 +169,8 @@ def run(
     if failed is not None:
         raise failed
     again = dataclasses.replace(script, stdin=script.stdin or b"")
-    for done in try_changes(again, found) if apply and not found.interrupted else ():
-        print(done)
+    for done in applied(again, found) if apply and not found.interrupted else ():
+        print(done, flush=True)
 
 
 def _script(words: list[str], stdin: Any) -> Any:

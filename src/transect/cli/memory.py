@@ -106,11 +106,8 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
-    from pathlib import Path
-
     from ..models.memory.terms import parse_bytes
-    from ..models.presets import PRESETS
-    from ..models.resolve import resolve
+    from ..models.resolve import described
     from .memory_training import is_run, run_of, show_training
 
     options = dict(call.params)
@@ -119,8 +116,10 @@ def command(
     if _trains(call, given, train, serve, is_run(model)):
         run = run_of(model, options, given, changes or [])
     name = model if run is None else run.model
-    shape = name in PRESETS or Path(name).is_dir()
-    source = resolve(name, load_format="dummy" if shape else "auto")
+    source = described(name)
+    most = source.config.max_position
+    if run is not None and not is_run(model) and "seq_len" not in given and run.data.seq_len > most:
+        run = run.changed([f"data.seq_len={most}"])
     kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
     if device_memory is not None and budget < LEAST_BUDGET:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
@@ -21,6 +23,7 @@ from .program import Explanation
 from .script import Script
 
 RUNS = 3
+SEED = 0
 Change = Callable[[], contextlib.AbstractContextManager[Running]]
 
 
@@ -59,14 +62,20 @@ class Applied:
 
 
 def apply(script: Script, explanation: Explanation) -> list[Applied]:
+    """All of ``applied``."""
+    return list(applied(script, explanation))
+
+
+def applied(script: Script, explanation: Explanation) -> Iterator[Applied]:
     """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out. A
-    change that several findings name is made once, for the one that promises most."""
-    done: dict[str, Applied] = {}
+    change that several findings name is made once, for the one that promises most. Each is given when it is measured:
+    one that compiles may take a minute."""
+    done = set()
     for finding in explanation.findings:
         for name in filter(None, finding.apply.split(", ")):
             if name not in done:
-                done[name] = _measured(script, finding, name)
-    return list(done.values())
+                done.add(name)
+                yield _measured(script, finding, name)
 
 
 def _measured(script: Script, finding: Finding, name: str) -> Applied:
@@ -112,7 +121,12 @@ def _batching(script: Script) -> Change:
 
 def _seconds(script: Script) -> float:
     """Seconds that a run takes, until a GPU has done what it was asked for; nobody sees what it prints."""
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+    with (
+        _same_chance(),
+        open(os.devnull, "w") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
         began = time.perf_counter()
         ending = script.run(show=False)
         if torch.cuda.is_available():
@@ -123,3 +137,18 @@ def _seconds(script: Script) -> float:
     if ending.failed:
         raise ending.error if isinstance(ending.error, NotPossible) else NotPossible(ending.failed)
     return taken
+
+
+@contextlib.contextmanager
+def _same_chance() -> Iterator[None]:
+    """Inside, a script that sets no seed draws the same numbers every time: its runs are compared."""
+    plain, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        torch.manual_seed(SEED)
+        random.seed(SEED)
+        np.random.seed(SEED)
+        try:
+            yield
+        finally:
+            random.setstate(plain)
+            np.random.set_state(arrays)

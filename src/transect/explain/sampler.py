@@ -6,6 +6,7 @@ thread's stack, from the innermost frame outwards, and how many other threads we
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -15,9 +16,13 @@ from types import CodeType, FrameType
 from typing import Self
 
 PERIOD_S = 0.002
-SWITCH_S = 50e-6
+SWITCH_S = 20e-6
 """How soon the watched thread hands over the interpreter's lock. With Python's own 5 ms it would mostly do so at the
 next operator, and every sample would show that line."""
+SLACK_NS = 1000
+"""How late a timer of the sampling thread may ring. With Linux's own 50 us it would ask for the lock so much later, and
+lines that let go of it would be seen more often than they run (docs/lab-notes/explain.md)."""
+PR_SET_TIMERSLACK = 29
 LITTLE_S = 100e-6
 """A thread that ran no longer than this since the sample before was waiting."""
 RECENT_S = 0.03
@@ -92,6 +97,8 @@ class StackSampler:
         gc.callbacks.remove(self._collection)
 
     def _run(self) -> None:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, SLACK_NS, 0, 0, 0)
         own = threading.get_ident()
         before: dict[int, int] = {}
         seen: dict[int, float] = {}

@@ -1,8 +1,9 @@
 """From the name that a user gives to the files of a model.
 
 In this order: a directory in Hugging Face layout, a ``.gguf`` file, a built-in name (``pull.py``), a hub id
-(``organisation/name``). With ``load_format="dummy"`` no weights are read, and a directory with config.json or a name of
-``presets.py`` is enough. No torch here: a process that only needs the tokenizer or the configuration stays light.
+(``organisation/name``, or ``organisation/name:Q4_K_M`` for the GGUF file of that type). With ``load_format="dummy"`` no
+weights are read, and a directory with config.json or a name of ``presets.py`` is enough. No torch here: a process that
+only needs the tokenizer or the configuration stays light.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from .pull import BUILTIN_MODELS, Progress, pull_builtin, pulled
 LoadFormat = Literal["auto", "dummy"]
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+_HUB_GGUF = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96}):([\w.-]{1,96})")
+"""A GGUF file of a hub id, by a part of its name: its type (``organisation/name:Q4_K_M``)."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt"]
 _HUB_IGNORED = ["*/*", "consolidated*"]
@@ -111,7 +114,8 @@ def resolve(
     if not name or "\0" in name:
         raise ValueError(f"{name!r} is no model name; give {_choices()}")
     path = Path(name).expanduser()
-    if revision is not None and (load_format == "dummy" or path.exists() or not _HUB_ID.fullmatch(name)):
+    of_hub = _HUB_ID.fullmatch(name) or _HUB_GGUF.fullmatch(name)
+    if revision is not None and (load_format == "dummy" or path.exists() or not of_hub):
         raise ValueError(f"revision {revision!r} is for hub ids (organisation/name), and {name[:80]!r} is none")
     if load_format == "dummy":
         return _shape(path, name)
@@ -127,7 +131,14 @@ def resolve(
     if name.lower().endswith(".gguf") or name.startswith(("/", "./", "../", "~")) or name.endswith("/"):
         raise ValueError(f"there is no file or directory {name!r}{_near_paths(path)}; give {_choices()}")
     if _HUB_ID.fullmatch(name):
-        return _from_directory(_from_hub(name, allow_download, revision=revision), name)
+        folder = _from_hub(name, allow_download, revision=revision)
+        if not (folder / "config.json").is_file() and not is_adapter(folder):
+            raise ValueError(
+                f"the hub model {name!r} has no config.json; if it has GGUF files, name one by its type ({name}:Q4_K_M)"
+            )
+        return _from_directory(folder, name)
+    if (found := _HUB_GGUF.fullmatch(name)) is not None:
+        return _from_file(_hub_gguf(found[1], found[2], allow_download, revision), name)
     if name in PRESETS:
         raise ValueError(f"{name!r} is a shape without weights: run it with load_format dummy, or give {_choices()}")
     near = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
@@ -157,6 +168,19 @@ def tokenizer_files(name: str, *, revision: str | None = None) -> Path:
     if _HUB_ID.fullmatch(name) and not path.exists():
         return _from_hub(name, True, revision=revision, patterns=_TOKENIZER_FILES)
     raise ValueError(f"there is no tokenizer {name[:80]!r}; give {_choices()}")
+
+
+def described(name: str, *, presets: bool = True) -> ModelSource:
+    """A model whose weights nobody will read: a directory need hold its configuration alone.
+
+    Args:
+        presets: built-in shapes are meant by their names, which then have no tokenizer.
+
+    Raises:
+        ValueError: as for ``resolve``.
+    """
+    shape = (presets and name in PRESETS) or (Path(name).expanduser() / "config.json").is_file()
+    return resolve(name, load_format="dummy" if shape else "auto")
 
 
 def _shape(path: Path, name: str) -> ModelSource:
@@ -239,7 +263,7 @@ def _from_directory(path: Path, name: str) -> ModelSource:
 
 
 def _from_file(path: Path, name: str) -> ModelSource:
-    path = path.resolve()
+    path = path.absolute()  # not resolved: the hub's cache has links to files with other names
     if path.suffix.lower() != ".gguf":
         raise ValueError(f"{path} is no .gguf file; give {_choices()}")
     file = GGUFFile.open(path)
@@ -262,8 +286,29 @@ def _from_builtin(name: str, allow_download: bool, progress: Progress | None) ->
     return _from_file(path, name)
 
 
+def _hub_gguf(name: str, wanted: str, allow_download: bool, revision: str | None) -> Path:
+    """The GGUF file of a hub id whose name says ``wanted``; of one in parts the first."""
+    patterns = [f"*{each}*.gguf" for each in dict.fromkeys((wanted, wanted.upper(), wanted.lower()))]
+    folder = _from_hub(name, allow_download, revision=revision, patterns=patterns, ignored=())
+    says = re.compile(rf"(?<!\w){re.escape(wanted)}(?!\w)", re.IGNORECASE)
+    files = [file for file in sorted(folder.rglob("*.gguf")) if says.search(file.stem) and "mmproj" not in file.name]
+    firsts = [file for file in files if not (part := re.search(r"-(\d{5})-of-\d{5}$", file.stem)) or int(part[1]) == 1]
+    if len(firsts) != 1:
+        listed = ", ".join(file.name for file in firsts[:5]) or "none"
+        raise ValueError(
+            f"the hub model {name!r} should have one GGUF file whose name says {wanted!r}, and has {listed}: give "
+            f"another part of its name ({name}:Q4_K_M)"
+        )
+    return firsts[0]
+
+
 def _from_hub(
-    name: str, allow_download: bool, *, revision: str | None = None, patterns: Sequence[str] = _HUB_FILES
+    name: str,
+    allow_download: bool,
+    *,
+    revision: str | None = None,
+    patterns: Sequence[str] = _HUB_FILES,
+    ignored: Sequence[str] = _HUB_IGNORED,
 ) -> Path:
     """The snapshot directory of a hub id; huggingface_hub keeps it in its own cache and shows its own progress."""
     import huggingface_hub
@@ -276,7 +321,7 @@ def _from_hub(
             name,
             revision=revision,
             allow_patterns=list(patterns),
-            ignore_patterns=_HUB_IGNORED,
+            ignore_patterns=list(ignored),
             local_files_only=not allow_download,
         )
     except errors.GatedRepoError:

@@ -287,6 +287,9 @@ def newest(run_dir: str | Path, *, check: bool = True) -> Checkpoint:
         return read(run_dir, check=check)
     steps = list_steps(run_dir)
     if not steps:
+        others = [path.name for path in list_steps(Path(run_dir).parent)]
+        if _NAME.fullmatch(Path(run_dir).name) and others:
+            raise ValueError(f"there is no {run_dir}: go on from {' or '.join(others)}")
         raise ValueError(f"{run_dir} has no checkpoint to go on from: start the run without --resume")
     return read(steps[-1], check=check)
 

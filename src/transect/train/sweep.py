@@ -9,7 +9,8 @@ base = "run.toml"            # what all runs share
 ```
 
 Each run has a directory of its own below ``run_dir`` of the base (or ``sweep_dir``), named by its settings. So a sweep
-that was interrupted goes on: finished runs are not trained again, and one that has a checkpoint is taken up there.
+that was interrupted goes on: finished runs are not trained again, and one that has a checkpoint is taken up there. A
+directory with a run of other settings is left alone, and said to be one.
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import RunLock, list_steps, newest
 from .config import TrainConfig
+from .follow import Run, crew
 from .health import TrainingStopped
 from .report import RunLog, read_log
-from .trainer import Trainer
+
+ALIKE = {"run_dir", "data.date", "threads", "device", "memory", "keep", "save_every", "log_to", "project"}
+"""Settings that change nothing of what a run finds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ def read_grid(path: str | Path) -> list[Point]:
     """
     path = Path(path)
     try:
-        grid = tomllib.loads(path.read_text(encoding="utf-8"))
+        grid = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -134,14 +138,48 @@ def sweep(
 def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
     """Whether the run has come to its end."""
     found = newest(point.config.run_dir) if list_steps(point.config.run_dir) else None
-    config = point.config if found is None else TrainConfig.from_dict(found.state["config"])
-    trainer = Trainer(config, found)
-    log = RunLog(config.run_dir, trainer.steps_done)
-    try:
-        trainer.run([log], should_stop)
-    finally:
-        log.close()
-    return trainer.finished
+    config = point.config
+    if found is not None:
+        check_same(found.state["config"], config)
+        config = replace(TrainConfig.from_dict(found.state["config"]), run_dir=config.run_dir)
+    this = Run(config.to_dict(), None if found is None else found.path)
+    with crew(this) as world:
+        trainer = this.trainer(world)
+        log = RunLog(config.run_dir, trainer.steps_done)
+        try:
+            trainer.run([log], should_stop)
+        finally:
+            log.close()
+        return trainer.finished
+
+
+def check_same(kept: Mapping[str, Any], asked: TrainConfig) -> None:
+    """See that the run in a point's directory is that of the point.
+
+    Args:
+        kept: the configuration of its checkpoint.
+
+    Raises:
+        ValueError: it was trained with other settings; the message names the first.
+    """
+    old, new = (
+        dict(_flat(values)) for values in (json.loads(json.dumps(kept)), json.loads(json.dumps(asked.to_dict())))
+    )
+    counted = {"epochs", "steps"} if asked.epochs else {"epochs"}  # a run that has begun knows its steps
+    for name in sorted(old.keys() & new.keys() - counted - ALIKE):
+        if old[name] != new[name]:
+            raise ValueError(
+                f"{asked.run_dir} holds a run with {name} = {old[name]!r}, and this sweep asks for {new[name]!r}: move "
+                "it away, or set another sweep_dir"
+            )
+
+
+def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{before}{key}.")
+        else:
+            yield before + key, value
 
 
 def outcome(point: Point) -> Outcome:
