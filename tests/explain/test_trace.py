@@ -71,6 +71,18 @@ def launched(name, shapes, types, begin, length, number, kernel="kernel"):
     ]
 
 
+def test_a_copy_that_waits_on_amd_is_a_wait(tmp_path):
+    """torch reads values there by a call of its own, which is no launch."""
+    events = []
+    for number in range(20):
+        begin = 1000.0 * number
+        events += launched("aten::mm", [[64, 64], [64, 64]], ["float", "float"], begin, 400, number, "Cijk_Ailk_Bljk")
+        events.append(event("cuda_runtime", "hipMemcpyWithStream", begin + 20, 900))
+    found = explain_trace(read_trace(write(tmp_path / "amd.json", events)), preset("mi300x").ceilings())
+    assert found.split.parts["sync"] == pytest.approx(19 * 600e-6, rel=0.05) and not found.split.parts["host"]
+    assert found.findings[0].kind == "sync"
+
+
 def test_what_the_profiler_does_before_it_begins_is_not_the_programs(tmp_path):
     """It launches a first kernel and waits for it; the program waits 20 times, the last time for all to end."""
     steps = [each for number in range(30, 50) for each in gpu_step(100.0 * number, number)]
@@ -218,6 +230,12 @@ def test_a_line_that_prints_what_a_module_computes_is_no_logging(tmp_path):
         ("log.info(x)", [("/site-packages/loguru/_logger.py", "_log")], "logging"),
         ("x = numpy.load(path)", [("/site-packages/numpy/lib/npyio.py", "load")], "file"),
         ("print(x)", [], "logging"),
+        (
+            "torch.manual_seed(0)",
+            [("STDLIB/tokenize.py", "_generate_tokens"), ("STDLIB/linecache.py", "get")],
+            "python",
+        ),
+        ("ids = encode(text)", [("/site-packages/tokenizers/__init__.py", "encode")], "tokenize"),
         ("run.log({'loss': 1})", [], "logging"),
         ("y = math.log(x) + z.log()", [], "python"),
     ],
