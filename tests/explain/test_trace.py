@@ -71,6 +71,16 @@ def launched(name, shapes, types, begin, length, number, kernel="kernel"):
     ]
 
 
+def test_a_larger_batch_is_promised_what_products_reach(tmp_path):
+    """Weights of 16 MB are read 96 times; all rows together are bound by arithmetic, at half of 100 GFLOP/s."""
+    dims = {"Input Dims": [[1, 2048], [2048, 2048]], "Input type": ["float", "float"]}
+    events = [event("cpu_op", "aten::mm", 1000.0 * number, 900, **dims) for number in range(96)]
+    found = explain_trace(read_trace(write(tmp_path / "small.json", events)), ceilings())
+    (small,) = (each for each in found.findings if each.kind == "small batch")
+    efficiency = (2048 * 2048 + 2 * 2048) * 4 / 20e9 / 900e-6
+    assert small.gain == pytest.approx(96 * 900e-6 - 2 * 96 * 2048**2 / 50e9 / efficiency, rel=0.01)
+
+
 def test_a_copy_that_waits_on_amd_is_a_wait(tmp_path):
     """torch reads values there by a call of its own, which is no launch."""
     events = []
