@@ -9,14 +9,17 @@ import sys
 import httpx
 import huggingface_hub
 import pytest
+import torch
 from huggingface_hub import errors
+from safetensors.torch import save_file
 from tiny_checkpoints import make_model, write_gguf
+from tiny_llm import save_tiny_llm
 
 from transect.models import resolve as resolve_module
 from transect.models.config import ModelConfig
 from transect.models.config_hf import to_hf
 from transect.models.pull import BUILTIN_MODELS
-from transect.models.resolve import ModelSource, resolve, tokenizer_files
+from transect.models.resolve import ModelSource, described, resolve, tokenizer_files
 
 CONFIG = ModelConfig("llama", 96, 64, 2, 4, 2, 16, 96, 128)
 
@@ -226,3 +229,17 @@ def test_the_hub_may_not_be_asked_and_the_model_is_not_here(hub):
 def test_a_hub_model_without_a_config(hub, tmp_path):
     hub.outcome = tmp_path
     fails("o/m", "has no config.json")
+
+
+def test_what_is_only_described_needs_no_weights(tmp_path):
+    (tmp_path / "shape").mkdir()
+    save_tiny_llm(tmp_path / "shape")
+    assert described(str(tmp_path / "shape")).kind == "shape" and described("llama-3.2-1b").kind == "shape"
+    (tmp_path / "adapter").mkdir()
+    settings = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    settings["base_model_name_or_path"] = str(tmp_path / "shape")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    factors = {name.format("A"): torch.zeros(2, 64), name.format("B"): torch.zeros(64, 2)}
+    save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
+    assert described(str(tmp_path / "adapter")).adapter is not None

@@ -106,11 +106,8 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
-    from pathlib import Path
-
     from ..models.memory.terms import parse_bytes
-    from ..models.presets import PRESETS
-    from ..models.resolve import resolve
+    from ..models.resolve import described
     from .memory_training import is_run, run_of, show_training
 
     options = dict(call.params)
@@ -119,8 +116,7 @@ def command(
     if _trains(call, given, train, serve, is_run(model)):
         run = run_of(model, options, given, changes or [])
     name = model if run is None else run.model
-    shape = name in PRESETS or Path(name).is_dir()
-    source = resolve(name, load_format="dummy" if shape else "auto")
+    source = described(name)
     most = source.config.max_position
     if run is not None and not is_run(model) and "seq_len" not in given and run.data.seq_len > most:
         run = run.changed([f"data.seq_len={most}"])
@@ -129,6 +125,8 @@ def command(
     if device_memory is not None and budget < LEAST_BUDGET:
         raise ValueError(f"--device-memory {device_memory} is {budget} bytes: give the unit too, such as 80GB")
     if run is not None:
+        if kind == "cpu" and device_memory is None:
+            budget //= run.parallel.layout.size  # ranks share what the host has
         show_training(run, source, kind, budget, json)
         return
     settings: dict[str, Any] = {

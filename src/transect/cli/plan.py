@@ -51,13 +51,11 @@ def training(
 ) -> int:
     """Rank every way to spread a training run over some devices by predicted tokens per second, and say why."""
     from dataclasses import replace
-    from pathlib import Path
 
     from ..hardware.presets import PRESETS as GPUS
     from ..models.memory.terms import parse_bytes
     from ..models.memory.training_plan import check_base
-    from ..models.presets import PRESETS
-    from ..models.resolve import resolve
+    from ..models.resolve import described
     from ..plan.layouts import AXES
     from ..plan.layouts import rank as ranked
     from ..plan.machine import Machine
@@ -74,7 +72,7 @@ def training(
     allowed = [axis.strip() for axis in axes.split(",") if axis.strip()]
     if unknown := sorted(set(allowed) - set(AXES)):
         raise ValueError(f"--axes knows {', '.join(AXES)}, not {', '.join(unknown)}")
-    source = resolve(model, load_format="dummy" if model in PRESETS or Path(model).is_dir() else "auto")
+    source = described(model)
     seq_len = seq_len or min(4096, source.config.max_position)
     config = TrainConfig.from_dict({
         "model": source.name, "task": task, "precision": precision, "optimizer": {"name": optimizer},

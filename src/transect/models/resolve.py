@@ -170,6 +170,19 @@ def tokenizer_files(name: str, *, revision: str | None = None) -> Path:
     raise ValueError(f"there is no tokenizer {name[:80]!r}; give {_choices()}")
 
 
+def described(name: str, *, presets: bool = True) -> ModelSource:
+    """A model whose weights nobody will read: a directory need hold its configuration alone.
+
+    Args:
+        presets: built-in shapes are meant by their names, which then have no tokenizer.
+
+    Raises:
+        ValueError: as for ``resolve``.
+    """
+    shape = (presets and name in PRESETS) or (Path(name).expanduser() / "config.json").is_file()
+    return resolve(name, load_format="dummy" if shape else "auto")
+
+
 def _shape(path: Path, name: str) -> ModelSource:
     """A model to be filled with random weights."""
     if (path / "config.json").is_file():

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..models.resolve import resolve
+from ..models.resolve import described
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .chat import run_template
@@ -62,7 +62,7 @@ def tokenize(
     output = Path(output)
     if output.suffix != SUFFIX:
         raise ValueError(f"the output must end in {SUFFIX}, such as {output.with_suffix(SUFFIX)}")
-    source = resolve(model, load_format="dummy" if Path(model).is_dir() else "auto")
+    source = described(model, presets=False)
     tokenizer = Tokenizer.from_source(source)
     if not isinstance(tokenizer, Tokenizer):
         raise ValueError(f"{model} brings no tokenizer: give a model that does")
@@ -137,7 +137,7 @@ def _single() -> None:
 @cache
 def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | None, int]:
     """The tokenizer and template of this process, loaded once."""
-    source = resolve(model, load_format="dummy" if Path(model).is_dir() else "auto")
+    source = described(model, presets=False)
     tokenizer = Tokenizer.from_source(source)
     assert isinstance(tokenizer, Tokenizer)
     return tokenizer, run_template(source, tokenizer, chats), source.config.vocab_size

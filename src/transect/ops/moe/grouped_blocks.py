@@ -297,7 +297,8 @@ def _cases() -> Sequence[Case]:
 
         return Case(f"up of gpt-oss-20b, {name}, {tokens} tokens", make)
 
-    return [case("MXFP4", tokens) for tokens in (1, 16, 64, 256, 2048)]
+    four = [case("MXFP4", tokens) for tokens in (1, 16, 64, 256, 2048)]
+    return [*four, *(case(name, tokens) for name in ("Q6_K", "Q8_0") for tokens in (16, 256))]
 
 
 def _kernels() -> Sequence[Kernel]:
