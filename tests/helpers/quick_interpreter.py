@@ -2,26 +2,32 @@
 for every call of a device function, which takes longer than most of those calls.
 
 Within a launch they are replaced already, and which functions of a module are to be replaced does not change. So a
-launch replaces them once, and remembers their names. What runs is the same; ``--prove`` runs the interpreter as it is.
+launch replaces them once, and remembers their names. It also remembers NumPy's names of dtypes, and the types of
+shapes, which the interpreter makes anew for every number. What runs is the same; ``--prove`` runs the interpreter as it
+is.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import threading
 from typing import Any
 
-NEEDED = ("GridExecutor", "_patch_attr", "_patch_builtin", "_patch_lang", "tl")
+NEEDED = ("GridExecutor", "_get_np_dtype", "_patch_attr", "_patch_builtin", "_patch_lang", "tl")
 
 
 def install() -> bool:
     """Change the interpreter in this process, if it has been imported and has the functions that are changed."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or not all(hasattr(interpreter, name) for name in NEEDED):
+    if os.environ.get("TRITON_INTERPRET") != "1" or not all(hasattr(interpreter, name) for name in NEEDED):
         return False
+    assert interpreter is not None
     if hasattr(interpreter, "replaced_by_tests"):
         return True
+    if not hasattr(interpreter.tl.core, "_type_for_tuple_values"):
+        return False
     patch_lang, call, tl = interpreter._patch_lang, interpreter.GridExecutor.__call__, interpreter.tl
     names: dict[Any, list[str]] = {}
     launch_of = threading.local()
@@ -55,6 +61,26 @@ def install() -> bool:
         finally:
             launch_of.replaced = before
 
+    dtype_of, dtypes = interpreter._get_np_dtype, {}
+
+    def numpy_dtype(dtype: Any) -> Any:
+        if dtype.name not in dtypes:
+            dtypes[dtype.name] = dtype_of(dtype)
+        return dtypes[dtype.name]
+
+    type_of_values = tl.core._type_for_tuple_values
+    types: dict[tuple[int, ...], Any] = {}
+
+    def type_of_shape(values: Any, fields: Any = None) -> Any:
+        if fields is not None or not all(isinstance(each, tl.constexpr) and type(each.value) is int for each in values):
+            return type_of_values(values, fields)
+        shape = tuple(each.value for each in values)
+        if shape not in types:
+            types[shape] = type_of_values(values)
+        return types[shape]
+
+    tl.core._type_for_tuple_values = type_of_shape
+    interpreter._get_np_dtype = numpy_dtype
     interpreter._patch_builtin, interpreter._patch_lang = patch_builtin, patch_once
     interpreter.GridExecutor.__call__ = launch
     interpreter.replaced_by_tests = True

@@ -28,6 +28,7 @@ With tensors, or on the way to them:
 * ``ranks``: one engine on several ranks. ``leading``: the core of the one that leads, and of those that follow.
   ``sharing``: those of groups of ranks that have requests of their own.
 * ``kv_size``: how many KV blocks to have. ``offload``: which layers stream from host memory or a file.
+  ``host_room``: whether the weights fit in the memory of the host.
 * ``runner``: ``Runner``, the executor that runs the model on ragged batches. ``prompt_results``: what its steps say
   about prompts.
 * ``stage_runner``: the executor of one stage of a pipeline.

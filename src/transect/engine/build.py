@@ -32,6 +32,7 @@ from .decision_setup import decision_log
 from .gpu.build import build_gpu, device_for
 from .gpu.compilers import Compilers
 from .gpu.step_sizes import FEWEST_ROWS
+from .host_room import check_weights
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
 from .offload import stream_plan
 from .runner import Runner
@@ -154,7 +155,13 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     on_host = 1 if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
+    free = free_memory()
+    if mesh is not None:
+        mesh.world.exchange("free memory is known")  # nobody fills it before all have looked
     stream = _cpu_stream(config, source, mesh)
+    if stream is None:
+        shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
+        check_weights(config, source, free, shapes, ranks=on_host)
     choice = {
         "dtype": config.dtype,
         "native": config.native if stream is None else False,

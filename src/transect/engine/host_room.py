@@ -1,0 +1,54 @@
+"""Whether a model's weights fit in the memory of the host, before one of them is read or drawn.
+
+Without this a model that is too large takes all memory, and the system ends the engine, or another program, without a
+word. Only what surely cannot fit is refused: the weights alone, in the fewest bits in which they may be held here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..models.cost import weight_bytes
+from ..models.layouts import held_layouts, storage_held
+from ..models.resolve import ModelSource
+from ..models.storage import storage_for
+from .config import EngineConfig
+
+GIB = 2**30
+
+
+def check_weights(
+    config: EngineConfig,
+    source: ModelSource,
+    free: int,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    ranks: int = 1,
+) -> None:
+    """See that the weights fit.
+
+    Args:
+        free: bytes of this host's memory.
+        shapes: what each rank has of the weights; None: all.
+        ranks: how many on this host have as much.
+
+    Raises:
+        ValueError: they do not; the message has the numbers, and what to change.
+    """
+    storage = storage_for(4 if config.dtype == "float32" else 2, config.quantization)
+    needed = ranks * weight_bytes(source.config, storage, shapes)
+    if needed <= free:
+        return
+    if config.quantization is None and config.dtype != "float32":
+        packed = storage_held(storage, held_layouts(source))
+        needed = min(needed, ranks * weight_bytes(source.config, packed, shapes))
+    if source.kind == "gguf":  # its blocks are held as they are, the table among them
+        needed = min(needed, source.path.stat().st_size)
+    if needed <= free:
+        return
+    each = f" over {ranks} ranks of this host" if ranks > 1 else ""
+    fewer = "" if config.quantization == "int4" else "hold them in fewer bits (quantization='int4'), "
+    raise ValueError(
+        f"the weights take {needed / GIB:.1f} GiB of memory{each}, and {free / GIB:.1f} GiB are free: {fewer}take a "
+        "smaller model, or let layers come from a disk (cpu_offload_gb with offload_folder)"
+    )
