@@ -3,6 +3,7 @@
 import gc
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,20 @@ def test_a_run_that_cannot_fit_is_refused_before_anything_is_built(tmp_path, mon
     monkeypatch.setattr(trainer, "build", build)
     with pytest.raises(ValueError, match=r"this run needs .* 1\.0 MiB are free"):
         Trainer(tiny_run(tmp_path))
+
+
+def test_all_ranks_stay_within_what_the_fullest_of_them_has_free(monkeypatch):
+    """Ranks that computed different things again would wait for each other for ever."""
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 900)
+    world = SimpleNamespace(on_host=3, exchange=lambda mine: [mine, 200, None])
+    assert memory.least_free(CPU, None) == 900
+    assert memory.least_free(CPU, world) == 200
+    world.exchange = lambda mine: [mine, 700]
+    assert memory.least_free(CPU, world) == 300  # they share one memory
+    assert memory.least_free(torch.device("cuda"), world) == 700
+    monkeypatch.setattr(memory, "free_bytes", lambda device: None)
+    world.exchange = lambda mine: [mine, None]
+    assert memory.least_free(CPU, world) is None
 
 
 def test_a_plan_that_was_set_is_kept_or_refused(tmp_path):

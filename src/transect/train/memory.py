@@ -18,6 +18,7 @@ from ..models.memory.training_plan import TrainingPlan
 from ..models.shapes import weight_shapes
 from ..parallel.spread import Spread
 from ..parallel.training_memory import estimator
+from ..parallel.world import World
 from .config import TrainConfig
 from .config.adapters import MATRICES, TABLES
 from .crew import asked
@@ -113,6 +114,17 @@ def free_bytes(device: torch.device) -> int | None:
         return free_memory()
     except ValueError:
         return None
+
+
+def least_free(device: torch.device, world: World | None) -> int | None:
+    """``free_bytes`` of the rank that has the fewest, so that all ranks choose alike: what one computes again, the
+    others must send again. Ranks on a CPU share what their host has. All ranks call it."""
+    mine = free_bytes(device)
+    if world is None:
+        return mine
+    if mine is not None and device.type == "cpu":
+        mine //= world.on_host
+    return min((each for each in world.exchange(mine) if each is not None), default=None)
 
 
 def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int | None = None) -> Fitted:

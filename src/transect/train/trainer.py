@@ -49,7 +49,7 @@ from .health import LossWatch, TrainingStopped, first_bad_number, first_bad_tens
 from .identity import base_identity, check_settings, compare
 from .layer_drop import dropping
 from .lora import take_adapter
-from .memory import check_length, fit
+from .memory import check_length, fit, least_free
 from .merged_layers import MergedLayers, can_merge, stack_of
 from .model import Trainable, build, device_of, source_of
 from .objectives import build as build_objective
@@ -170,7 +170,8 @@ class Trainer:
             check_settings(checkpoint.state.get("config", {}), config.to_dict(), checkpoint.path)
         source = source_of(begun)
         check_length(config, source.config)
-        self.memory = fit(begun, source.config, device_of(config.device))
+        device = device_of(config.device)
+        self.memory = fit(begun, source.config, device, least_free(device, world))
         self.trainable: Trainable = self.crew.cut(build(begun, self.told.append, lean=self.crew.lean(source.config)))
         self.model, self.device = self.trainable.model, self.trainable.device
         sharded = config.parallel.sharded
