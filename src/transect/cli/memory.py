@@ -253,9 +253,10 @@ def _serve(
     worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
     found = worst.estimate
     rate, whence = _link(kind, link)
-    layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
+    apart = not found.fits and kind == "cuda"  # more ranks on a CPU bring no memory
+    layout = smallest_layout(source.config, plan, storage, budget) if apart else None
     shared = None
-    if layout is None and not found.fits and source.config.moe is not None:
+    if layout is None and apart and source.config.moe is not None:
         shared = smallest_sharing(source.config, plan, storage, budget)
     if json:
         facts = {name: value for name, value in asdict(found).items() if name != "account"}
@@ -276,9 +277,8 @@ def _serve(
         if stage.stream is not None:
             print(f"{stage.stream}: at least {stage.stream.seconds(rate):.2f} s a step over {whence}")
     if found.fits:
-        print(
-            f"fits in {gib(budget)}{share}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences"
-        )
+        held = f"{found.cache_tokens} tokens, {found.sequences} full sequences"
+        print(f"fits in {gib(budget)}{share}: the cache holds {held}")
         if engines > 1:
             where = f"{processes} devices" if kind == "cuda" else f"{gib(processes * budget)} of this host"
             print(f"{engines} engines like this one need {where}")
