@@ -14,6 +14,7 @@ from commands import run_here
 from planted_faults import ceilings
 
 from transect.cli.explain import _script
+from transect.explain import program
 from transect.explain.apply import apply
 from transect.explain.finding import Finding
 from transect.explain.program import Explain, explain_script
@@ -115,6 +116,19 @@ def test_operators_of_all_threads_are_seen_and_hold_no_lock(tmp_path):
     assert kinds[0] == "wait" and "gil" not in kinds and "script.py:" in found.findings[0].evidence, str(found)
     trace = found.split.trace
     assert len({int(trace.lane[i]) for i in trace.where(0) if trace.key_of(int(i)).name == "aten::mm"}) > 1
+
+
+def test_floors_are_those_of_the_threads_that_a_program_chose(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(program, "machine_ceilings", lambda: seen.append(torch.get_num_threads()) or ceilings())
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        explain_script(Script(write(tmp_path, "torch.set_num_threads(1)\n")), Explain(stacks=False))
+        explain_script(Script(write(tmp_path, "")), Explain(stacks=False))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 1, 1]
 
 
 def test_there_is_one_profiler(tmp_path):
