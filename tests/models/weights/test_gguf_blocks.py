@@ -56,6 +56,7 @@ class TorchChain:
 def block_model(v="Q6_K", up="Q4_K", bias=False, chain=None, dtype=torch.float32):
     products = Products("cpu", dependent=True)
     products.chain = chain or TorchChain()
+    products._triton = False  # matrices are rebuilt by torch: the interpreter takes seconds
 
     def kinds(name):
         block_type = {"attention.v": v, "mlp.up": up, "mlp.down": "Q6_K"}.get(name, "Q4_K")
