@@ -154,6 +154,11 @@ def test_serving_on_several_devices(capsys):
     assert "on each of 2 ranks" in out and "2 engines like this one need 4 devices" in out
     one, two = (json.loads(run(capsys, *few, "--ep", "2", "--json", *dp)[1]) for dp in ((), ("--dp", "2")))
     assert one == two and one["fits"]
+    on_cpu = ("llama-3.1-8b", "--serve", "--device", "cpu", "--context", "2048", "--max-num-seqs", "8", "--tp", "2")
+    _, out, _ = run(capsys, *on_cpu, "--device-memory", "20GB")
+    assert "fits in 9.31 GiB, the share of one of 2 processes in 18.63 GiB" in out
+    _, out, _ = run(capsys, *on_cpu, "--device-memory", "12GB")
+    assert "does not fit in" in out and "layout that does" not in out
 
 
 def test_layers_that_stream(capsys):
