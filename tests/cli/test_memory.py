@@ -75,6 +75,11 @@ def test_the_file_of_a_run_is_asked_about_as_it_is(tmp_path, capsys):
     )
     found = json.loads(run(capsys, str(file), "--device-memory", "24GB", "--json")[1])
     assert (found["task"], found["precision"], found["layout"]) == ("lora", "mixed", "dp 2")
+    assert found["budget"] == 12e9  # two ranks share the memory of their host
+    assert (
+        "11.18 GiB, the share of one of 2 processes in 22.35 GiB"
+        in run(capsys, str(file), "--device-memory", "24GB")[1]
+    )
     adapters = 4 * 2 * 8 * 16 * sum((2048 + 2048, 2 * (2048 + 512), 2048 + 2048, 3 * (2048 + 8192)))
     assert {t["name"]: t["bytes"] for t in found["terms"]}["optimizer state"] == adapters
     changed = json.loads(

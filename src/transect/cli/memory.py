@@ -125,8 +125,6 @@ def command(
     if device_memory is not None and budget < LEAST_BUDGET:
         raise ValueError(f"--device-memory {device_memory} is {budget} bytes: give the unit too, such as 80GB")
     if run is not None:
-        if kind == "cpu" and device_memory is None:
-            budget //= run.parallel.layout.size  # ranks share what the host has
         show_training(run, source, kind, budget, json)
         return
     settings: dict[str, Any] = {
