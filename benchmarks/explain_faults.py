@@ -98,6 +98,8 @@ def main() -> None:
     options = parser.parse_args()
     programs = faults()
     gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+    if not gpu:
+        torch.set_num_threads(1)  # as the programs run: floors are those of one thread
     limits = machine_ceilings()
     result: dict[str, Any] = {
         "command": f"python benchmarks/explain_faults.py --device {options.device}",

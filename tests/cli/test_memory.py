@@ -75,6 +75,11 @@ def test_the_file_of_a_run_is_asked_about_as_it_is(tmp_path, capsys):
     )
     found = json.loads(run(capsys, str(file), "--device-memory", "24GB", "--json")[1])
     assert (found["task"], found["precision"], found["layout"]) == ("lora", "mixed", "dp 2")
+    assert found["budget"] == 12e9  # two ranks share the memory of their host
+    assert (
+        "11.18 GiB, the share of one of 2 processes in 22.35 GiB"
+        in run(capsys, str(file), "--device-memory", "24GB")[1]
+    )
     adapters = 4 * 2 * 8 * 16 * sum((2048 + 2048, 2 * (2048 + 512), 2048 + 2048, 3 * (2048 + 8192)))
     assert {t["name"]: t["bytes"] for t in found["terms"]}["optimizer state"] == adapters
     changed = json.loads(
@@ -154,6 +159,11 @@ def test_serving_on_several_devices(capsys):
     assert "on each of 2 ranks" in out and "2 engines like this one need 4 devices" in out
     one, two = (json.loads(run(capsys, *few, "--ep", "2", "--json", *dp)[1]) for dp in ((), ("--dp", "2")))
     assert one == two and one["fits"]
+    on_cpu = ("llama-3.1-8b", "--serve", "--device", "cpu", "--context", "2048", "--max-num-seqs", "8", "--tp", "2")
+    _, out, _ = run(capsys, *on_cpu, "--device-memory", "20GB")
+    assert "fits in 9.31 GiB, the share of one of 2 processes in 18.63 GiB" in out
+    _, out, _ = run(capsys, *on_cpu, "--device-memory", "12GB")
+    assert "does not fit in" in out and "layout that does" not in out
 
 
 def test_layers_that_stream(capsys):

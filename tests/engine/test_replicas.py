@@ -16,6 +16,7 @@ from transect.engine.config import EngineConfig
 from transect.engine.replicas import Replicas, config_of, start_engines
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.waiting_queue import QueueFull
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
 
@@ -62,6 +63,22 @@ async def test_news_of_a_request_come_from_the_replica_that_has_it():
         return [found async for found in engines.generate([1, 2, 3], SamplingParams())]
 
     assert await asyncio.gather(run(), run()) == [["first"] * 3, ["second"] * 3]
+
+
+async def test_a_full_replica_passes_requests_on():
+    fakes = Fake("first"), Fake("second")
+
+    async def full(ids, params, request_id, **options):
+        raise QueueFull(3, 1.5)
+        yield
+
+    engines = Replicas(EngineConfig(model="m", data_parallel_size=2), fakes)
+    fakes[0].stream = full
+    assert [found async for found in engines.generate([1, 2, 3], SamplingParams())] == ["second"] * 3
+    fakes[1].stream = full
+    with pytest.raises(QueueFull):
+        await anext(engines.generate([1, 2, 3], SamplingParams()))
+    assert [engines._router.load(index) for index in range(2)] == [0, 0] and not engines._where
 
 
 async def test_the_end_of_a_replica_is_logged_and_no_counter_goes_back(caplog):

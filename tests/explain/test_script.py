@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from commands import run_here
 from planted_faults import ceilings
 
 from transect.cli.explain import _script
+from transect.explain import program
 from transect.explain.apply import apply
 from transect.explain.finding import Finding
 from transect.explain.program import Explain, explain_script
@@ -61,6 +63,18 @@ def test_a_program_that_never_ends_is_ended(tmp_path):
     assert done.returncode == 0 and "aten::mm" in done.stdout and "interrupted" in done.stdout, done.stderr
 
 
+def test_threads_that_a_script_leaves_running_are_not_waited_for_any_longer_either(tmp_path):
+    """The main thread has ended; the other one ends where nobody waits for it any more."""
+    body = "threading.Thread(target=sys.modules['seen_by_script'].wait, args=(5,)).start()\n"
+    sys.modules["seen_by_script"] = goes_on = threading.Event()
+    try:
+        found = explained(Script(write(tmp_path, body), seconds=0.5))
+    finally:
+        goes_on.set()
+        del sys.modules["seen_by_script"]
+    assert found.interrupted and "aten::mm" in str(found)
+
+
 def test_what_a_script_changes_is_changed_back(tmp_path, monkeypatch):
     """A report lands in the folder, and on the output, that it was asked for."""
     body = (
@@ -84,6 +98,7 @@ def test_modules_run_as_with_m(tmp_path, monkeypatch):
     assert "7 ['-b', '--json'] __main__" in run_here(*command, "package.train", "-b", "--json").stdout
     assert "no module package.nothing" in run_here(*command, "package.nothing").stderr
     assert "not -O" in run_here("explain", "run", "--", "python", "-O", "x.py").stderr
+    assert _script(["python_bench.py", "-b"], None) == Script("python_bench.py", ("-b",))  # is no interpreter
 
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_run(tmp_path):
@@ -115,6 +130,19 @@ def test_operators_of_all_threads_are_seen_and_hold_no_lock(tmp_path):
     assert kinds[0] == "wait" and "gil" not in kinds and "script.py:" in found.findings[0].evidence, str(found)
     trace = found.split.trace
     assert len({int(trace.lane[i]) for i in trace.where(0) if trace.key_of(int(i)).name == "aten::mm"}) > 1
+
+
+def test_floors_are_those_of_the_threads_that_a_program_chose(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(program, "machine_ceilings", lambda: seen.append(torch.get_num_threads()) or ceilings())
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        explain_script(Script(write(tmp_path, "torch.set_num_threads(1)\n")), Explain(stacks=False))
+        explain_script(Script(write(tmp_path, "")), Explain(stacks=False))
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 1, 1]
 
 
 def test_there_is_one_profiler(tmp_path):

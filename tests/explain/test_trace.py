@@ -71,6 +71,28 @@ def launched(name, shapes, types, begin, length, number, kernel="kernel"):
     ]
 
 
+def test_a_larger_batch_is_promised_what_products_reach(tmp_path):
+    """Weights of 16 MB are read 96 times; all rows together are bound by arithmetic, at half of 100 GFLOP/s."""
+    dims = {"Input Dims": [[1, 2048], [2048, 2048]], "Input type": ["float", "float"]}
+    events = [event("cpu_op", "aten::mm", 1000.0 * number, 900, **dims) for number in range(96)]
+    found = explain_trace(read_trace(write(tmp_path / "small.json", events)), ceilings())
+    (small,) = (each for each in found.findings if each.kind == "small batch")
+    efficiency = (2048 * 2048 + 2 * 2048) * 4 / 20e9 / 900e-6
+    assert small.gain == pytest.approx(96 * 900e-6 - 2 * 96 * 2048**2 / 50e9 / efficiency, rel=0.01)
+
+
+def test_a_copy_that_waits_on_amd_is_a_wait(tmp_path):
+    """torch reads values there by a call of its own, which is no launch."""
+    events = []
+    for number in range(20):
+        begin = 1000.0 * number
+        events += launched("aten::mm", [[64, 64], [64, 64]], ["float", "float"], begin, 400, number, "Cijk_Ailk_Bljk")
+        events.append(event("cuda_runtime", "hipMemcpyWithStream", begin + 20, 900))
+    found = explain_trace(read_trace(write(tmp_path / "amd.json", events)), preset("mi300x").ceilings())
+    assert found.split.parts["sync"] == pytest.approx(19 * 600e-6, rel=0.05) and not found.split.parts["host"]
+    assert found.findings[0].kind == "sync"
+
+
 def test_what_the_profiler_does_before_it_begins_is_not_the_programs(tmp_path):
     """It launches a first kernel and waits for it; the program waits 20 times, the last time for all to end."""
     steps = [each for number in range(30, 50) for each in gpu_step(100.0 * number, number)]
@@ -218,6 +240,12 @@ def test_a_line_that_prints_what_a_module_computes_is_no_logging(tmp_path):
         ("log.info(x)", [("/site-packages/loguru/_logger.py", "_log")], "logging"),
         ("x = numpy.load(path)", [("/site-packages/numpy/lib/npyio.py", "load")], "file"),
         ("print(x)", [], "logging"),
+        (
+            "torch.manual_seed(0)",
+            [("STDLIB/tokenize.py", "_generate_tokens"), ("STDLIB/linecache.py", "get")],
+            "python",
+        ),
+        ("ids = encode(text)", [("/site-packages/tokenizers/__init__.py", "encode")], "tokenize"),
         ("run.log({'loss': 1})", [], "logging"),
         ("y = math.log(x) + z.log()", [], "python"),
     ],

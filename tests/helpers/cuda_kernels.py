@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
+import cuda_host
 import pytest
 import torch
 import torch.nn.functional as F
 
-from transect.ops.linear.packed import int4_matmul
+from transect.ops.linear.packed import gguf_chain, int4_matmul
 from transect.ops.linear.packed.int4_packing import arrange, pack
 from transect.ops.registry import Unavailable
 
@@ -28,6 +30,18 @@ def loaded(make: Callable[[], Kernel], *, hopper: bool = False) -> Kernel:
         return make()
     except Unavailable as error:
         pytest.skip(str(error))
+
+
+def chain_on_host(
+    monkeypatch: pytest.MonkeyPatch, instead: tuple[str, str] | None = None, multiprocessors: int = 3
+) -> gguf_chain.GGUFChain:
+    """``gguf_chain.cu`` on this processor as if it had so many multiprocessors (``cuda_host``)."""
+    monkeypatch.setattr(gguf_chain, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    kernel = object.__new__(gguf_chain.GGUFChain)
+    kernel._launch = cuda_host.Launcher("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiiii" + "p", instead)
+    kernel._meetings = torch.zeros(gguf_chain.COUNTERS, dtype=torch.int32)
+    return kernel
 
 
 def product_inputs(m: int, n: int, k: int) -> Inputs:

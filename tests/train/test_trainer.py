@@ -3,6 +3,7 @@
 import itertools
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from transect.train.config import TrainConfig
 from transect.train.data import Loader, Position
 from transect.train.health import TrainingStopped
 from transect.train.tokenize import tokenize
-from transect.train.trainer import Trainer
+from transect.train.trainer import Trainer, _dated
 
 
 @pytest.fixture(autouse=True)
@@ -391,3 +392,9 @@ def test_a_finished_run_that_is_taken_up_writes_nothing(tmp_path) -> None:
     written = {path: path.stat().st_mtime_ns for path in last.rglob("*")}
     assert Trainer(config, checkpoint.newest(tmp_path / "run")).run() == last
     assert {path: path.stat().st_mtime_ns for path in last.rglob("*")} == written
+
+
+def test_ranks_that_begin_around_midnight_take_one_day(tmp_path) -> None:
+    world = SimpleNamespace(exchange=lambda mine: ["2026-01-31", mine])
+    assert _dated(tiny_run(tmp_path), None, world).data.date == "2026-01-31"
+    assert _dated(tiny_run(tmp_path, data={"date": "2025-01-01"}), None, None).data.date == "2025-01-01"

@@ -125,8 +125,6 @@ def command(
     if device_memory is not None and budget < LEAST_BUDGET:
         raise ValueError(f"--device-memory {device_memory} is {budget} bytes: give the unit too, such as 80GB")
     if run is not None:
-        if kind == "cpu" and device_memory is None:
-            budget //= run.parallel.layout.size  # ranks share what the host has
         show_training(run, source, kind, budget, json)
         return
     settings: dict[str, Any] = {
@@ -242,17 +240,21 @@ def _serve(
     from .memory_tables import dump, show
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
-    if kind == "cpu" and engines > 1:
-        budget //= engines  # they share the memory of the host
+    processes = engines * config.ranks
+    share = ""
+    if kind == "cpu" and processes > 1:  # they share the memory of the host
+        share = f", the share of one of {processes} processes in {gib(budget)}"
+        budget //= processes
     plan, storage = _plan(source, config, kind, budget)
     streams = partial(planned_stream, config, source.config, storage)
     each = stages(source.config, config.layout, plan, storage, budget, streams)
     worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
     found = worst.estimate
     rate, whence = _link(kind, link)
-    layout = None if found.fits else smallest_layout(source.config, plan, storage, budget)
+    apart = not found.fits and kind == "cuda"  # more ranks on a CPU bring no memory
+    layout = smallest_layout(source.config, plan, storage, budget) if apart else None
     shared = None
-    if layout is None and not found.fits and source.config.moe is not None:
+    if layout is None and apart and source.config.moe is not None:
         shared = smallest_sharing(source.config, plan, storage, budget)
     if json:
         facts = {name: value for name, value in asdict(found).items() if name != "account"}
@@ -273,12 +275,13 @@ def _serve(
         if stage.stream is not None:
             print(f"{stage.stream}: at least {stage.stream.seconds(rate):.2f} s a step over {whence}")
     if found.fits:
-        print(f"fits in {gib(budget)}: the cache holds {found.cache_tokens} tokens, {found.sequences} full sequences")
+        held = f"{found.cache_tokens} tokens, {found.sequences} full sequences"
+        print(f"fits in {gib(budget)}{share}: the cache holds {held}")
         if engines > 1:
-            where = f"{engines * config.ranks} devices" if kind == "cuda" else f"{gib(engines * budget)} of this host"
+            where = f"{processes} devices" if kind == "cuda" else f"{gib(processes * budget)} of this host"
             print(f"{engines} engines like this one need {where}")
         return
-    print(f"does not fit in {gib(budget)}: the cache would not hold one sequence of {plan.context} tokens")
+    print(f"does not fit in {gib(budget)}{share}: the cache would not hold one sequence of {plan.context} tokens")
     print(f"smallest change that does: {found.change}")
     if shared is not None:
         print(f"smallest layout that does: --tp {shared.tensor} --ep {shared.size} ({shared.size} devices)")

@@ -83,7 +83,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        budget: bytes that are free there.
+        budget: bytes that are free there; on a CPU all ranks together have them.
 
     Raises:
         ValueError: the run cannot be, or not be spread so.
@@ -99,8 +99,12 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     from .memory_tables import dump, show
 
     check_length(config, source.config)
-    if config.memory:
-        budget = min(budget, parse_bytes(config.memory))
+    share, ranks = "", config.parallel.layout.size
+    if kind == "cpu" and ranks > 1:
+        share = f", the share of one of {ranks} processes in {gib(budget)}"
+        budget //= ranks
+    if config.memory and (limit := parse_bytes(config.memory)) < budget:
+        budget, share = limit, ""
     device = torch.device(kind)
     plan, spread = plan_of(config, source.config, device), spread_of(config, device)
     account = estimator(spread)
@@ -142,9 +146,9 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     if len(stages) > 1:
         _stages(stages)
     if fits:
-        print(f"fits: {gib(estimate.needed)} of {gib(budget)}")
+        print(f"fits: {gib(estimate.needed)} of {gib(budget)}{share}")
     else:
-        print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there")
+        print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there{share}")
         print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
 
 

@@ -22,6 +22,7 @@ from .pooling import EmbeddingOutput
 from .router import TYPICAL_OUTPUT, Router
 from .sampling_params import SamplingParams
 from .vllm_arguments import engine_settings
+from .waiting_queue import QueueFull
 
 log = logging.getLogger(__name__)
 
@@ -102,26 +103,33 @@ class Replicas:
         request_id: str,
         **options: Any,
     ) -> AsyncGenerator[Any, None]:
-        """Does what ``AsyncEngine.stream`` does, on one of the replicas.
+        """Does what ``AsyncEngine.stream`` does, on one of the replicas. One whose queue is full passes a request on.
 
         Raises:
             EngineDeadError: all replicas have ended, or the one that has this request has.
+            QueueFull: no replica has room.
         """
-        alive = self.alive()
-        if not alive:
+        open_ones = self.alive()
+        if not open_ones:
             raise EngineDeadError(self.engines[0].death or "all replicas have ended")
         most = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
-        ticket = self._router.send(prompt_token_ids, most, alive)
-        self._where[request_id] = ticket.engine
-        try:
-            stream = self.engines[ticket.engine].stream(prompt_token_ids, params, request_id, **options)
-            async with contextlib.aclosing(stream) as updates:
-                async for update in updates:
-                    self._router.drawn(ticket, len(update.token_ids))
-                    yield update
-        finally:
-            self._router.done(ticket)
-            self._where.pop(request_id, None)
+        while True:
+            ticket = self._router.send(prompt_token_ids, most, open_ones)
+            self._where[request_id] = ticket.engine
+            try:
+                stream = self.engines[ticket.engine].stream(prompt_token_ids, params, request_id, **options)
+                async with contextlib.aclosing(stream) as updates:
+                    async for update in updates:
+                        self._router.drawn(ticket, len(update.token_ids))
+                        yield update
+                return
+            except QueueFull:  # comes before anything of the request does
+                open_ones = [index for index in self.alive() if index in open_ones and index != ticket.engine]
+                if not open_ones:
+                    raise
+            finally:
+                self._router.done(ticket)
+                self._where.pop(request_id, None)
 
     async def generate(
         self, prompt: str | Sequence[int] | Mapping[str, Any], *arguments: Any, **options: Any

@@ -46,6 +46,8 @@ WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|
 NATIVE = "/transect/ops/cpu/"
 """Files of these call C++ kernels, which no profiler sees."""
 COMPILER_FILES = ("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/", "_dynamo/output_graph")
+PYTHONS_OWN = f"{sysconfig.get_paths()['stdlib']}/tokenize.py"
+"""Cuts Python's own source into tokens, where a line of it is looked up."""
 IMPORTS = "<frozen importlib"
 FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
 """Functions of ``logging`` that every fork calls."""
@@ -78,6 +80,8 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
     if any(IMPORTS in frame.file for frame in inner):
         return Doing("host", "import", user)
     for frame in stack:
+        if frame.file == PYTHONS_OWN:
+            continue
         if "tokeniz" in frame.file.lower() or "tokeniz" in frame.function.lower():
             return Doing("host", "tokenize", user)
         if "/logging/" in frame.file and frame.function not in FORKS:

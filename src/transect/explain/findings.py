@@ -22,6 +22,8 @@ LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
 RECORDING_S = 1e-6
 """What autograd adds to an operator, where nothing is measured."""
+REACHED = 0.5
+"""The part of a device's rate that a product of some hundred rows reaches about."""
 VALUE_BYTES = 64
 """A copy to the host of no more bytes is one of single values, as ``.item()`` makes it."""
 
@@ -141,13 +143,15 @@ def _fewer_calls(material: Material) -> str:
 def small_batch(material: Material) -> Iterator[Finding]:
     """The same product with few rows, again and again: the weights are read every time."""
     gain, evidence, worst = 0.0, "", 0.0
+    rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
+    reached = replace(material.ceilings, flops_per_second=rates)
     for op in material.split.ops:
         key = replace(op.key, name=op.name)
         rows = _rows(key)
         if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
             continue
         count = min(op.calls, 256)
-        batched = floor(_with_rows(key, rows * count), material.ceilings)
+        batched = floor(_with_rows(key, rows * count), reached)
         if batched is None:
             continue
         efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))

@@ -20,7 +20,9 @@ from .sampler import Frame, Samples
 from .split import COMPILING, LOADING, LONG_GAP_S, SHORT_GAP_S, WINDOW, Gap, Split, on_the_host, self_segments
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
-WAITING = re.compile(r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy$")
+WAITING = re.compile(
+    r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy(?:WithStream)?$"
+)
 COMPUTED = " on the host"
 """Ends the label of a gap in which an operator computed there."""
 READS = ("aten::item", "aten::_local_scalar_dense")

@@ -94,6 +94,7 @@ class Explain:
     ) -> None:
         self._floor_s = floor_s
         self._cores = cores or usable_cores()
+        self._threads = torch.get_num_threads() if ceilings is None else 0
         self.ceilings = ceilings or machine_ceilings()
         self.result: Explanation | None = None
         self._stacks, self._file, self._decisions = stacks, trace, decisions
@@ -139,6 +140,8 @@ class Explain:
         trace = self._trace()
         if torch.cuda.is_available() and not trace.on_gpu:
             self._overhead = profiler_seconds("cpu")
+        if self._threads not in (0, torch.get_num_threads()) and not trace.on_gpu:
+            self.ceilings = machine_ceilings()  # the program chose another number of threads: floors are for these
         facts = {"threads": torch.get_num_threads(), "cores": self._cores, "padding": self._padding.share}
         if trace.recorded:
             facts["autograd_s"] = autograd_seconds(trace.on_gpu)

@@ -48,7 +48,7 @@ SHORT_GAP_S = 30e-6
 LONG_GAP_S = 500e-6
 SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique"}
 COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
-WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$"
+WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$|hipMemcpyWithStream$"
 """Calls of the driver's interface in which the host waits for the GPU."""
 ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
 """Calls by which an operator has to do with the GPU."""

@@ -124,10 +124,12 @@ class _Reading:
         return found
 
 
-def _dated(config: TrainConfig, checkpoint: Checkpoint | None) -> TrainConfig:
-    """With the day that chat templates take for today: a run's own, wherever it goes on."""
+def _dated(config: TrainConfig, checkpoint: Checkpoint | None, world: World | None) -> TrainConfig:
+    """With the day that chat templates take for today: a run's own, wherever it goes on, and that of the first rank."""
     kept = {} if checkpoint is None else checkpoint.state["config"]["data"]
     day = config.data.date or kept.get("date") or datetime.date.today().isoformat()
+    if world is not None:
+        day = world.exchange(day)[0]
     return replace(config, data=replace(config.data, date=day))
 
 
@@ -153,7 +155,7 @@ class Trainer:
         allow_changed: Collection[str] = (),
         world: World | None = None,
     ) -> None:
-        config = self.config = _dated(config, checkpoint)
+        config = self.config = _dated(config, checkpoint, world)
         self.crew = Crew(config, world)
         self.told: list[str] = []
         """What a person should know of the run before it starts."""

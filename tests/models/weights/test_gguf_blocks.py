@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from cuda_kernels import chain_on_host
 
 from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
@@ -52,9 +53,10 @@ class TorchChain:
         return gguf_chain.reference(attended, residual, weights)
 
 
-def block_model(v="Q6_K", up="Q4_K", bias=False):
+def block_model(v="Q6_K", up="Q4_K", bias=False, chain=None, dtype=torch.float32):
     products = Products("cpu", dependent=True)
-    products.chain = TorchChain()
+    products.chain = chain or TorchChain()
+    products._triton = False  # matrices are rebuilt by torch: the interpreter takes seconds
 
     def kinds(name):
         block_type = {"attention.v": v, "mlp.up": up, "mlp.down": "Q6_K"}.get(name, "Q4_K")
@@ -62,7 +64,7 @@ def block_model(v="Q6_K", up="Q4_K", bias=False):
 
     ops = dataclasses.replace(resolve_ops("cpu"), stream_products=object())
     config = dataclasses.replace(SMALL, qkv_bias=bias)
-    model = Decoder(config, dtype=torch.float32, ops=ops, kinds=kinds).requires_grad_(False)
+    model = Decoder(config, dtype=dtype, ops=ops, kinds=kinds).requires_grad_(False)
     model.init_weights(0.05, torch.Generator().manual_seed(0))
     return model, products.chain
 
@@ -71,7 +73,7 @@ def both(model, lengths):
     """(hidden states, caches) of a token of each sequence, layer by layer and fused."""
     found = []
     for stack in (model.run_layers, FusedStack(model, max_positions=64)):
-        caches = model.new_kv_cache(20, 4, torch.float32)
+        caches = model.new_kv_cache(20, 4, model.layers[0].attention_norm.weight.dtype)
         for cache in caches:
             cache.normal_(generator=torch.Generator().manual_seed(1))
         tables = torch.arange(10 * len(lengths), dtype=torch.int32).view(len(lengths), -1)
@@ -99,6 +101,21 @@ def test_one_row_goes_through_chains(bias):
     fused = both(model, (9,))[1]
     assert chain.made[-6:] == [3, "chain", "chain", "add", "gated", 1]
     torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.prove
+def test_chains_by_the_source_itself(monkeypatch):
+    """``gguf_chain.cu`` on this processor, in a model of bfloat16: what GPUs run with ``chained_blocks``."""
+    kernel = chain_on_host(monkeypatch, multiprocessors=5)
+    model, _ = block_model(bias=True, chain=kernel, dtype=torch.bfloat16)
+    model.join()
+    fused = both(model, (9,))[1]
+    for part in model.modules():
+        if isinstance(part, GGUFBlocks):
+            part._products.chain = None
+    plain = both(model, (9,))[0]
+    for found, wanted in zip(fused, plain, strict=True):
+        assert (found.float() - wanted.float()).norm() < 0.01 * wanted.float().norm()
 
 
 def test_several_rows_do_not():

@@ -1,12 +1,9 @@
 """Products of one row with blocks of GGUF files, alone and four in one launch: what is refused everywhere, results on a
 GPU."""
 
-from types import SimpleNamespace
-
-import cuda_host
 import pytest
 import torch
-from cuda_kernels import loaded
+from cuda_kernels import chain_on_host, loaded
 
 from transect.ops.linear.few_rows.cuda import SHARED, Beside
 from transect.ops.linear.packed import gguf_chain
@@ -155,24 +152,9 @@ def test_four_products_have_the_values(chain, types, sizes):
                 assert torch.equal(first[0], y) and torch.equal(first[1], u)  # how far it reads ahead changes no bit
 
 
-def source(instead=None):
-    """The source itself on this processor."""
-    kernel = object.__new__(GGUFChain)
-    kernel._launch = cuda_host.Launcher("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiiii" + "p", instead)
-    kernel._meetings = torch.zeros(gguf_chain.COUNTERS, dtype=torch.int32)
-    return kernel
-
-
 @pytest.fixture
-def three(monkeypatch):
-    """As if this processor had three multiprocessors."""
-    monkeypatch.setattr(gguf_chain, "multiprocessors", lambda device: 3)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
-
-
-@pytest.fixture
-def on_host(three):
-    return source()
+def on_host(monkeypatch):
+    return chain_on_host(monkeypatch)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -230,8 +212,8 @@ FAULTS = {
 
 @pytest.mark.prove
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_the_source_relies_on_is_seen_to_be_missing(three, fault):
-    kernel = source(FAULTS[fault])
+def test_what_the_source_relies_on_is_seen_to_be_missing(monkeypatch, fault):
+    kernel = chain_on_host(monkeypatch, FAULTS[fault])
     weights = weights_of(256, 512, 768, 320, TYPES)
     x, residual = row(512), row(256, seed=2)
     want_y, want_u = gguf_chain.reference(x.double(), residual.double(), weights)
