@@ -63,6 +63,14 @@ def test_a_document_is_as_long_as_a_small_model_allows(tmp_path, capsys):
     assert run(capsys, str(tmp_path), "--task", "lora", "--device-memory", "24GB")[0] == 0
     code, _, err = run(capsys, str(tmp_path), "--task", "lora", "--seq-len", "999", "--device-memory", "24GB")
     assert code == 2 and "data.seq_len to at most 256" in err
+    longer = ("--set", "data.seq_len=999", "--device-memory", "24GB")
+    assert "data.seq_len to at most 256" in run(capsys, str(tmp_path), "--task", "lora", *longer)[2]
+
+
+def test_ranks_of_a_run_on_a_cpu_share_its_memory(capsys):
+    two = ("smollm2-135m", "--train", "--device", "cpu", "--dp", "2", "--device-memory", "40GB")
+    assert "of 18.63 GiB, the share of one of 2 processes in 37.25 GiB" in run(capsys, *two)[1]
+    assert json.loads(run(capsys, *two, "--json")[1])["budget"] == 20 * 10**9
 
 
 def test_the_file_of_a_run_is_asked_about_as_it_is(tmp_path, capsys):

@@ -118,15 +118,14 @@ def command(
     name = model if run is None else run.model
     source = described(name)
     most = source.config.max_position
-    if run is not None and not is_run(model) and "seq_len" not in given and run.data.seq_len > most:
+    asked = "seq_len" in given or any(each.partition("=")[0].strip() == "data.seq_len" for each in changes or [])
+    if run is not None and not is_run(model) and not asked and run.data.seq_len > most:
         run = run.changed([f"data.seq_len={most}"])
     kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
     if device_memory is not None and budget < LEAST_BUDGET:
         raise ValueError(f"--device-memory {device_memory} is {budget} bytes: give the unit too, such as 80GB")
     if run is not None:
-        if kind == "cpu" and device_memory is None:
-            budget //= run.parallel.layout.size  # ranks share what the host has
         show_training(run, source, kind, budget, json)
         return
     settings: dict[str, Any] = {

@@ -83,7 +83,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        budget: bytes that are free there.
+        budget: bytes that are free there; on a CPU, for all ranks together.
 
     Raises:
         ValueError: the run cannot be, or not be spread so.
@@ -99,6 +99,11 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     from .memory_tables import dump, show
 
     check_length(config, source.config)
+    ranks = config.parallel.layout.size
+    share = ""
+    if kind == "cpu" and ranks > 1:  # they share the memory of the host
+        share = f", the share of one of {ranks} processes in {gib(budget)}"
+        budget //= ranks
     if config.memory:
         budget = min(budget, parse_bytes(config.memory))
     device = torch.device(kind)
@@ -142,9 +147,9 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     if len(stages) > 1:
         _stages(stages)
     if fits:
-        print(f"fits: {gib(estimate.needed)} of {gib(budget)}")
+        print(f"fits: {gib(estimate.needed)} of {gib(budget)}{share}")
     else:
-        print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there")
+        print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there{share}")
         print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
 
 
