@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,18 @@ def test_a_program_that_never_ends_is_ended(tmp_path):
     assert done.returncode == 0 and "aten::mm" in done.stdout and "interrupted" in done.stdout, done.stderr
 
 
+def test_threads_that_a_script_leaves_running_are_not_waited_for_any_longer_either(tmp_path):
+    """The main thread has ended; the other one ends where nobody waits for it any more."""
+    body = "threading.Thread(target=sys.modules['seen_by_script'].wait, args=(5,)).start()\n"
+    sys.modules["seen_by_script"] = goes_on = threading.Event()
+    try:
+        found = explained(Script(write(tmp_path, body), seconds=0.5))
+    finally:
+        goes_on.set()
+        del sys.modules["seen_by_script"]
+    assert found.interrupted and "aten::mm" in str(found)
+
+
 def test_what_a_script_changes_is_changed_back(tmp_path, monkeypatch):
     """A report lands in the folder, and on the output, that it was asked for."""
     body = (
@@ -85,6 +98,7 @@ def test_modules_run_as_with_m(tmp_path, monkeypatch):
     assert "7 ['-b', '--json'] __main__" in run_here(*command, "package.train", "-b", "--json").stdout
     assert "no module package.nothing" in run_here(*command, "package.nothing").stderr
     assert "not -O" in run_here("explain", "run", "--", "python", "-O", "x.py").stderr
+    assert _script(["python_bench.py", "-b"], None) == Script("python_bench.py", ("-b",))  # is no interpreter
 
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_run(tmp_path):

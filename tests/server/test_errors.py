@@ -54,6 +54,7 @@ def detail(response, status):
         ({"tools": [TOOL, TOOL]}, "tools", ["tools[1]", "another tool"]),
         ({"tools": [TOOL], "tool_choice": "ad"}, "tool_choice", ["one of the tools (add)"]),
         ({"tools": [TOOL], "tool_choice": {"function": "add"}}, "tool_choice", ["one of the tools (add)"]),
+        ({"tools": [TOOL], "tool_choice": {"function": {"name": ["add"]}}}, "tool_choice", ["one of the tools (add)"]),
         ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", ["a mode, auto or required"]),
         ({"tool_choice": "required"}, "tool_choice", ["needs tools"]),
         ({"response_format": {"type": "xml"}}, "response_format", ["json_schema", "'xml'"]),

@@ -1,8 +1,11 @@
 """``suffix`` of /v1/completions: a model with tokens for it writes what is missing."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from transect.text.fill_in import FORMS, gap_of
+from transect.text.number_text import NumberText
 
 SPECIAL = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|file_sep|>")
 
@@ -47,6 +50,7 @@ async def test_a_gap_is_filled_in(client, filling):
         ({"prompt": "x" * 150, "suffix": "y" * 150}, "prompt", "maximum context length is 200"),
         ({"suffix": "y" * 300}, "suffix", "maximum context length is 200"),
         ({"suffix": 5}, "suffix", "string"),
+        ({"stop_token_ids": list(range(128))}, "stop_token_ids", "at most 128"),
     ],
 )
 async def test_what_does_not_go_with_a_suffix(client, filling, change, param, words):
@@ -57,4 +61,7 @@ async def test_what_does_not_go_with_a_suffix(client, filling, change, param, wo
 
 def test_models_without_such_tokens_fill_in_nothing(engine):
     assert gap_of(engine.tokenizer, add_special=True) is None
+    assert gap_of(NumberText(10), add_special=True) is None
+    unknown = SimpleNamespace(encode=lambda text, add_special_tokens=False, parse_special=False: [3])
+    assert gap_of(unknown, add_special=True) is None
     assert len({form.prefix for form in FORMS}) == len(FORMS)

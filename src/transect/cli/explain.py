@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -168,7 +169,7 @@ def run(
         print(line)
     if failed is not None:
         raise failed
-    again = dataclasses.replace(script, stdin=script.stdin or b"")
+    again = dataclasses.replace(script, stdin=script.stdin or b"", seconds=0.0)  # it ended by itself
     for done in applied(again, found) if apply and not found.interrupted else ():
         print(done, flush=True)
 
@@ -177,7 +178,7 @@ def _script(words: list[str], stdin: Any) -> Any:
     """What the words of a command line run. ``stdin``: is read beforehand, for a script that runs more than once."""
     from ..explain.script import Script
 
-    if words and Path(words[0]).name.startswith("python"):
+    if words and re.fullmatch(r"python[\d.]*t?", Path(words[0]).name):
         words = words[1:]
     if words[:1] == ["-u"]:
         words = words[1:]

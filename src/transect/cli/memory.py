@@ -310,7 +310,7 @@ def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> 
     if kind == "cuda" and config.quantization is None and not dequantized:
         storage = storage_held(storage, _layouts(source))
     if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto" and config.quantization is None:
-        weights = source.path.stat().st_size  # the C++ kernels keep the file's own blocks
+        weights = sum(file.stat().st_size for file in source.gguf_files)  # the C++ kernels keep the file's own blocks
     else:
         weights = int(weight_bytes(source.config, storage))
     plan = ServingPlan(

@@ -83,7 +83,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
 
     Args:
         kind: ``cpu`` or ``cuda``.
-        budget: bytes that are free there; on a CPU, for all ranks together.
+        budget: bytes that are free there; on a CPU all ranks together have them.
 
     Raises:
         ValueError: the run cannot be, or not be spread so.
@@ -99,13 +99,12 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     from .memory_tables import dump, show
 
     check_length(config, source.config)
-    ranks = config.parallel.layout.size
-    share = ""
-    if kind == "cpu" and ranks > 1:  # they share the memory of the host
+    share, ranks = "", config.parallel.layout.size
+    if kind == "cpu" and ranks > 1:
         share = f", the share of one of {ranks} processes in {gib(budget)}"
         budget //= ranks
-    if config.memory:
-        budget = min(budget, parse_bytes(config.memory))
+    if config.memory and (limit := parse_bytes(config.memory)) < budget:
+        budget, share = limit, ""
     device = torch.device(kind)
     plan, spread = plan_of(config, source.config, device), spread_of(config, device)
     account = estimator(spread)

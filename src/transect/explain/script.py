@@ -99,9 +99,9 @@ class Script:
             try:
                 with _alarm(self.seconds):
                     ending = self._run(show)
-                for thread in threading.enumerate():
-                    if thread not in threads and not thread.daemon:
-                        thread.join()  # as the interpreter does at its end
+                    for thread in threading.enumerate():
+                        if thread not in threads and not thread.daemon:
+                            thread.join()  # as the interpreter does at its end
             except KeyboardInterrupt:
                 ending = Ending(interrupted=True, status=130)
             if os.getpid() != process:

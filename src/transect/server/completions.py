@@ -56,7 +56,10 @@ class Completion:
         self.gap = self._gap() if body.suffix else None
         if self.gap is not None:
             stops = dict.fromkeys([*(self.params.stop_token_ids or ()), *self.gap.ends])
-            self.params = self.params.with_(stop_token_ids=list(stops))
+            try:
+                self.params = self.params.with_(stop_token_ids=list(stops))
+            except ValueError as error:  # with those that end a gap there are too many
+                raise bad_value(str(error), FIELDS) from None
         width = max(body.best_of or 1, body.n or 1)
         self.beams = beam_params(body, self.params, width, COMPLETION_TOKENS)
 

@@ -43,7 +43,7 @@ def gap_of(tokenizer: TokenizerLike, *, add_special: bool) -> Gap | None:
     model wants one."""
     for form in FORMS:
         ids = [_token(tokenizer, text) for text in form]
-        if None not in ids:
+        if None not in ids and len(set(ids)) == len(ids):  # words that it does not know may all be one token
             _, suffix, middle = ids
             assert suffix is not None and middle is not None
             first = tokenizer.encode(form.prefix, add_special_tokens=add_special, parse_special=True)
@@ -60,5 +60,8 @@ def _ends(tokenizer: TokenizerLike) -> Iterator[int]:
 
 def _token(tokenizer: TokenizerLike, text: str) -> int | None:
     """The token that is spelled so, if there is one."""
-    ids = tokenizer.encode(text, parse_special=True)
+    try:
+        ids = tokenizer.encode(text, parse_special=True)
+    except ValueError:  # texts have no tokens
+        return None
     return ids[0] if len(ids) == 1 else None

@@ -45,7 +45,7 @@ def base_identity(source: ModelSource) -> str:
     if source.kind == "shape":
         return ""
     path = Path(source.path)
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else source.gguf_files
     made = hashlib.sha256()
     for file in files:
         with file.open("rb") as opened:

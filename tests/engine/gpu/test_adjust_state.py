@@ -49,6 +49,13 @@ def test_lines_of_those_that_are_gone_are_taken_and_the_table_grows():
     assert len(state.counts) == len(state.bias) == 4
 
 
+def test_groups_that_draw_in_turns_keep_their_lines():
+    state = AdjustState(4, torch.device("cpu"), lines=3, depth=3)
+    first = [state.line(draw(seq, [0], []), 1, seq) for seq in (1, 2, 3)]
+    assert state.line(draw(4, [0], []), 1, 4) not in first, "1 draws again in this step or the next"
+    assert state.line(draw(1, [0], []), 1, 4) == first[0]
+
+
 def test_only_allowed_tokens_have_a_bias_that_is_finite():
     state = AdjustState(6, torch.device("cpu"), lines=2)
     params = SamplingParams(allowed_token_ids=[1, 4], logit_bias={4: 2.5, 5: 9.0})

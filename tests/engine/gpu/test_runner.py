@@ -1,6 +1,7 @@
 """``GPURunner`` on the CPU against ``Runner``: its bookkeeping is the same on every device, only graphs are not."""
 
 import random
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -111,8 +112,14 @@ class InTwoWays:
         for each in (self.usual, self.anew):
             each._planner.feeds = depth == 1
         self.kept = 0
+        self.before = deque([()] * depth, maxlen=depth)
 
     def submit(self, batch):
+        if batch.again:
+            for row, before in zip(batch.rows, self.before[0], strict=True):
+                assert (row.seq_id, row.start, row.num_tokens) == (before.seq_id, before.end, 1)
+                assert row.block_ids is before.block_ids and [draw.seq_id for draw in row.draws] == [row.seq_id]
+        self.before.append(batch.rows)
         memory = self.usual._ring.memory()
         held = memory.holds
         usual = self.usual.submit(batch)

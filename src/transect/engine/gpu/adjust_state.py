@@ -33,14 +33,19 @@ class AdjustState:
     """Lines for choices; grows when a step needs more.
 
     ``generation`` changes with the addresses of ``counts`` int16 and ``bias`` float32 ``[lines, V]``.
+
+    Args:
+        depth: stages of the pipeline: so many groups of sequences draw in turns, and all of them have lines.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device, lines: int = 16) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, lines: int = 16, depth: int = 1) -> None:
         self.generation = 0
         self.counts = torch.zeros((lines, vocab_size), dtype=torch.int16, device=device)
         self.bias = torch.zeros((lines, vocab_size), dtype=torch.float32, device=device)
         self._lines: dict[int, _Line] = {}
         self._free = list(range(lines))
+        self._kept = depth
+        """Steps before this one whose lines stay."""
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +68,7 @@ class AdjustState:
     def _take(self, step: int) -> int:
         if not self._free:
             for seq_id, line in list(self._lines.items()):
-                if line.last_step < step - 1:
+                if line.last_step < step - self._kept:
                     del self._lines[seq_id]
                     self._free.append(line.row)
         if not self._free:

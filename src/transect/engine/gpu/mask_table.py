@@ -17,20 +17,28 @@ from ..constraint import Constraint, MaskFiller
 
 
 class MaskTable:
-    """Memory for one step at a time; nothing is taken before the first step that needs it.
+    """On the device memory for one step at a time; nothing is taken before the first step that needs it.
 
     Args:
         max_draws: of one step.
         fill_masks: makes the masks.
+        steps: whose masks may be on their way at once, stages of a pipeline: each has its own place in host memory.
     """
 
-    def __init__(self, vocab_size: int, max_draws: int, device: torch.device, fill_masks: MaskFiller) -> None:
+    def __init__(
+        self, vocab_size: int, max_draws: int, device: torch.device, fill_masks: MaskFiller, steps: int = 1
+    ) -> None:
         self._vocab_size, self._max_draws, self._device = vocab_size, max_draws, device
         self._fill = fill_masks
         self._sent: Tensor | None = None
         self._words: Tensor | None = None
         self._logits: Tensor | None = None
+        self._steps, self._turn = steps, 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied = [torch.cuda.Event() for _ in range(steps)] if self._stream is not None else []
+        """The masks of each place in host memory have been copied."""
+        self._used = torch.cuda.Event() if self._stream is not None else None
+        """The device is done with ``words``."""
         self._cleared = False
         """The stream of the copies knows that ``words`` have been filled with zeros."""
 
@@ -40,7 +48,7 @@ class MaskTable:
         if self._words is None:
             shape = (self._max_draws, -(-self._vocab_size // 32))
             self._words = torch.zeros(shape, dtype=torch.int32, device=self._device)
-            self._sent = torch.zeros(shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+            self._sent = torch.zeros((self._steps, *shape), dtype=torch.int32, pin_memory=self._device.type == "cuda")
         return self._words
 
     def keep(self, logits_RV: Tensor) -> None:
@@ -56,22 +64,34 @@ class MaskTable:
         return self._logits[:rows]
 
     def send(self, constraints: Sequence[Constraint]) -> list[str | None]:
-        """Make the masks and copy them to ``words``; for each constraint what is wrong, or None.
+        """Make the masks and copy them to ``words``, as soon as the draws of the step before are done with those (see
+        ``used``: in a pipeline they may not have begun). Returns for each constraint what is wrong, or None.
 
-        The device must be done with the masks before: so it is, once the step that they were for has a result.
+        Blocks until the masks of ``steps`` steps before have been copied, as they have where that step has a result.
         """
         words = self.words
         assert self._sent is not None
-        count = len(constraints)
-        problems = self._fill(constraints, self._sent.numpy()[:count])
-        if self._stream is None:
-            words[:count].copy_(self._sent[:count])
+        turn, count = self._turn, len(constraints)
+        self._turn = (turn + 1) % self._steps
+        if self._stream is not None:
+            self._copied[turn].synchronize()
+        sent = self._sent[turn, :count]
+        problems = self._fill(constraints, sent.numpy())
+        if self._stream is None or self._used is None:
+            words[:count].copy_(sent)
             return problems
         draws = torch.cuda.current_stream(self._device)
         if not self._cleared:
             self._stream.wait_stream(draws)
             self._cleared = True
+        self._stream.wait_event(self._used)
         with torch.cuda.stream(self._stream):
-            words[:count].copy_(self._sent[:count], non_blocking=True)
+            words[:count].copy_(sent, non_blocking=True)
+        self._copied[turn].record(self._stream)
         draws.wait_stream(self._stream)
         return problems
+
+    def used(self) -> None:
+        """The draws that read ``words`` have been launched on this stream."""
+        if self._used is not None:
+            self._used.record(torch.cuda.current_stream(self._device))

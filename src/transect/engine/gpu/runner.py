@@ -112,12 +112,12 @@ class GPURunner:
         self._padding_block = k_cache.shape[1] - 1
         self._max_blocks = -(-max_model_len // self._block_size)
         self._max_draws = row_bucket(max_num_seqs)
-        self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4)
+        self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4, depth=stages)
         self._sampler = device_sampler(self._device)
         self._part = model.head.ungathered() if sample_on_device else None
         """The head's product where ranks read each other's logits; None: it has all of them."""
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
-        self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks)
+        self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks, stages)
         self._host_tokens: dict[int, int] = {}
         self.padding = {
             "graph_tokens": min(graph_tokens, max_num_batched_tokens),
@@ -199,6 +199,7 @@ class GPURunner:
             found = zip(ids, self._masks.send(constraints), strict=True)
             problems = {seq_id: problem for seq_id, problem in found if problem is not None}
             sampled = self._draw(plan)
+            self._masks.used()
             return self._pending(self._ring.ended(), plan, sampled, known, problems)
 
     def _draw(self, plan: StepPlan) -> Sampled:

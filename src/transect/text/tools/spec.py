@@ -114,7 +114,7 @@ def tool_use(
     if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
         return _some(found, choice.get("allowed_tools", choice), several)
     name = _name_in(choice)
-    if name not in {tool.name for tool in found}:
+    if not isinstance(name, str) or name not in {tool.name for tool in found}:
         names = ", ".join(tool.name for tool in found)[:200]
         raise ValueError(f"tool_choice must be none, auto, required or one of the tools ({names})")
     return ToolUse(found, "named", name, False)
