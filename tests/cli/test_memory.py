@@ -63,6 +63,8 @@ def test_a_document_is_as_long_as_a_small_model_allows(tmp_path, capsys):
     assert run(capsys, str(tmp_path), "--task", "lora", "--device-memory", "24GB")[0] == 0
     code, _, err = run(capsys, str(tmp_path), "--task", "lora", "--seq-len", "999", "--device-memory", "24GB")
     assert code == 2 and "data.seq_len to at most 256" in err
+    longer = ("--set", "data.seq_len=999", "--device-memory", "24GB")
+    assert "data.seq_len to at most 256" in run(capsys, str(tmp_path), "--task", "lora", *longer)[2]
 
 
 def test_the_file_of_a_run_is_asked_about_as_it_is(tmp_path, capsys):

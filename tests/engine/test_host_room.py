@@ -1,6 +1,7 @@
 """A model that cannot fit in the memory of the host is refused before it takes all of it."""
 
 import pytest
+from tiny_checkpoints import make_model, write_gguf
 from tiny_llm import save_tiny_llm
 
 from transect import LLM
@@ -29,6 +30,16 @@ def test_weights_beside_the_memory_that_is_free(settings, ranks, fits, message):
         return
     with pytest.raises(ValueError, match=message):
         check_weights(config, source, 10 * GIB, ranks=ranks)
+
+
+def test_all_parts_of_a_gguf_file_count(tmp_path):
+    write_gguf(tmp_path / "m.gguf", make_model("llama"), "Q8_0", part=4)
+    files = sorted(tmp_path.glob("m-*.gguf"))
+    source = resolve(str(files[1]))
+    assert len(files) > 2 and source.gguf_files == tuple(files)
+    with pytest.raises(ValueError, match="the weights take"):
+        check_weights(EngineConfig(model=source.name), source, files[1].stat().st_size)
+    check_weights(EngineConfig(model=source.name), source, sum(file.stat().st_size for file in files))
 
 
 def test_an_engine_looks_before_it_loads(tmp_path, monkeypatch):

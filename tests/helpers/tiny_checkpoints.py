@@ -134,12 +134,12 @@ GGUF_NAMES = {
 """The architecture that converters write for a ``model_type``, where it is another."""
 
 
-def write_gguf(path, model, type_name="F32", *, leave_out=(), change=None, metadata=None):
+def write_gguf(path, model, type_name="F32", *, leave_out=(), change=None, metadata=None, part=0):
     """The model as a GGUF file, matrices in ``type_name``. ``change(name, array)`` may replace a tensor; ``metadata``
-    adds keys."""
+    adds keys; ``part``: several files, of so many tensors each."""
     config = model.config
     architecture = GGUF_NAMES.get(config.model_type, config.model_type)
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=part)
     _write_metadata(writer, config)
     for key, value in (metadata or {}).items():
         getattr(writer, f"add_{key}")(value)

@@ -84,6 +84,18 @@ def test_files_are_the_model_of_its_safetensors_converted_and_written(tmp_path, 
     assert there == {tensor.name: tuple(tensor.shape) for tensor in gguf.GGUFReader(converted.path).tensors}
 
 
+def test_a_router_of_one_row_may_be_a_matrix(tmp_path):
+    """As the converter leaves it; ``llama-quantize`` makes a vector of it."""
+    model = make_model("qwen2-moe", mlp_only_layers=[])
+
+    def row(name, array):
+        return array[None] if name.endswith("ffn_gate_inp_shexp.weight") else array
+
+    files = [write_gguf(tmp_path / f"{number}.gguf", model, change=change) for number, change in enumerate((None, row))]
+    vector, matrix = (dict(read_all(stored_gguf(*open_with_config(path)))) for path in files)
+    same(matrix, vector, atol=0)
+
+
 @pytest.mark.parametrize("family", ["qwen3-moe", "phi3"])
 def test_packed_experts_and_joined_matrices_stay_packed(tmp_path, family):
     model = make_model(family)

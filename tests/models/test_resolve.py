@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import errors
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 from tiny_checkpoints import make_model, write_gguf
 from tiny_llm import save_tiny_llm
@@ -189,13 +190,25 @@ def test_a_gguf_file_of_a_hub_id(hub, tmp_path):
     hub.outcome = tmp_path / "snapshot"
     hub.outcome.mkdir()
     write_gguf(tmp_path / "blob", make_model("llama"))
-    for name in ("m-Q4_K_M.gguf", "m-q4_k_s.gguf", "m-Q8_0.gguf", "mmproj-Q8_0.gguf", "UD/m-UD-Q4_K_XL.gguf"):
+    names = ["m-Q4_K_M.gguf", "m-q4_k_s.gguf", "m-Q8_0.gguf", "mmproj-Q8_0.gguf", "UD/m-UD-Q4_K_XL.gguf", "F16/m.gguf"]
+    names += ["m-BF16.gguf", "m_Q8_0_L.gguf", "m_Q6_K.gguf"]
+    for name in names:
         (hub.outcome / name).parent.mkdir(exist_ok=True)
         (hub.outcome / name).symlink_to(tmp_path / "blob")
     source = resolve("someone/m-GGUF:q8_0", revision="v1")
     assert (source.kind, source.name) == ("gguf", "someone/m-GGUF:q8_0")
-    assert hub.calls[0][0] == "someone/m-GGUF" and "*Q8_0*.gguf" in hub.calls[0][1]["allow_patterns"]
-    assert hub.calls[0][1]["ignore_patterns"] == [] and hub.calls[0][1]["revision"] == "v1"
+    assert hub.calls[0][0] == "someone/m-GGUF" and hub.calls[0][1]["revision"] == "v1"
+    for wanted, fetched in (
+        ("q8_0", names[2]),
+        ("f16", "F16/m.gguf"),
+        ("Q6_K", "m_Q6_K.gguf"),
+        ("UD-Q4_K_XL", names[4]),
+    ):
+        source = resolve(f"someone/m-GGUF:{wanted}")
+        options = hub.calls[-1][1]
+        patterns = {"allow_patterns": options["allow_patterns"], "ignore_patterns": options["ignore_patterns"]}
+        assert list(filter_repo_objects(names, **patterns)) == [fetched]
+        assert source.path == hub.outcome / fetched and source.gguf_files == (source.path,)
     assert resolve("someone/m-GGUF:Q4_K_S").kind == "gguf"
     fails("someone/m-GGUF:Q4_K", "one GGUF file whose name says 'Q4_K', and has none")
     fails("someone/m-GGUF:m", r"has .*m-Q4_K_M.gguf, m-Q8_0.gguf.*: give another part")

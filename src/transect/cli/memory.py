@@ -118,7 +118,8 @@ def command(
     name = model if run is None else run.model
     source = described(name)
     most = source.config.max_position
-    if run is not None and not is_run(model) and "seq_len" not in given and run.data.seq_len > most:
+    asked = "seq_len" in given or any(each.partition("=")[0].strip() == "data.seq_len" for each in changes or [])
+    if run is not None and not is_run(model) and not asked and run.data.seq_len > most:
         run = run.changed([f"data.seq_len={most}"])
     kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
@@ -309,7 +310,7 @@ def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> 
     if kind == "cuda" and config.quantization is None and not dequantized:
         storage = storage_held(storage, _layouts(source))
     if source.kind == "gguf" and kind == "cpu" and config.dtype == "auto" and config.quantization is None:
-        weights = source.path.stat().st_size  # the C++ kernels keep the file's own blocks
+        weights = sum(file.stat().st_size for file in source.gguf_files)  # the C++ kernels keep the file's own blocks
     else:
         weights = int(weight_bytes(source.config, storage))
     plan = ServingPlan(

@@ -43,7 +43,7 @@ def check_weights(
         packed = storage_held(storage, held_layouts(source))
         needed = min(needed, ranks * weight_bytes(source.config, packed, shapes))
     if source.kind == "gguf":  # its blocks are held as they are, the table among them
-        needed = min(needed, source.path.stat().st_size)
+        needed = min(needed, sum(file.stat().st_size for file in source.gguf_files))
     if needed <= free:
         return
     each = f" over {ranks} ranks of this host" if ranks > 1 else ""

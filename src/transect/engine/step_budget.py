@@ -13,6 +13,7 @@ Three rules, the first that applies:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence as Listed
 from typing import NamedTuple
 
@@ -180,15 +181,20 @@ class StepBudget:
         overs = [longest // 2]
         while overs[-1] > long:
             overs.append(overs[-1] // 2)
-        groups: dict[int, list[int]] = {}
+        overs = [0, *reversed(overs)]
+        totals, numbers = [0] * len(overs), [0] * len(overs)
         for count in counts:
-            groups.setdefault(next((over for over in overs if count > over), 0), []).append(count)
+            group = bisect_left(overs, count) - 1
+            totals[group] += count
+            numbers[group] += 1
         shares: list[Share] = []
-        parts = len(groups)
-        for over, group in sorted(groups.items()):
-            mine = 1 if shares else min(len(group), SHORTEST)
+        parts = sum(number > 0 for number in numbers)
+        for over, total, number in zip(overs, totals, numbers, strict=True):
+            if not number:
+                continue
+            mine = 1 if shares else min(number, SHORTEST)
             parts += mine - 1
-            tokens = min(sum(group), room, max(1, room * mine // parts)) if parts > mine else room
+            tokens = min(total, room, max(1, room * mine // parts)) if parts > mine else room
             shares.insert(0, Share(over, tokens))
             room, parts = room - tokens, parts - mine
         return tuple(shares) if len(shares) > 1 else ()

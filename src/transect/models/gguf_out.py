@@ -145,7 +145,7 @@ def gguf_tensors(
         module = name.rsplit(".", 1)[0]
         chosen = _type_of(module, place.stored, type_name, config.n_layers)
         own = [(stored[each], where, shapes[each]) for each, where in found]
-        if own[0][0].layout == _MXFP4:
+        if own[0][0].layout == _MXFP4 and ".experts_" in module:
             chosen = _MXFP4.block_type
         counts = None if importance is None else importance.get(module)
         yield Planned(tensor, place.stored, chosen, partial(_made, own, chosen, config.head_dim, counts))

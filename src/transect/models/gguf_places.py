@@ -7,7 +7,7 @@ Files differ from the names and shapes of ``shapes.py`` in five things:
 * q, k and v of GPT-2 and Phi-3 are one matrix, and so are gate and up of Phi-3.
 * All experts of a layer are one tensor ``[E, rows, columns]``, their biases one ``[E, rows]``.
 * Gemma's norms have their offset of 1 added.
-* The router of Qwen2-MoE's shared experts is a vector.
+* The router of Qwen2-MoE's shared experts is a vector; a file that was converted and not quantized has a row.
 """
 
 from __future__ import annotations

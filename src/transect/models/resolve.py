@@ -31,6 +31,8 @@ _HUB_GGUF = re.compile(r"([\w.-]{1,96}/[\w.-]{1,96}):([\w.-]{1,96})")
 """A GGUF file of a hub id, by a part of its name: its type (``organisation/name:Q4_K_M``)."""
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "merges.txt", "vocab.txt"]
 _TOKENIZER_FILES = ["*.json", "*.jinja", "merges.txt", "vocab.txt"]
+_NO_LANGUAGE_MODEL = ["*mmproj*"]
+"""GGUF files of what turns images into embeddings."""
 _HUB_IGNORED = ["*/*", "consolidated*"]
 
 
@@ -77,6 +79,11 @@ class ModelSource:
     def gguf(self) -> GGUFFile:
         """The open GGUF file (``kind`` is ``gguf``); opened once in each process."""
         return GGUFFile.open(self.path)
+
+    @property
+    def gguf_files(self) -> tuple[Path, ...]:
+        """The GGUF file, or all parts of one in parts."""
+        return self.gguf.parts or (self.path,)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "gguf"}
@@ -287,11 +294,17 @@ def _from_builtin(name: str, allow_download: bool, progress: Progress | None) ->
 
 
 def _hub_gguf(name: str, wanted: str, allow_download: bool, revision: str | None) -> Path:
-    """The GGUF file of a hub id whose name says ``wanted``; of one in parts the first."""
-    patterns = [f"*{each}*.gguf" for each in dict.fromkeys((wanted, wanted.upper(), wanted.lower()))]
-    folder = _from_hub(name, allow_download, revision=revision, patterns=patterns, ignored=())
-    says = re.compile(rf"(?<!\w){re.escape(wanted)}(?!\w)", re.IGNORECASE)
-    files = [file for file in sorted(folder.rglob("*.gguf")) if says.search(file.stem) and "mmproj" not in file.name]
+    """The GGUF file of a hub id whose name says ``wanted``; of one in parts the first. Nothing else is fetched:
+    F16 is no BF16, and Q4_K no Q4_K_M."""
+    spellings = dict.fromkeys((wanted, wanted.upper(), wanted.lower()))
+    patterns = [f"{before}{each}[!a-zA-Z0-9_]*gguf" for each in spellings for before in ("", "*[!a-zA-Z0-9]")]
+    folder = _from_hub(name, allow_download, revision=revision, patterns=patterns, ignored=_NO_LANGUAGE_MODEL)
+    says = re.compile(rf"(?<![a-z0-9]){re.escape(wanted)}(?!\w)", re.IGNORECASE)
+    files = [
+        file
+        for file in sorted(folder.rglob("*.gguf"))
+        if says.search(file.relative_to(folder).as_posix()) and "mmproj" not in file.name
+    ]
     firsts = [file for file in files if not (part := re.search(r"-(\d{5})-of-\d{5}$", file.stem)) or int(part[1]) == 1]
     if len(firsts) != 1:
         listed = ", ".join(file.name for file in firsts[:5]) or "none"

@@ -78,7 +78,7 @@ def _find(file: GGUFFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
     planned = places(config, file.tensors)
     found = {}
     for name, place in planned.items():
-        _check(file, place.tensor, place.stored)
+        _check(file, place.tensor, place.stored, shapes[name])
         found[name] = _found(config, file.tensors[place.tensor], place, shapes[name])
     used = {place.tensor for place in planned.values()}
     extra = [name for name in file.tensors if name not in used and not _NOT_WEIGHTS.fullmatch(name)]
@@ -102,13 +102,14 @@ def _found(config: ModelConfig, tensor: QuantizedTensor, place: Place, shape: tu
     return _Found(place.tensor, tensor, rows, place.added)
 
 
-def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...]) -> None:
+def _check(file: GGUFFile, tensor: str, shape: tuple[int, ...], matrix: tuple[int, ...]) -> None:
+    """``shape`` is what llama.cpp writes; of one row its converter, which quantizes nothing, leaves the ``matrix``."""
     found = file.tensors.get(tensor)
     if found is None:
         raise ValueError(
             f"{file.path}: the tensor {tensor!r} (shape {list(shape)}) is missing; fetch or convert the file again"
         )
-    if found.shape != shape:
+    if found.shape != shape and (len(shape) > 1 or found.shape != matrix):
         raise ValueError(
             f"{file.path}: the tensor {tensor!r} should have shape {list(shape)} and has {list(found.shape)}; the "
             "file's metadata and tensors do not belong together, fetch or convert it again"
