@@ -4,6 +4,7 @@ import pytest
 from commands import run_here
 from training_runs import tiny_run
 
+from transect.train.checkpoint import newest
 from transect.train.report import read_log
 from transect.train.sweep import read_grid, sweep
 
@@ -35,7 +36,11 @@ def test_an_interrupted_sweep_goes_on_in_the_middle_of_a_run(tmp_path) -> None:
     calls = iter([False, False, False, True, True, True, True])
     assert not list(sweep(points, lambda line: None, lambda: next(calls)))  # two steps of the first run
     assert len(read_log(points[0].config.run_dir)) == 2
+    base = tmp_path / "run.toml"
+    base.write_text(base.read_text().replace("threads = 1", "threads = 1\nkeep = 3"))  # nothing of what it finds
+    points = read_grid(tmp_path / "grid.toml")
     outcomes = list(sweep(points, lambda line: None))
+    assert newest(points[0].config.run_dir).state["config"]["keep"] == 3
     assert [found.steps for found in outcomes] == [4, 4]
     assert [line["step"] for line in read_log(points[0].config.run_dir) if line["kind"] == "step"] == [1, 2, 3, 4]
 
@@ -46,10 +51,21 @@ def test_runs_of_other_settings_are_not_taken_for_those_of_the_sweep(tmp_path) -
     (same,) = sweep(read_grid(grid), lambda line: None)
     assert same == first and not first.problem
     base = tmp_path / "run.toml"
-    base.write_text(base.read_text().replace("threads = 1", "threads = 2\nsave_every = 7"))
+    base.write_text(base.read_text().replace("threads = 1", "threads = 1\nkeep = 3\nsave_every = 7"))
     assert not next(sweep(read_grid(grid), lambda line: None)).problem  # nothing that counts
+    base.write_text(base.read_text().replace("epochs = 0.01", "epochs = 5"))
+    problem = next(sweep(read_grid(grid), lambda line: None)).problem
+    assert "holds a run with steps = 4, and this sweep asks for epochs = 5: move it" in problem
     base.write_text(base.read_text().replace("seq_len = 32", "seq_len = 16"))
     assert "holds a run with data.seq_len = 32, and this sweep asks for 16" in next(sweep(read_grid(grid))).problem
+
+
+def test_torchrun_starts_no_sweep(tmp_path, monkeypatch) -> None:
+    """Its ranks would each take another run, and meet in the first that has several."""
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")):
+        monkeypatch.setenv(name, value)
+    done = run_here("sweep", str(write(tmp_path, "seed = [0]\n")))
+    assert done.returncode == 2 and "without torchrun" in done.stderr
 
 
 @pytest.mark.prove

@@ -77,6 +77,8 @@ def test_where_nothing_fits_what_would_does():
         (("--tokens", "100"), "less than one sequence"),
         (("--gpus", "5000"), "between 1 and"),
         (("--memory", "much"), "80GB"),
+        (("--set", "parallel.data=2"), "--set parallel.data: this is chosen for each layout"),
+        (("--set", "data.seq_len=9"), "give that"),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, message):

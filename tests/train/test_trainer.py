@@ -18,6 +18,7 @@ from transect.train import checkpoint
 from transect.train.config import TrainConfig
 from transect.train.data import Loader, Position
 from transect.train.health import TrainingStopped
+from transect.train.identity import check_settings
 from transect.train.tokenize import tokenize
 from transect.train.trainer import Trainer, _dated
 
@@ -309,6 +310,25 @@ def test_a_run_that_goes_on_trains_what_it_did(tmp_path, setting, message) -> No
     kept = checkpoint.Checkpoint(tmp_path / "step", 1, {"config": json.loads(json.dumps(config.to_dict()))}, {})
     with pytest.raises(ValueError, match=message):
         Trainer(config.changed([setting]), kept)
+
+
+def test_the_base_of_a_qlora_run_stays_what_it_was(tmp_path) -> None:
+    config = tiny_run(tmp_path, task="qlora", lora={"base_format": "int4"})
+    for setting in ("lora.base_format=nf4", "lora.group=32"):
+        now = config.changed([setting, "lora.dropout=0.1"]).to_dict()
+        with pytest.raises(ValueError, match=setting.partition("=")[0]):
+            check_settings(config.to_dict(), now, tmp_path)
+    plain = tiny_run(tmp_path, task="lora")
+    check_settings(plain.to_dict(), plain.changed(["lora.group=32"]).to_dict(), tmp_path)  # it has no such base
+
+
+def test_a_stop_tells_of_a_checkpoint_that_could_not_be_written(tmp_path, caplog) -> None:
+    def full() -> None:
+        raise ValueError("free some space")
+
+    trainer = Trainer(tiny_run(tmp_path))
+    trainer._written = full
+    assert trainer._whole() == "no checkpoint was written yet" and "free some space" in caplog.text
 
 
 def test_settings_that_are_set_by_hand(tmp_path) -> None:

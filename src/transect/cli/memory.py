@@ -118,7 +118,8 @@ def command(
     name = model if run is None else run.model
     source = described(name)
     most = source.config.max_position
-    if run is not None and not is_run(model) and "seq_len" not in given and run.data.seq_len > most:
+    asked = "seq_len" in given or any(each.partition("=")[0].strip() == "data.seq_len" for each in changes or [])
+    if run is not None and not is_run(model) and not asked and run.data.seq_len > most:
         run = run.changed([f"data.seq_len={most}"])
     kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)

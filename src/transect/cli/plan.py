@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +16,8 @@ application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 TOKENS = 2**15
 """Tokens of a step for each device, where nobody says."""
+CHOSEN = ("parallel", "accumulate", "checkpointing", "data.micro_batch")
+"""Settings of a run that are found for each layout."""
 
 
 @application.callback()
@@ -45,7 +48,8 @@ def training(
     axes: Annotated[str, typer.Option(help="Which axes may have several ranks.")] = "data,tensor,pipeline,context",
     top: Annotated[int, typer.Option(min=1, help="Layouts to show.")] = 8,
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="KEY=VALUE of a run's file, such as lora.group=32.")
+        list[str] | None,
+        typer.Option("--set", help="KEY=VALUE of a run's file, where it is not chosen: lora.group=32."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
@@ -72,6 +76,7 @@ def training(
     allowed = [axis.strip() for axis in axes.split(",") if axis.strip()]
     if unknown := sorted(set(allowed) - set(AXES)):
         raise ValueError(f"--axes knows {', '.join(AXES)}, not {', '.join(unknown)}")
+    _check_changes(changes or [])
     source = described(model)
     seq_len = seq_len or min(4096, source.config.max_position)
     config = TrainConfig.from_dict({
@@ -92,6 +97,19 @@ def training(
         _nothing(result, source.config, plan, machine, tokens, allowed)
         return 1
     return 0
+
+
+def _check_changes(changes: Sequence[str]) -> None:
+    """ValueError if ``--set`` gives what an option of the command says, or what the ranking chooses."""
+    for change in changes:
+        name = change.partition("=")[0].strip()
+        if name == "data.seq_len":
+            raise ValueError("--set data.seq_len is --seq-len here: give that")
+        if name in CHOSEN or name.startswith("parallel."):
+            raise ValueError(
+                f"--set {name}: this is chosen for each layout. Leave it out; --gpus, --axes, --tokens and --offload "
+                "say what may be chosen"
+            )
 
 
 def _plan(config: Any, model: Any) -> Any:

@@ -157,7 +157,7 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     torch.set_num_threads(threads)
     free = free_memory()
     if mesh is not None:
-        mesh.world.exchange("free memory is known")  # nobody fills it before all have looked
+        free = min(mesh.world.exchange(free))  # nobody fills it before all have looked, and all say the same
     stream = _cpu_stream(config, source, mesh)
     if stream is None:
         shapes = None if mesh is None else shard_of(source.config, mesh).shapes()

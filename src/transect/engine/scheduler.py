@@ -275,6 +275,7 @@ class Scheduler:
         self.running.pop()
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
+        self._last.clear()  # when it comes back, its blocks are others
         seq.cached = 0
         self.waiting.push(seq)
         self._preemptions += 1

@@ -55,8 +55,10 @@ def base_identity(source: ModelSource) -> str:
 
 FIXED = ("task", "objective", "precision", "new_tokens", "optimizer.name", "lora")
 """Settings that say what a checkpoint holds; others may change when a run goes on."""
-FREE = ("dropout", "start", "group", "base_format")
-"""Settings of adapters that may; the base tells of its own."""
+FREE = ("dropout", "start")
+"""Settings of adapters that may."""
+BASE = ("group", "base_format")
+"""Settings of adapters that say what the frozen base of ``qlora`` is rounded to."""
 
 
 def check_settings(kept: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
@@ -74,7 +76,8 @@ def check_settings(kept: Mapping[str, Any], now: Mapping[str, Any], where: Path)
         if name == "lora":
             if now["task"] not in ("lora", "qlora") or not isinstance(old, Mapping):
                 continue
-            changed = [key for key in new if key in old and key not in FREE and _plain(old[key]) != _plain(new[key])]
+            free = FREE if now["task"] == "qlora" else FREE + BASE
+            changed = [key for key in new if key in old and key not in free and _plain(old[key]) != _plain(new[key])]
             if not changed:
                 continue
             name, old, new = f"lora.{changed[0]}", old[changed[0]], new[changed[0]]

@@ -138,13 +138,17 @@ def sweep(
 def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
     """Whether the run has come to its end."""
     found = newest(point.config.run_dir) if list_steps(point.config.run_dir) else None
-    config = point.config
+    asked = config = point.config
     if found is not None:
-        check_same(found.state["config"], config)
-        config = replace(TrainConfig.from_dict(found.state["config"]), run_dir=config.run_dir)
+        check_same(found.state["config"], asked)
+        free = {name: getattr(asked, name) for name in ALIKE if "." not in name}
+        config = replace(TrainConfig.from_dict(found.state["config"]), **free)
     this = Run(config.to_dict(), None if found is None else found.path)
     with crew(this) as world:
         trainer = this.trainer(world)
+        steps = trainer.config.steps
+        if asked.epochs and steps != trainer.objective.steps_of(asked.epochs, asked.accumulate):
+            raise ValueError(_other(asked, "steps", steps, f"epochs = {asked.epochs:g}"))
         log = RunLog(config.run_dir, trainer.steps_done)
         try:
             trainer.run([log], should_stop)
@@ -168,10 +172,14 @@ def check_same(kept: Mapping[str, Any], asked: TrainConfig) -> None:
     counted = {"epochs", "steps"} if asked.epochs else {"epochs"}  # a run that has begun knows its steps
     for name in sorted(old.keys() & new.keys() - counted - ALIKE):
         if old[name] != new[name]:
-            raise ValueError(
-                f"{asked.run_dir} holds a run with {name} = {old[name]!r}, and this sweep asks for {new[name]!r}: move "
-                "it away, or set another sweep_dir"
-            )
+            raise ValueError(_other(asked, name, old[name], repr(new[name])))
+
+
+def _other(asked: TrainConfig, name: str, kept: Any, wanted: str) -> str:
+    return (
+        f"{asked.run_dir} holds a run with {name} = {kept!r}, and this sweep asks for {wanted}: move it away, or set "
+        "another sweep_dir"
+    )
 
 
 def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -425,8 +425,10 @@ class Trainer:
 
     def _whole(self) -> str:
         """The checkpoint that the run can go on from, as a clause; waits for one that is being written."""
-        with suppress(ValueError):  # whoever asks has something worse to tell
+        try:
             self._written()
+        except ValueError as error:  # whoever asks has something worse to tell
+            log.warning("%s", error)
         steps = list_steps(self.config.run_dir)
         return f"{steps[-1]} is whole and from before this step" if steps else "no checkpoint was written yet"
 
