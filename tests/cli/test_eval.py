@@ -63,6 +63,11 @@ def test_formats_side_by_side(capsys, model, tmp_path):
     assert rows["int8"]["perplexity"] == pytest.approx(rows["plain"]["perplexity"], rel=0.1)
     code, _, err = run(capsys, model, *files, "--formats", "int3")
     assert code == 2 and "--formats knows plain, int4, int8, fp8" in err
+    code, _, err = run(capsys, model, *files, "--formats", "plain", "--adapter", "a", "--quantization", "int8")
+    assert code == 2 and "--adapter, --quantization means nothing to --formats" in err
+    plain = ("--formats", "plain", "--kv-cache-dtype", "int8", "--no-native", "--max-model-len", 64, "--json")
+    (row,) = json.loads(run(capsys, model, *files, *plain)[1])
+    assert "torch" in row["kernels"] and row["perplexity"] != rows["plain"]["perplexity"]
 
 
 def test_formats_that_are_written(capsys, model, tmp_path):

@@ -14,9 +14,11 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
@@ -36,6 +38,7 @@ FORMATS = (PLAIN, "int4", "int8", "fp8")
 WRITTEN = ("gptq", "awq", "q8_0", "q6_k", "q5_k_m", "q5_k", "q5_1", "q5_0", "q4_k_m", "q4_k", "q4_1", "q4_0")
 """What is written to a file first, and loaded from that."""
 DRAWN = 48
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,10 @@ def measure_all(
     window: int | None,
     dtype: str = "auto",
     calibration: Calibration | None = None,
+    engine: Mapping[str, Any] = NOTHING,
 ) -> Iterator[FormatRow]:
-    """A row for each format, one after another; with a calibration a second one for those that take it.
+    """A row for each format, one after another; with a calibration a second one for those that take it. ``engine``:
+    other settings of the ``LLM`` that measures.
 
     Raises:
         ValueError: a model or text that cannot be used, or a format that cannot hold the model.
@@ -95,20 +100,27 @@ def measure_all(
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             if name in WRITTEN:
-                yield _measure_written(model, name, text, window, dtype, Path(folder), None)
+                yield _measure_written(model, name, text, window, dtype, Path(folder), None, engine)
             else:
-                yield measure(model, name, text, window=window, dtype=dtype)
+                yield measure(model, name, text, window=window, dtype=dtype, engine=engine)
             if calibration is not None and takes_calibration(name):
-                yield _measure_written(model, name, text, window, dtype, Path(folder), calibration)
+                yield _measure_written(model, name, text, window, dtype, Path(folder), calibration, engine)
 
 
 def _measure_written(
-    model: str, name: str, text: Path, window: int | None, dtype: str, folder: Path, calibration: Calibration | None
+    model: str,
+    name: str,
+    text: Path,
+    window: int | None,
+    dtype: str,
+    folder: Path,
+    calibration: Calibration | None,
+    engine: Mapping[str, Any],
 ) -> FormatRow:
     """What ``transect quantize`` writes; its bits are those of the files."""
     path = folder / (name if name in FOUR_BITS else f"{name}.gguf")
     quantize_model(opened(model), path, name, calibration)
-    row = measure(str(path), PLAIN, text, window=window, dtype=dtype)
+    row = measure(str(path), PLAIN, text, window=window, dtype=dtype, engine=engine)
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     bits = 8 * size / parameter_count(resolve(str(path)).config)
@@ -117,14 +129,16 @@ def _measure_written(
     return replace(row, format=label, bits=bits, megabytes=size / 1e6)
 
 
-def measure(model: str, name: str, text: Path, *, window: int | None, dtype: str = "auto") -> FormatRow:
+def measure(
+    model: str, name: str, text: Path, *, window: int | None, dtype: str = "auto", engine: Mapping[str, Any] = NOTHING
+) -> FormatRow:
     """Load the model in one of ``FORMATS`` and measure it.
 
     Raises:
         ValueError: a model or text that cannot be used.
     """
     quantization = None if name == PLAIN else name
-    llm = LLM(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False)
+    llm = LLM(model, dtype=dtype, quantization=quantization, enable_prefix_caching=False, **engine)
     try:
         score: TextScore = score_file(llm, text, window=window)
         params = SamplingParams(max_tokens=DRAWN, temperature=0, ignore_eos=True)

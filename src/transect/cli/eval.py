@@ -59,7 +59,15 @@ def command(
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
     if formats is not None:
-        _formats(model, formats, text, window, engine_settings["dtype"], plot, json, calibrate, calibrate_tokens)
+        meant = {"--tasks": tasks, "--stride": stride, "--adapter": adapter}
+        meant["--quantization"] = engine_settings.pop("quantization")
+        if others := [option for option, value in meant.items() if value is not None]:
+            raise ValueError(
+                f"{', '.join(others)} means nothing to --formats, which compares a model as it is: leave it out"
+            )
+        engine = {**engine_settings, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
+        given = {name: value for name, value in engine.items() if value is not None}
+        _formats(model, formats, text, window, given, plot, json, calibrate, calibrate_tokens)
         return
     if calibrate is not None:
         raise ValueError("--calibrate goes with --formats: give both, or transect quantize --calibrate")
@@ -97,13 +105,13 @@ def _formats(
     names: str,
     text: list[Path] | None,
     window: int | None,
-    dtype: str,
+    engine: dict[str, Any],
     plot: Path | None,
     json: bool,
     calibrate: Path | None,
     calibrate_tokens: int,
 ) -> None:
-    """One table of all formats."""
+    """One table of all formats. ``engine``: settings of the ``LLM`` that measures, its dtype among them."""
     from dataclasses import asdict
 
     from ..bench.compare_formats import draw, formats_of, measure_all
@@ -119,7 +127,8 @@ def _formats(
         raise ValueError(
             f"--calibrate changes none of {', '.join(wanted)}: name a format of 4 to 6 bits, or leave it out"
         )
-    found = measure_all(model, wanted, text[0], window=window, dtype=dtype, calibration=calibration)
+    dtype = engine.pop("dtype")
+    found = measure_all(model, wanted, text[0], window=window, dtype=dtype, calibration=calibration, engine=engine)
     rows = list(found)
     if plot is not None:
         draw(rows, plot, model)
