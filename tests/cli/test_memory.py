@@ -30,6 +30,14 @@ def test_training_that_does_not_fit_names_a_change_that_does(capsys):
     assert json.loads(run(capsys, *arguments, "--task", "lora")[1])["fits"]
 
 
+def test_a_base_of_4_bits_is_advised_in_groups_that_fit(capsys):
+    arguments = ("smollm2-135m", "--train", "--micro-batch", "1024", "--device-memory", "700MB", "--json")
+    found = json.loads(run(capsys, *arguments)[1])
+    assert found["change"] == {"task": '"qlora"', "lora.group": "32"}
+    settings = [each for name, value in found["change"].items() for each in ("--set", f"{name}={value}")]
+    assert json.loads(run(capsys, *arguments, *settings)[1])["fits"]
+
+
 def test_training_on_several_devices_is_per_rank(capsys):
     few = ("--train", "--precision", "mixed", "--device-memory", "80GB")
     code, out, _ = run(capsys, "llama-3.1-8b", *few, "--fsdp", "8", "--json")

@@ -296,6 +296,9 @@ def test_gguf_rope_scalings() -> None:
     assert from_gguf(linear, tensors()).rope == RopeConfig(100000.0, "linear", 4.0)
     old = SMOLLM2_GGUF | {"llama.rope.scale_linear": 4.0}
     assert from_gguf(old, tensors()).rope == RopeConfig(100000.0, "linear", 4.0)
+    alone = SMOLLM2_GGUF | {"llama.rope.scaling.factor": 4.0}
+    assert from_gguf(alone, tensors()).rope == RopeConfig(100000.0, "linear", 4.0)
+    assert from_gguf(alone | {"llama.rope.scaling.type": "none"}, tensors()).rope == RopeConfig(100000.0)
     yarn = SMOLLM2_GGUF | {
         "llama.rope.scaling.type": "yarn",
         "llama.rope.scaling.factor": 4.0,

@@ -138,6 +138,24 @@ def test_all_ends_of_an_answer_count(toy_metadata):
     assert tokenizer.eos_token_ids == (2, 0)
 
 
+@pytest.mark.parametrize(
+    ("spelled", "count"),
+    [
+        (["<end_of_turn>"], 1),
+        (["<|end|>"], 1),
+        (["<|end|>", "<|call|>", "<|return|>"], 2),
+        (["<|end|", "end_of_turn"], 0),
+    ],
+)
+def test_turns_end_where_their_tokens_are_spelled_so(toy_metadata, spelled, count):
+    """As Gemma's, Phi's and gpt-oss's files have them, which name one end of several. gpt-oss goes on after <|end|>."""
+    tokens, kinds = (toy_metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
+    more = {"tokens": [*tokens, *spelled], "token_type": [*kinds, *[3] * len(spelled)]}
+    tokenizer = Tokenizer.from_gguf(toy_metadata | {f"tokenizer.ggml.{key}": more[key] for key in more})
+    ends = set(range(len(tokens) + len(spelled) - count, len(tokens) + len(spelled)))
+    assert set(tokenizer.eos_token_ids) == {2} | ends and tokenizer.eos_token_ids[0] == 2
+
+
 def test_arrays_from_other_readers_do(toy_metadata, toy):
     kinds = np.array(toy_metadata["tokenizer.ggml.token_type"], dtype=np.int32)
     tokenizer = Tokenizer.from_gguf({**toy_metadata, "tokenizer.ggml.token_type": kinds})

@@ -105,12 +105,12 @@ def _rope(read: Fields, tensors: Mapping[str, Any], max_position: int) -> RopeCo
         return _llama3_from_factors(theta, factors) or RopeConfig(
             theta=theta, scaling="factors", frequency_factors=factors
         )
-    kind = read.text("rope.scaling.type", "none")
+    kind = read.text("rope.scaling.type", "linear")  # as llama.cpp has it where a file has a factor alone
     if kind == "none":
-        factor = number("rope.scale_linear", 1.0)  # how old files spell linear scaling
-        return RopeConfig(theta=theta) if factor in (0, 1) else RopeConfig(theta, "linear", factor)
+        return RopeConfig(theta=theta)
     if kind == "linear":
-        return RopeConfig(theta=theta, scaling="linear", factor=number("rope.scaling.factor"))
+        factor = number("rope.scaling.factor", 0.0) or number("rope.scale_linear", 1.0)  # as old files spell it
+        return RopeConfig(theta=theta) if factor in (0, 1) else RopeConfig(theta, "linear", factor)
     if kind == "yarn":
         factor = number("rope.scaling.factor")
         return RopeConfig(

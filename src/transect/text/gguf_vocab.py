@@ -24,6 +24,13 @@ from .token_bytes import BYTE_LEVEL, Spelling
 CONTROL, USER_DEFINED = 3, 4
 """Kinds in ``tokenizer.ggml.token_type``: a token that only the model's protocol uses; a token that is text."""
 
+TURN_ENDS = (
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<end_of_turn>", "<|end|>", "<|return|>",
+    "<|call|>",
+)  # fmt: skip
+"""Tokens that end a model's turn by their spelling. Many files name the end of a text alone (Gemma, Phi-3), or one of
+several ends (gpt-oss); llama.cpp stops at these too."""
+_ENDS = frozenset(TURN_ENDS)
 _PREFIX = "tokenizer.ggml."
 
 
@@ -68,7 +75,7 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
 
     bos = _token_id(metadata, "bos", len(tokens))
     ends = [_token_id(metadata, key, len(tokens)) for key in ("eos", "eot", "eom")]
-    eos_ids = tuple(dict.fromkeys(end for end in ends if end is not None))
+    eos_ids = tuple(dict.fromkeys(end for end in (*ends, *_turn_ends(tokens)) if end is not None))
     add_bos = read.flag("add_bos_token", add_bos)
     add_eos = read.flag("add_eos_token", model == "t5")
     return GGUFVocabulary(
@@ -79,6 +86,14 @@ def read_gguf_vocabulary(metadata: Mapping[str, Any]) -> GGUFVocabulary:
         prefix_ids=(bos,) if add_bos and bos is not None else (),
         suffix_ids=(ends[0],) if add_eos and ends[0] is not None else (),
     )
+
+
+def _turn_ends(tokens: list[str]) -> list[int]:
+    """In the order of ``TURN_ENDS``. Where there is ``<|return|>``, ``<|end|>`` ends a message and no turn."""
+    found = {token: index for index, token in enumerate(tokens) if token in _ENDS}
+    if "<|return|>" in found:
+        found.pop("<|end|>", None)
+    return [found[token] for token in TURN_ENDS if token in found]
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[list[str], tokenizers.Tokenizer, bool]:

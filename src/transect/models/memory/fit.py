@@ -14,7 +14,7 @@ from ..config import ModelConfig
 from .kept import Kept
 from .terms import Estimate, gib
 from .training import training
-from .training_plan import TrainingPlan
+from .training_plan import TrainingPlan, fitting_groups
 
 Estimator = Callable[[ModelConfig, TrainingPlan], Estimate]
 """Gives the account of a plan: of one device, or of the rank that needs most where there are several
@@ -59,7 +59,7 @@ def smallest_change(
     config: ModelConfig, plan: TrainingPlan, budget: int, account: Estimator = training
 ) -> Change | None:
     """The first change, in the order above, that makes ``plan`` fit in ``budget`` bytes; None if nothing does."""
-    for candidate in _candidates(plan):
+    for candidate in _candidates(config, plan):
         try:
             estimate = account(config, candidate)
         except ValueError:  # it cannot be spread as the plan is
@@ -82,22 +82,33 @@ def refusal(
     return f"{needs} (most at the {worst.name}: {parts}): {advice}"
 
 
-def _candidates(plan: TrainingPlan) -> Iterator[TrainingPlan]:
+def _candidates(config: ModelConfig, plan: TrainingPlan) -> Iterator[TrainingPlan]:
     less = [replace(plan, checkpointing=kept) for kept in PLANS[PLANS.index(plan.checkpointing) + 1 :]]
     tasks = [] if plan.task == "pretrain" else [t for t in ("lora", "qlora") if _below(plan.task, t)]
     small = [replace(plan, optimizer="adamw8bit")] if plan.optimizer != "adamw8bit" else []
     yield from less
     yield from _smaller_batches(plan)
     yield from small
-    yield from (replace(plan, task=task) for task in tasks)  # type: ignore[arg-type]
+    yield from (_as_task(config, plan, task) for task in tasks)
     # Together: as little kept as possible, and on top one more of the others at a time.
     base = less[-1] if less else plan
     yield from _smaller_batches(base)
     for task in (plan.task, *tasks):
         for optimizer in dict.fromkeys((plan.optimizer, "adamw8bit")):
-            other = replace(base, task=task, optimizer=optimizer)  # type: ignore[arg-type]
+            other = replace(_as_task(config, base, task), optimizer=optimizer)
             yield other
             yield from _smaller_batches(other)
+
+
+def _as_task(config: ModelConfig, plan: TrainingPlan, task: str) -> TrainingPlan:
+    """The plan of another task; a base of 4 bits in groups that fit the model."""
+    other = replace(plan, task=task)  # type: ignore[arg-type]
+    if task == plan.task or task != "qlora" or plan.base_format == "nf4":
+        return other
+    groups = fitting_groups(config)
+    if not groups:
+        return replace(other, base_format="nf4")
+    return other if plan.group in groups else replace(other, group=groups[-1])
 
 
 def _smaller_batches(plan: TrainingPlan) -> Iterator[TrainingPlan]:
@@ -121,6 +132,8 @@ def _differences(old: TrainingPlan, new: TrainingPlan) -> Iterator[tuple[str, st
         ("accumulate", "accumulate"),
         ("optimizer", "optimizer.name"),
         ("task", "task"),
+        ("group", "lora.group"),
+        ("base_format", "lora.base_format"),
     ):
         value = getattr(new, name)
         if value != getattr(old, name):

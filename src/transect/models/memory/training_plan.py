@@ -103,6 +103,15 @@ def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[i
     return found | {f"{name}.weight": shapes[f"{name}.weight"] for name in plan.saved}
 
 
+def fitting_groups(config: ModelConfig) -> list[int]:
+    """The groups that rows of all matrices of the layers can be cut into pairs of."""
+    return [group for group in GROUPS if not any(shape[1] % (2 * group) for _, shape in _packed_shapes(config))]
+
+
+def _packed_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    return [shape for shape in weight_shapes(config).items() if len(shape[1]) == 2 and shape[0].startswith("layers.")]
+
+
 def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
     """See that the frozen base of ``qlora`` can be held in its 4 bits.
 
@@ -111,13 +120,13 @@ def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
     """
     if plan.task != "qlora":
         return
-    shapes = [shape for shape in weight_shapes(config).items() if len(shape[1]) == 2 and shape[0].startswith("layers.")]
+    shapes = _packed_shapes(config)
     odd = next((name for name, shape in shapes if math.prod(shape) % 2), None)
     if odd is not None:
         raise ValueError(f'{odd} has an odd number of numbers, and two share a byte in 4 bits: set task to "lora"')
     if plan.base_format == "nf4":
         return
-    fitting = [group for group in GROUPS if not any(shape[1] % (2 * group) for _, shape in shapes)]
+    fitting = fitting_groups(config)
     if plan.group in fitting:
         return
     name, width = next(
