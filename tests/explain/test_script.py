@@ -20,7 +20,7 @@ from transect.explain.apply import apply
 from transect.explain.finding import Finding
 from transect.explain.program import Explain, explain_script
 from transect.explain.sampler import StackSampler
-from transect.explain.script import Script, ScriptFailed
+from transect.explain.script import Input, Script, ScriptFailed
 
 HEAD = "import os, sys, threading, torch\nx = torch.ones(8, 8)\nfor _ in range(30):\n    y = x @ x\n"
 
@@ -169,11 +169,23 @@ def test_standard_input_is_the_same_each_time(tmp_path, capsys):
     body += "sys.stdout.buffer.write(b'bytes')\nassert total == 12\n"
     given = io.TextIOWrapper(io.BytesIO(b"some\nwords.\n"))
     script = _script(["python3.11", str(write(tmp_path, body))], given)
-    assert script.stdin == b"some\nwords.\n" and given.read() == ""
     promised = SimpleNamespace(findings=[Finding("autograd", "", "", 0.01, "", "inference mode, threads")])
     done = apply(script, promised)
     assert [each.failed for each in done] == ["", ""] and "characters" not in capsys.readouterr().out
-    assert "AssertionError" in apply(replace(script, stdin=b""), promised)[0].failed
+    assert script.stdin.kept == b"some\nwords.\n" and given.read() == ""
+    assert "AssertionError" in apply(replace(script, stdin=Input(io.BytesIO())), promised)[0].failed
+
+
+def test_standard_input_that_nobody_reads_is_not_waited_for(tmp_path):
+    """That of a program which another one started may stay open for ever."""
+    end, other = os.pipe()
+    with open(end) as given, open(other, "wb", buffering=0) as written:
+        script = _script(
+            [str(write(tmp_path, "print(sys.stdin.readline() if sys.argv[1:] else 'read nothing')\n"))], given
+        )
+        assert not script.run().failed and not script.stdin.kept
+        written.write(b"line\n")
+        assert not replace(script, arguments=("read",)).run().failed and script.stdin.kept == b"line\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timers of Linux")
