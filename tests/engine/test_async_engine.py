@@ -340,6 +340,7 @@ async def test_a_killed_engine_gives_every_stream_one_clean_error(tiny):
 async def test_a_hung_engine_is_told_from_a_live_one_and_ctrl_c_does_not_reach_it(engine, monkeypatch):
     monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, hung_after_s=1.0))
     os.kill(engine.pid, signal.SIGINT)
+    os.kill(engine.pid, signal.SIGTERM)
     await state_becomes(engine, "ok")
     os.kill(engine.pid, signal.SIGSTOP)
     try:

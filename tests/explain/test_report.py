@@ -117,4 +117,4 @@ def test_the_command(trace, tmp_path):
     assert ElementTree.parse(picture) and len(json.loads(figures.read_text())["points"]) > 8
     assert "aten::mm x20" in run_here("roofline", str(trace), "--preset", "cpu-8-cores").stdout
     assert "lower --context" in run_here("roofline", "llama-3.1-8b", "--preset", "l4", "--prompt", "999999").stderr
-    assert "no preset" in run_here("roofline", "llama-3.1-8b", "--preset", "x").stderr
+    assert "no preset" in run_here("roofline", "llama-3.1-8b", "--preset", "y").stderr

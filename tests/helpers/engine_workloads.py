@@ -305,7 +305,7 @@ class Run:
 
     def _step(self) -> None:
         before = (self.scheduler._step, len(self.scheduler._in_flight))
-        waiting = {seq.seq_id: (seq, seq.length) for seq in self._sequences() if seq.status is Status.WAITING}
+        waiting = {seq.seq_id: (seq, seq.to_compute) for seq in self._sequences() if seq.status is Status.WAITING}
         check(self.scheduler.coming().tokens <= self.workload.config.max_num_batched_tokens, "too much is coming")
         outputs = self.core.step()
         for output in outputs:
@@ -315,7 +315,7 @@ class Run:
         self._check_progress()
         idle = not outputs and (self.scheduler._step, len(self.scheduler._in_flight)) == before
         check(not (idle and self.core.has_work), "work, but a step without batch, result and output: livelock")
-        self.clock.advance(1.0 + 0.1 * len(self.scheduler._last))
+        self.clock.advance(1.0 + 0.1 * (len(self.scheduler._last[-1]) if self.scheduler._last else 0))
         self.steps += 1
 
     def _sequences(self) -> list[Sequence]:
@@ -368,6 +368,8 @@ class Run:
             sorted(free) == [b for b in range(cache.num_blocks) if not refs[b]], "the free blocks are not the free ones"
         )
         check({h: b for b, h in cache._hash_of.items()} == cache._block_of, "the prefix cache disagrees with itself")
+        left = sum(seq.to_compute for seq in self._sequences() if seq.status is Status.WAITING)
+        check(self.scheduler.waiting.num_tokens == left, "tokens that wait are counted wrongly")
         places = sum(self.scheduler._places_of(seq) for seq in self.scheduler.running)
         check(places == self.scheduler._places <= self.workload.config.max_num_seqs, "places are counted wrongly")
 

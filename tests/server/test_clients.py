@@ -38,6 +38,7 @@ def test_openai_with_fields_of_other_servers_that_ask_for_nothing(openai_client,
     ]
     empties = {
         "documents": [],
+        "suffix": "",
         "mm_processor_kwargs": None,
         "kv_transfer_params": None,
         "max_tokens": 4.0,
@@ -56,6 +57,7 @@ def test_openai_with_fields_of_other_servers_that_ask_for_nothing(openai_client,
     ("asked", "words"),
     [
         ({"modalities": ["audio"]}, "any output but text"),
+        ({"suffix": "x"}, "filling in text before a suffix anywhere but in /v1/completions"),
         ({"documents": [{"text": "x"}]}, "giving documents"),
         ({"functions": [{"name": "f"}]}, "function calling"),
         ({"suffix_": "x"}, "unknown field 'suffix_'"),

@@ -330,6 +330,9 @@ def test_a_token_file_is_there_until_another_takes_its_place(tiny, tmp_path) -> 
     bad.write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
         tokenizing.tokenize([bad], folder, str(tiny[0]), workers=1)
+    bad.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    with pytest.raises(ValueError, match="chats and text cannot share a token file"):
+        tokenizing.tokenize([text, bad], folder, str(tiny[0]), workers=1)
     assert (open_tokens(folder, 300).tokens == tokens).all()
     bad.write_text('{"text": "short"}\n')
     count, _ = tokenizing.tokenize([bad], folder, str(tiny[0]), workers=1)

@@ -183,6 +183,16 @@ def test_a_bad_row_in_a_late_section_loses_no_step(tmp_path) -> None:
     assert [goes_on.step().loss for _ in range(4)] == expected[-4:]
 
 
+def test_a_file_that_is_gone_loses_no_step(tmp_path) -> None:
+    rows = write_rows(tmp_path / "a.jsonl", 200)
+    data = {"train": [str(rows)], "seq_len": 64, "micro_batch": 128, "streaming": True, "buffer_mib": SMALL}
+    trainer = Trainer(tiny_run(tmp_path, data=data, steps=60, save_every=0))
+    rows.unlink()
+    with pytest.raises(StepFailed, match=r"step \d+: .*No such file.*a\.jsonl.*step-\d+ is whole"):
+        trainer.run()
+    assert checkpoint.newest(tmp_path / "run").step == trainer.steps_done > 0
+
+
 def _reading(tmp_path):
     """The tokenizer and template of the model of ``tiny_run``."""
     from transect.models.resolve import resolve

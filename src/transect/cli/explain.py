@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 from pathlib import Path
@@ -151,7 +152,7 @@ def run(
     from ..explain.apply import applied
     from ..explain.energy import Energies
     from ..explain.program import Explain, explain_script
-    from ..explain.script import ScriptFailed
+    from ..explain.script import Input, ScriptFailed
     from ..hardware.presets import preset as find
 
     script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
@@ -169,14 +170,15 @@ def run(
         print(line)
     if failed is not None:
         raise failed
-    again = dataclasses.replace(script, stdin=script.stdin or b"", seconds=0.0)  # it ended by itself
+    nothing = Input(io.BytesIO())
+    again = dataclasses.replace(script, stdin=script.stdin or nothing, seconds=0.0)  # it ended by itself
     for done in applied(again, found) if apply and not found.interrupted else ():
         print(done, flush=True)
 
 
 def _script(words: list[str], stdin: Any) -> Any:
-    """What the words of a command line run. ``stdin``: is read beforehand, for a script that runs more than once."""
-    from ..explain.script import Script
+    """What the words of a command line run. ``stdin``: is kept as it is read, for a script that runs more than once."""
+    from ..explain.script import Input, Script
 
     if words and re.fullmatch(r"python[\d.]*t?", Path(words[0]).name):
         words = words[1:]
@@ -187,10 +189,9 @@ def _script(words: list[str], stdin: Any) -> Any:
     if not words or words[0].startswith("-"):
         more = f", not {words[0]}" if words else ""
         raise ValueError(f"give a script or -m and a module: transect explain run -- python train.py --steps 10{more}")
-    given: bytes | None = None
+    given = None
     if stdin is not None and not stdin.isatty():
-        raw = getattr(stdin, "buffer", None)
-        given = stdin.read().encode() if raw is None else raw.read()
+        given = Input(stdin.buffer if hasattr(stdin, "buffer") else io.BytesIO(stdin.read().encode()))
     return Script(words[0], tuple(words[1:]), module, given)
 
 

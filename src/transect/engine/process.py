@@ -46,6 +46,7 @@ GRAMMAR_POLL_MS = 5
 def main() -> None:
     """Entry point; exits 0 after ``Shutdown``, 1 when the engine cannot start or go on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the server's business, as in ``parallel/rank.py``
     length = int.from_bytes(sys.stdin.buffer.read(wire.CONFIG_LENGTH_BYTES), "little")
     settings = msgspec.msgpack.decode(sys.stdin.buffer.read(length))
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()

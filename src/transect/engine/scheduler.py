@@ -138,8 +138,7 @@ class Scheduler:
         """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
         must come back through ``commit``, in order."""
         block_size = self.config.block_size
-        running = self.running
-        depth = self.config.pipeline_depth
+        running, depth = self.running, self.config.pipeline_depth
         most = -(-len(running) // depth)
         budget = self.budget.of_next(running, self.waiting, self._cut, self.held_back in BARRED)
         spare = budget.tokens - len(running)
@@ -359,8 +358,7 @@ class Scheduler:
         oldest, sequences = self._in_flight.popleft()
         assert oldest is batch, f"step {batch.step} was committed out of order, step {oldest.step} is older"
         self.blocks.step_done(batch.step)
-        now = self.clock.now()
-        block_size = self.config.block_size
+        now, block_size = self.clock.now(), self.config.block_size
         tokens, errors = result.tokens, result.errors
         outputs: list[EngineOutput] = []
         for row, seq in zip(batch.rows, sequences, strict=True):
@@ -409,7 +407,8 @@ class Scheduler:
         if constraint is not None and (problem := constraint.accept(token)) is not None:
             return self._end(choice, "error", problem)
         choice.output_token_ids.append(token)
-        new = [token, *self.jumps.jump(choice, token)]
+        planned, new = choice.length, [token, *self.jumps.jump(choice, token)]
+        self.waiting.grew(choice, choice.length - planned)
         token = new[-1]
         self._generation_tokens += len(new)
         length = choice.prompt_len + len(choice.output_token_ids)

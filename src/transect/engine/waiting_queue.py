@@ -85,6 +85,11 @@ class WaitingQueue:
         self._take_out(seq)
         seq.status = Status.GONE
 
+    def grew(self, seq: Sequence, tokens: int) -> None:
+        """A sequence has so many more tokens. It may wait: preempted while its step was in flight."""
+        if seq.status is Status.WAITING:
+            self.num_tokens += tokens
+
     def _take_out(self, seq: Sequence) -> None:
         index = bisect_left(self._sequences, seq.rank, key=_by_rank)
         assert self._sequences[index] is seq, f"{seq} does not wait"

@@ -45,6 +45,35 @@ class ScriptFailed(ValueError):
         self.found = found
 
 
+class Input:
+    """A standard input that each run of a script reads from its beginning. Nothing is read before a run asks for it: an
+    input may stay open for ever, and most scripts never look at theirs."""
+
+    def __init__(self, source: io.BufferedIOBase) -> None:
+        self.source, self.kept = source, bytearray()
+
+    def again(self) -> io.TextIOWrapper:
+        """All of it as text: what earlier runs have read, then what is left."""
+        return io.TextIOWrapper(io.BufferedReader(_Again(self)), encoding="utf-8", errors="surrogateescape")
+
+
+class _Again(io.RawIOBase):
+    def __init__(self, of: Input) -> None:
+        self._of, self._at = of, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        kept = self._of.kept
+        if self._at == len(kept):
+            kept += self._of.source.read1(len(buffer))
+        part = kept[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """What is run.
@@ -59,7 +88,7 @@ class Script:
     path: str | Path
     arguments: tuple[str, ...] = ()
     module: bool = False
-    stdin: bytes | None = None
+    stdin: Input | None = None
     seconds: float = 0.0
 
     @property
@@ -95,7 +124,7 @@ class Script:
         process, threads = os.getpid(), set(threading.enumerate())
         with _as_it_was():
             if self.stdin is not None:
-                sys.stdin = io.TextIOWrapper(io.BytesIO(self.stdin), encoding="utf-8", errors="surrogateescape")
+                sys.stdin = self.stdin.again()
             try:
                 with _alarm(self.seconds):
                     ending = self._run(show)

@@ -26,6 +26,9 @@ PATIENCE_S = 30.0
 def main() -> None:
     """Entry point; exits 1 when a job fails, and leaves a line that says why."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Service managers (systemd, Slurm) send SIGTERM to every process. Rank 0 has work to finish, and then closes the
+    # pipe. A function, not SIG_IGN: processes that are started here would inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(), Path(sys.argv[1])), daemon=True).start()
     folder, (rank, size) = Path(sys.argv[1]), map(int, sys.argv[2:4])
     try:

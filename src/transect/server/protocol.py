@@ -55,6 +55,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
+    "suffix": (None, ""),
     "refusal": (None, ""),
     "annotations": (None, []),
 }

@@ -43,6 +43,7 @@ WORDS = {
     "modalities": "any output but text",
     "reasoning_effort": "setting how long the model reasons",
     "response_format": "structured output",
+    "suffix": "filling in text before a suffix anywhere but in /v1/completions",
     "tool_calls": "tool calling",
     "tool_choice": "tool calling",
     "tools": "tool calling",

@@ -159,6 +159,14 @@ def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) ->
 def _join(output: Path, parts: Path, count: int, vocab_size: int, tokenizer: str) -> tuple[int, int]:
     tokens = documents = 0
     kinds = set()
+    for index in range(count):
+        with np.load(parts / f"{index:06}.npz", allow_pickle=False) as part:
+            if len(part["ends"]):
+                kinds.add("trained" in part)
+    if len(kinds) == 2:
+        raise ValueError("chats and text cannot share a token file: tokenize them apart")
+    if not kinds:
+        raise ValueError("there is no text in the input: name files that hold some")
     # What was made before ends here; whoever has mapped it keeps it.
     for name in ("meta.json", "tokens.bin", "ends.bin", "trained.bin"):
         (output / name).unlink(missing_ok=True)
@@ -172,17 +180,12 @@ def _join(output: Path, parts: Path, count: int, vocab_size: int, tokenizer: str
                 ends = part["ends"]
                 if not len(ends):
                     continue
-                kinds.add("trained" in part)
                 tokens_file.write(part["tokens"].astype(token_dtype(vocab_size)).tobytes())
                 ends_file.write((ends + np.uint64(tokens)).astype("<u8").tobytes())
                 if "trained" in part:
                     trained_file.write(part["trained"].tobytes())
                 tokens += int(ends[-1])
                 documents += len(ends)
-    if len(kinds) == 2:
-        raise ValueError("chats and text cannot share a token file: tokenize them apart")
-    if not documents:
-        raise ValueError("there is no text in the input: name files that hold some")
     chats = kinds == {True}
     if not chats:
         (output / "trained.bin").unlink()

@@ -425,6 +425,7 @@ class Trainer:
 
     def _whole(self) -> str:
         """The checkpoint that the run can go on from, as a clause; waits for one that is being written."""
+        self.crew.at("a checkpoint", alone=True)
         try:
             self._written()
         except ValueError as error:  # whoever asks has something worse to tell

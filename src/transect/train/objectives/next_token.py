@@ -64,7 +64,7 @@ class NextToken(Objective):
         before = copy(self.position)
         try:
             return [next(self.loader) for _ in range(self._accumulate)]
-        except ValueError as error:  # of data that is read as the run goes
+        except (ValueError, OSError) as error:  # of data that is read as the run goes
             self.position = before
             raise StepFailed(str(error)) from error
 
