@@ -16,11 +16,13 @@ from transect.models.cost import Row, Storage, expert_cost, least_cost
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.models.load import load_model
+from transect.models.moe import SharedRouter
 from transect.models.resolve import resolve
 from transect.models.shapes import parameter_count, weight_shapes
 from transect.models.weights.packed import Packed
 from transect.models.weights_hf_out import save_hf
 from transect.ops.cpu import library as cpu_library
+from transect.ops.moe import gating
 from transect.ops.opset import resolve_ops
 
 CONFIG = ModelConfig(
@@ -201,6 +203,20 @@ def test_packed_experts_are_products_by_their_values(each):
     for at, e in enumerate(experts):
         alone = packed.grouped(x[at : at + 1], (torch.arange(5) > e).int())
         assert torch.equal(alone[0], got[at])
+
+
+def test_sigmoids_of_routers_are_the_same_in_any_batch():
+    """Of the shared experts, and of a token's scores: also at the end of a tensor, where torch's has other bits."""
+    router = SharedRouter(8, resolve_ops("cpu", batch_invariant=True))
+    x = torch.randn(79, 8, generator=torch.Generator().manual_seed(1))
+    logits = torch.randn(79, 6, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        router.weight.fill_(1)
+        whole, (weights, _) = router(x), gating.reference(logits, None, 2, score="sigmoid")
+        for tokens in range(1, 40):
+            assert torch.equal(router(x[:tokens]), whole[:tokens])
+            assert torch.equal(gating.reference(logits[:tokens], None, 2, score="sigmoid")[0], weights[:tokens])
+    torch.testing.assert_close(whole, (x.sum(1, keepdim=True)).sigmoid())
 
 
 def test_shards_of_experts_are_experts():

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ..ops.moe.gating import sigmoid
 from ..ops.opset import OpSet
 from .config import ModelConfig
 from .config_moe import MoEConfig
@@ -116,7 +117,7 @@ class SharedRouter(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         out_T1: Tensor = self.ops.linear(x_TD, self.weight)
-        return out_T1.sigmoid()
+        return sigmoid(out_T1)
 
 
 class MoE(Half):

@@ -52,9 +52,18 @@ def reference(
     return _weights(scores.gather(1, experts), score, renormalize, scale), experts.to(torch.int32)
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """In any shape and dtype. torch's on the CPU has other last bits at the end of a tensor than inside, and a token's
+    would depend on how many tokens there are. The clamp keeps exp and its gradient finite."""
+    if x.is_cuda:
+        return x.sigmoid()
+    wide = x.to(compute_dtype(x.dtype))
+    return (1 / (1 + torch.exp(-wide.clamp(min=-80)))).to(x.dtype)
+
+
 def _scores(logits: Tensor, score: str) -> Tensor:
     wide = logits.to(compute_dtype(logits.dtype))
-    return wide.sigmoid() if score == "sigmoid" else wide.softmax(-1)
+    return sigmoid(wide) if score == "sigmoid" else wide.softmax(-1)
 
 
 def _best_groups(worth: Tensor, groups: int, kept: int) -> Tensor:
