@@ -160,13 +160,25 @@ async def test_messages_whole_and_streamed(client, engine):
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
+MESSAGE = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+
+
+def result_of(content):
+    return {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": content}]}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
         ("/v1/messages", {"messages": [{"role": "user", "content": "x"}]}, "max_tokens is required"),
         ("/v1/messages", {"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'image'"),
         ("/v1/messages", {"max_tokens": 5, "messages": ASK["messages"], "tool_choice": {"type": "x"}}, "tool_choice"),
+        ("/v1/messages", {**MESSAGE, "tool_choice": {"type": ["auto"]}}, "tool_choice"),
+        ("/v1/messages", {**MESSAGE, "messages": [result_of({"a": 1})]}, "messages[0] holds a block of type 'None'"),
+        ("/v1/messages", {**MESSAGE, "messages": [result_of(["a"])]}, "messages[0] holds a block of type 'str'"),
+        ("/v1/messages", {**MESSAGE, "output_config": {"format": "json"}}, "must be an object such as"),
         ("/v1/responses", {"input": [{"type": "computer_call"}]}, "'computer_call'"),
+        ("/v1/responses", {"input": "x", "text": {"format": "json"}}, "text format must be an object such as"),
         ("/v1/responses", {"input": "x", "background": True}, "background"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "'web_search'"),
         ("/v1/responses", {"input": "x", "text": {"format": {"type": "xml"}}}, "'xml'"),

@@ -57,7 +57,8 @@ class CountRequest(Body):
         """
         choice = self.tool_choice or {"type": "auto"}
         modes = {"auto": "auto", "any": "required", "none": "none", "tool": {"name": choice.get("name")}}
-        if choice.get("type") not in modes:
+        kind = choice.get("type")
+        if not isinstance(kind, str) or kind not in modes:
             raise ApiError(400, "tool_choice type must be auto, any, tool or none", param="tool_choice")
         tools = [
             {
@@ -70,7 +71,7 @@ class CountRequest(Body):
         ]
         parallel = choice.get("disable_parallel_tool_use") is not True
         try:
-            mode = modes[choice["type"]]
+            mode = modes[kind]
             return tool_use(tools, mode if tools or mode != "none" else None, parallel)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
@@ -110,11 +111,16 @@ class MessagesRequest(CountRequest):
             raise bad_value(str(error), {*FIELDS, *type(self).model_fields}) from None
 
 
-def _text(blocks: list[dict[str, Any]], where: str) -> str:
+def _text(blocks: Any, where: str) -> str:
+    """The text of blocks that hold nothing else.
+
+    Raises:
+        ApiError: 400.
+    """
     texts = []
-    for block in blocks:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
-            kind = str(block.get("type"))[:40]
+    for block in blocks if isinstance(blocks, list) else [blocks]:
+        if not isinstance(block, dict) or block.get("type") != "text" or not isinstance(block.get("text"), str):
+            kind = str(block.get("type") if isinstance(block, dict) else type(block).__name__)[:40]
             raise ApiError(
                 400, f"{where} holds a block of type {kind!r}; text is all this model can read", param="messages"
             )

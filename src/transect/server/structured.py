@@ -54,16 +54,18 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
     return found[0] if found else None
 
 
-def response_format(value: dict[str, Any]) -> StructuredOutputsParams | None:
+def response_format(value: Any) -> StructuredOutputsParams | None:
     """OpenAI's ``response_format`` (and the ``format`` of ``/v1/responses``, which has the schema one level higher).
 
     Raises:
         ValueError: not one of its forms; the message begins with its name.
     """
+    field = "response_format"
+    if not isinstance(value, dict):
+        raise ValueError(f'{field} must be an object such as {{"type": "json_object"}}, got {str(value)[:40]!r}')
     kind = value.get("type")
     if kind == "text":
         return None
-    field = "response_format"
     if kind == "json_object":
         schema = value.get("schema")  # as llama.cpp's server has it
         return StructuredOutputsParams.of(
