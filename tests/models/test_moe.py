@@ -182,16 +182,25 @@ def test_int4_experts_are_the_rounded_ones(checkpoint):
     assert 0 < change < 0.5 * layer.experts_up.weight.abs().max()
 
 
-def test_packed_experts_are_products_by_their_values():
-    """A stack of experts in the layout of the C++ kernels gives what its values give."""
+@pytest.mark.parametrize("each", [32, 24, 17])
+def test_packed_experts_are_products_by_their_values(each):
+    """A stack of experts in the layout of the C++ kernels gives what its values give, to the bit in any batch, also
+    where an expert begins within a group of rows."""
     library = cpu_library.load(1)
-    weight = torch.randn(4 * 32, 48, generator=torch.Generator().manual_seed(1))
-    packed = Packed(128, 48, library=library)
+    weight = torch.randn(4 * each, 48, generator=torch.Generator().manual_seed(1))
+    packed = Packed(4 * each, 48, True, library=library).requires_grad_(False)
+    packed.bias.copy_(torch.arange(4.0 * each))
     packed.load(weight, None)
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(2))
     starts = torch.tensor([0, 2, 2, 4, 5], dtype=torch.int32)
-    want = torch.cat([x[:2] @ weight[:32].T, x[2:4] @ weight[64:96].T, x[4:] @ weight[96:].T])
-    torch.testing.assert_close(packed.grouped(x, starts), want)
+    experts = [0, 0, 2, 2, 3]
+    parts, biases = weight.unflatten(0, (4, each)), packed.bias.view(4, each)
+    want = torch.stack([parts[e] @ row + biases[e] for e, row in zip(experts, x, strict=True)])
+    got = packed.grouped(x, starts)
+    torch.testing.assert_close(got, want)
+    for at, e in enumerate(experts):
+        alone = packed.grouped(x[at : at + 1], (torch.arange(5) > e).int())
+        assert torch.equal(alone[0], got[at])
 
 
 def test_shards_of_experts_are_experts():

@@ -99,20 +99,20 @@ class Packed(Weight):
         return self._library.linear(x_TI, self.matrix)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-        """One product for each expert that has rows; an expert is some whole groups of rows, else values are made."""
-        experts = len(starts) - 1
-        each = self.out_features // experts
-        if each % GROUP_ROWS:
-            return super().grouped(x, starts, order)
-        matrix = self.matrix
-        size = matrix.data.numel() // experts
+        """One product for each expert that has rows, with the groups of rows that the expert is in."""
+        each, matrix = self.out_features // (len(starts) - 1), self.matrix
+        size = matrix.data.numel() // -(-self.out_features // GROUP_ROWS)
         rows = x if order is None else x[order.long() // max(1, len(order) // max(1, len(x)))]
         out = rows.new_empty(len(rows), each, dtype=torch.float32)
         for e, (first, end) in enumerate(pairwise(starts.tolist())):
             if end > first:
-                bias = None if matrix.bias is None else matrix.bias[e * each : (e + 1) * each]
-                own = replace(matrix, n=each, data=matrix.data[e * size : (e + 1) * size], bias=bias)
-                out[first:end] = self._library.linear(rows[first:end].contiguous(), own)
+                low, high = e * each // GROUP_ROWS, -(-(e + 1) * each // GROUP_ROWS)
+                begin = low * GROUP_ROWS
+                n = min(high * GROUP_ROWS, self.out_features) - begin
+                bias = None if matrix.bias is None else matrix.bias[begin : begin + n].contiguous()
+                own = replace(matrix, n=n, data=matrix.data[low * size : high * size], bias=bias)
+                products = self._library.linear(rows[first:end].contiguous(), own)
+                out[first:end] = products[:, e * each - begin : (e + 1) * each - begin]
         return out
 
     def dense(self) -> Tensor:
