@@ -302,7 +302,7 @@ def test_another_base_than_the_adapters_are_of_is_refused(tmp_path) -> None:
         ("optimizer.name=muon", "optimizer.name = 'adamw', and this asks for 'muon'"),
         ("task=finetune", "task = 'lora'"),
         ("lora.alpha=3", "lora.alpha = 32.0, and this asks for 3.0"),
-        ("lora.targets=q", r"lora.targets = .*this asks for \('q',\)"),
+        ("lora.targets=q", r"lora.targets = .*this asks for \['q'\]"),
     ],
 )
 def test_a_run_that_goes_on_trains_what_it_did(tmp_path, setting, message) -> None:

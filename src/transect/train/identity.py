@@ -83,8 +83,8 @@ def check_settings(kept: Mapping[str, Any], now: Mapping[str, Any], where: Path)
             name, old, new = f"lora.{changed[0]}", old[changed[0]], new[changed[0]]
         if old is not None and _plain(old) != _plain(new):
             raise ValueError(
-                f"{where} is of a run with {name} = {old!r}, and this asks for {new!r}: leave it as it was, or start "
-                "another run from that checkpoint"
+                f"{where} is of a run with {name} = {_plain(old)!r}, and this asks for {_plain(new)!r}: leave it as it "
+                "was, or start another run from that checkpoint"
             )
 
 
