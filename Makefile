@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 # Python compiles what is imported when it is first imported; all of what is installed would take as long as its download.
+# It must keep what it compiled: else each process compiles torch anew, which takes longer than its import.
+unexport PYTHONDONTWRITEBYTECODE
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 # What is installed: first what Transect needs to run, then what tests and checks need besides.
 RUN    := $(VENV)/.installed
