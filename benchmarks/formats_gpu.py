@@ -62,7 +62,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 }
 """Settings of the engine by format."""
 FILES = {"q4_k_m": "q4_k_m", "q4_k_m-chained": "q4_k_m", "q8_0": "q8_0"}
-"""Of formats of GGUF files, the file."""
+"""The file of each format of GGUF files."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs of the matrices of a layer of Llama 3.1 8B."""
 

@@ -338,14 +338,17 @@ def test_there_is_nothing_to_wait_for_where_prompts_fill_the_next_step():
     assert core.scheduler.coming().full and core.time_to_plan() == 0
 
 
+class Slow(Device):
+    """Its host takes 30 ms to launch a step of more than 64 tokens."""
+
+    def submit(self, batch: ScheduledBatch) -> Pending:
+        handle = super().submit(batch)
+        self.clock.advance(30e-3 if batch.num_tokens > 64 else 0.0)
+        return handle
+
+
 def test_steps_that_take_long_to_launch_are_planned_earlier():
     """They take the host 30 ms; one of them was launched before."""
-
-    class Slow(Device):
-        def submit(self, batch: ScheduledBatch) -> Pending:
-            handle = super().submit(batch)
-            self.clock.advance(30e-3 if batch.num_tokens > 64 else 0.0)
-            return handle
 
     core = taught(lag=1, itl_target=90e-3, graph_tokens=64)
     core.executor = Slow(core.scheduler.clock)
@@ -360,12 +363,6 @@ def test_steps_that_take_long_to_launch_are_planned_earlier():
 
 def test_what_takes_long_to_launch_counts_from_the_end_of_the_step_before():
     """The step before ends while it is launched, and the host sees that only then: the launch is part of its time."""
-
-    class Slow(Device):
-        def submit(self, batch: ScheduledBatch) -> Pending:
-            handle = super().submit(batch)
-            self.clock.advance(30e-3 if batch.num_tokens > 64 else 0.0)
-            return handle
 
     core = taught(lag=1, itl_target=90e-3, graph_tokens=64)
     busy = core.executor.free_at

@@ -15,7 +15,7 @@ STEADY = ["sleeping", "growing_tensor", "mostly_padding"]
 
 @pytest.fixture(autouse=True)
 def same_process():
-    """As many threads afterwards as before; and the collector leaves alone what other tests have made."""
+    """The number of threads is put back afterwards, and the collector leaves alone what other tests have made."""
     before = torch.get_num_threads()
     gc.freeze()
     yield

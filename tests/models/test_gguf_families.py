@@ -85,7 +85,7 @@ def test_files_are_the_model_of_its_safetensors_converted_and_written(tmp_path, 
 
 
 def test_a_router_of_one_row_may_be_a_matrix(tmp_path):
-    """As the converter leaves it; ``llama-quantize`` makes a vector of it."""
+    """The converter writes a matrix of one row; ``llama-quantize`` makes a vector of it."""
     model = make_model("qwen2-moe", mlp_only_layers=[])
 
     def row(name, array):

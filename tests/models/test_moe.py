@@ -206,7 +206,7 @@ def test_packed_experts_are_products_by_their_values(each):
 
 
 def test_sigmoids_of_routers_are_the_same_in_any_batch():
-    """Of the shared experts, and of a token's scores: also at the end of a tensor, where torch's has other bits."""
+    """Gates of shared experts and tokens' scores keep their bits at a tensor's end, where torch's sigmoid does not."""
     router = SharedRouter(64, resolve_ops("cpu", batch_invariant=True))
     x = torch.randn(400, 64, generator=torch.Generator().manual_seed(1))
     logits = torch.randn(400, 6, generator=torch.Generator().manual_seed(2))

@@ -186,7 +186,7 @@ def test_a_hub_id(hub, directory):
 
 
 def test_a_gguf_file_of_a_hub_id(hub, tmp_path):
-    """As in the hub's cache, where a file is a link to one without a suffix."""
+    """In the hub's cache a file is a link to one without a suffix."""
     hub.outcome = tmp_path / "snapshot"
     hub.outcome.mkdir()
     write_gguf(tmp_path / "blob", make_model("llama"))

@@ -79,7 +79,7 @@ class Explain:
         cores: that the program could use; None: all that this process may run on.
         decisions: of an engine that runs inside (``LLM.decisions``): its steps have floors, though no trace has the
             shapes of what graphs and C++ kernels compute.
-        floor_s: seconds that everything inside needs at the least, where you know that and the trace does not.
+        floor_s: the shortest time, in seconds, that all inside can take, where you know it and the trace does not.
     """
 
     def __init__(
