@@ -73,7 +73,7 @@ def parquet(path: Path, rows: Sequence[Any]) -> None:
 
 
 def dataset(path: Path, rows: Sequence[Any]) -> None:
-    """As ``Dataset.save_to_disk`` of Hugging Face ``datasets`` leaves it."""
+    """What ``Dataset.save_to_disk`` of Hugging Face ``datasets`` leaves."""
     import pyarrow
 
     path.mkdir()

@@ -60,7 +60,7 @@ def engine(model: str, **settings: Any) -> LLM:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Of PROMPT random tokens."""
+    """PROMPT random tokens each."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 10000, (count, PROMPT), generator=generator).tolist()
 

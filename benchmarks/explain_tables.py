@@ -55,10 +55,7 @@ def gelu(result: dict[str, Any]) -> str:
         times = (1e3 * row[key] / result["steps"] for key in ("seconds", "computing_s", "floor_s"))
         shown = " | ".join(f"{each:.3f}" for each in times)
         lines.append(f"| {row['name']} | {shown} | {row['operators'] / result['steps']:g} |")
-    watched = (
-        " Times are those under the profiler, which makes a graph's replay longer." if "profiled" in result else ""
-    )
-    return "\n".join(lines) + f"\n\n{_made(result)}{watched}\n"
+    return "\n".join(lines) + f"\n\n{_made(result)}\n"
 
 
 def recommender(result: dict[str, Any]) -> str:

@@ -10,9 +10,9 @@ import record
 NAMES = {
     "bf16": "bfloat16",
     "bf16-kv8": "bfloat16, KV cache in fp8",
+    "bf16-kv-int8": "bfloat16, KV cache in int8",
     "fp8": "fp8",
     "fp8-kv8": "fp8, KV cache in fp8",
-    "fp8-kv8-rounding": "the same, norms and gates round",
     "int8": "int8",
     "int4": "int4",
     "q4_k_m": "GGUF Q4_K_M",

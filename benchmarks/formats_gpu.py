@@ -4,7 +4,7 @@
     python benchmarks/formats_gpu.py products             one layer's matrices, times of their products by rows
 
 ``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file;
-``q4_k_m-chained``: with ``GPUOptions(chained_blocks=True)``.
+``q4_k_m-apart``: with ``GPUOptions(chained_blocks=False)``.
 
 Random weights of a true shape. Decode: prompts of 512 tokens; the wall time of a step as the caller of ``LLM.step``
 sees it. A format's floor is of the bytes that its own weights take, at the rates of ``engine_gpu.py``; arithmetic
@@ -53,15 +53,14 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
     "fp8-kv8": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
-    "fp8-kv8-rounding": {"quantization": "fp8", "kv_cache_dtype": "fp8", "gpu": GPUOptions(rounding_norms=True)},
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
     "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},
-    "q4_k_m-chained": {"gpu": GPUOptions(chained_blocks=True)},
+    "q4_k_m-apart": {"gpu": GPUOptions(chained_blocks=False)},
     "q8_0": {},
 }
 """Settings of the engine by format."""
-FILES = {"q4_k_m": "q4_k_m", "q4_k_m-chained": "q4_k_m", "q8_0": "q8_0"}
+FILES = {"q4_k_m": "q4_k_m", "q4_k_m-apart": "q4_k_m", "q8_0": "q8_0"}
 """The file of each format of GGUF files."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs of the matrices of a layer of Llama 3.1 8B."""

@@ -4,6 +4,8 @@ their bytes and bfloat16's product.
     python benchmarks/gguf_kernels.py [--rows 1,8,16,32,64,128] [--types Q4_K,Q6_K] [--shapes o,down] [--out FILE]
     python benchmarks/gguf_kernels.py --chain             four products of one row in one launch, beside four launches
 
+``--types int4``: 4 bits in groups of 128, by tiles and by the other kernels.
+
 Shapes are those of the matrices of Llama 3.1 8B. A time is the median of graphs of 20 launches over copies of the
 weight that do not fit into the L2 cache together. The first result of each way is compared with the product of the
 values in float32: a way that misses by more than 1% is marked, and is no choice.
@@ -26,10 +28,21 @@ import record
 from engine_gpu import RATES, Kept, release
 from formats_gpu import SHAPES, product_seconds
 from transect.ops.lang.jit import multiprocessors
-from transect.ops.linear.packed import gguf_chain, gguf_rows, gguf_tiles
+from transect.ops.linear import gate_up
+from transect.ops.linear.packed import (
+    block_tiles,
+    gguf_chain,
+    gguf_rows,
+    gguf_tiles,
+    int4_hopper,
+    int4_matmul,
+    int4_rows,
+    int4_tiles,
+)
 from transect.ops.linear.packed.gguf_chain import BlockPart, ChainWeights
 from transect.ops.linear.packed.gguf_layout import FORMATS
 from transect.ops.linear.packed.gguf_matmul import dequantize, drawn, rebuilt
+from transect.ops.linear.packed.int4_packing import arrange_codes
 from transect.ops.registry import get
 
 Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -40,17 +53,16 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
     """Every way of some ``kernels`` to multiply m rows by a weight of a type, with its name."""
     device = torch.device("cuda")
     units, unit = multiprocessors(device), FORMATS[name].unit
-    rows, tiles = gguf_rows.GGUFRows(device), gguf_tiles.GGUFTiles(device)
+    rows = gguf_rows.GGUFRows(device)
     if m == 1 and "chain" in kernels:
         alone = gguf_chain.GGUFChain(device)
-        for warps, stages in ((16, 8), (16, 3), (12, 8), (8, 8), (8, 4)):
-            at_once = gguf_chain.Tiling(warps, stages)
+        for ahead in (8, 4, 2):
 
-            def one_row(x: torch.Tensor, w: torch.Tensor, cut: gguf_chain.Tiling = at_once) -> torch.Tensor:
+            def one_row(x: torch.Tensor, w: torch.Tensor, stages: int = ahead) -> torch.Tensor:
                 matrix = (BlockPart(w, name, n),)
-                return alone(x, matrix, gated=gated, dependent_launch=True, tiling=cut)[0]
+                return alone(x, matrix, gated=gated, dependent_launch=True, stages=stages)[0]
 
-            yield f"one row, {warps} warps, {stages} stages", one_row
+            yield f"one row, {ahead} stages", one_row
     if m <= 8 and "rows" in kernels:
         known = set()
         cuts = [(c, w, r, None) for c in (1, 2) for w in (8, 12, 16) for r in (1, 2)]
@@ -64,15 +76,35 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
                     lambda x, w, cut=cut: rows(x, w, name, n, gated=gated, dependent_launch=True, tiling=cut),
                 )
     if not gated and "tiles" in kernels:
-        for own in gguf_tiles.CUTS:
-            tiling = gguf_tiles.tiling_of(own, name, m, n, k, units)
-            if min(m / 2, 128) <= own[0] <= max(16, 2 * m) and tiling is not None:
-                yield (
-                    "tiles {}x{}x{}".format(*own) + f" stages {tiling.w_stages} {tiling.x_stages}",
-                    lambda x, w, cut=tiling: tiles(x, w, name, n, dependent_launch=True, tiling=cut),
-                )
+        tiles = gguf_tiles.GGUFTiles(device)
+        for label, tiling in tilings(unit, m, n, k, units):
+            yield label, lambda x, w, cut=tiling: tiles(x, w, name, n, dependent_launch=True, tiling=cut)
         if m >= 64:
             yield "rebuilt", lambda x, w: rebuilt(x, w, name, n)
+        if n == MATRICES["gate_up"][0]:
+            yield (
+                "tiles, then the gate",
+                lambda x, w: gate_up.gate_halves(
+                    tiles(x, w, name, n, dependent_launch=True), turns=16, dependent_launch=True
+                ),
+            )
+            yield "tiles with the gate", lambda x, w: tiles(x, w, name, n, gated=True, dependent_launch=True)
+
+
+def tilings(unit: int, m: int, n: int, k: int, units: int) -> Iterator[tuple[str, block_tiles.Tiling]]:
+    """Every cut in tiles that may do for m rows, with its name."""
+    for cut in block_tiles.CUTS:
+        tiling = block_tiles.tiling_of(cut, unit, m, n, k, units)
+        if min(m / 2, 128) <= cut[0] <= max(16, 1.5 * m) and tiling is not None:
+            yield "tiles {}x{}x{}".format(*cut) + " together" * tiling.together, tiling
+
+
+def missed(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far a result is off, as a share; one with a gate is half as wide."""
+    if found.shape[1] < wanted.shape[1]:
+        turns = wanted.unflatten(-1, (-1, 2, 16))
+        wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)
+    return float((found.float() - wanted).norm() / wanted.norm())
 
 
 def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, Any]:
@@ -92,12 +124,9 @@ def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, 
         peer = product_seconds(lambda turn, x=x: plain(x, dense[turn % len(dense)], dependent_launch=True))
         own: dict[str, Any] = {}
         gated = matrix == "gate_up" and m <= 8 and kernels != "tiles"
-        if gated:
-            turns = wanted.unflatten(-1, (-1, 2, 16))
-            wanted = torch.nn.functional.silu(turns[:, :, 0].flatten(1)) * turns[:, :, 1].flatten(1)
         for label, way in ways(name, m, n, k, gated, kernels):
             try:
-                miss = float((way(x, weight).float() - wanted).norm() / wanted.norm())
+                miss = missed(way(x, weight), wanted)
                 seconds = product_seconds(lambda turn, x=x, way=way: way(x, copies[turn % len(copies)]))
                 own[label] = {"seconds": seconds, "miss": miss}
             except (RuntimeError, ValueError) as error:
@@ -112,6 +141,44 @@ def measure(matrix: str, name: str, rows: list[int], kernels: str) -> dict[str, 
                 print(f"    {each['seconds'] * 1e6:8.1f} us {floor / each['seconds']:5.0%}  {label}{wrong}", flush=True)
             else:
                 print(f"    {label}: {each['error']}", flush=True)
+    return found
+
+
+def measure_int4(matrix: str, rows: list[int]) -> dict[str, Any]:
+    """Microseconds of tiles of 4 bits in groups of 128 beside the other ways, by rows."""
+    n, k = MATRICES[matrix]
+    generator = torch.Generator("cuda").manual_seed(1)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda", generator=generator)
+    scale = (torch.rand(n, k // 128, device="cuda", generator=generator) + 0.1) * k**-0.5 / 4
+    weight = arrange_codes(codes, scale, -7.5 * scale)
+    values = int4_matmul.dense(weight, n, torch.float32)
+    copies = [weight, *(weight.clone() for _ in range(max(1, int(120e6 // weight.nbytes))))]
+    device = torch.device("cuda")
+    kernels: dict[str, Any] = {
+        "rows": int4_rows.CudaCodes(), "hopper": int4_hopper.HopperCodes(), "rebuilt": int4_matmul.rebuilt
+    }  # fmt: skip
+    tiles, units, unit = int4_tiles.Int4Tiles(device), multiprocessors(device), int4_tiles.unit_of(128)
+    found: dict[str, Any] = {}
+    for m in rows:
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        wanted = x.float() @ values.T
+        each: dict[str, Way] = {}
+        for name in ("rows", "hopper") if m <= 64 else ("rebuilt",):
+            own = {} if name == "rebuilt" else {"dependent_launch": True}
+            each[name] = lambda x, w, run=kernels[name], own=own: run(x, w, n, **own)
+        for label, tiling in tilings(unit, m, n, k, units):
+            each[label] = lambda x, w, cut=tiling: tiles(x, w, n, dependent_launch=True, tiling=cut)
+        if matrix == "gate_up":
+            each["tiles, then the gate"] = lambda x, w: gate_up.gate_halves(
+                tiles(x, w, n, dependent_launch=True), turns=16, dependent_launch=True
+            )
+            each["tiles with the gate"] = lambda x, w: tiles(x, w, n, gated=True, dependent_launch=True)
+        own_ways = found[str(m)] = {}
+        for label, way in each.items():
+            miss = missed(way(x, weight), wanted)
+            seconds = product_seconds(lambda turn, x=x, way=way: way(x, copies[turn % len(copies)]))
+            own_ways[label] = {"seconds": seconds, "miss": miss}
+            print(f"    {matrix} int4 {m} rows {seconds * 1e6:8.1f} us  {label}  misses {miss:.2g}", flush=True)
     return found
 
 
@@ -151,11 +218,10 @@ def measure_chain() -> dict[str, Any]:
         for matrix, left in zip(own.matrices, (x, x, gated, x), strict=True):
             kernel(left, matrix, gated=matrix is own.gate_up, dependent_launch=True)
 
-    for warps, stages in ((16, 8), (16, 3), (16, 2), (12, 8), (8, 8), (8, 5), (8, 3)):
-        cut = gguf_chain.Tiling(warps, stages)
+    for stages in (8, 5, 3, 2):
         note(
-            f"one launch, {warps} warps, {stages} stages",
-            lambda turn, cut=cut: kernel.chain(x, x, layers[turn % 4][1], dependent_launch=True, tiling=cut),
+            f"one launch, {stages} stages",
+            lambda turn, stages=stages: kernel.chain(x, x, layers[turn % 4][1], dependent_launch=True, stages=stages),
         )
     note("four launches", apart)
     for place, name in enumerate(("Q4_K", "Q6_K")):
@@ -182,7 +248,10 @@ def main() -> None:
         return
     for name in options.types.split(","):
         for matrix in options.shapes.split(","):
-            kept.attempt(f"{matrix} {name}", lambda m=matrix, t=name: measure(m, t, options.rows, options.kernels))
+            if name == "int4":
+                kept.attempt(f"{matrix} {name}", lambda m=matrix: measure_int4(m, options.rows))
+            else:
+                kept.attempt(f"{matrix} {name}", lambda m=matrix, t=name: measure(m, t, options.rows, options.kernels))
             release()
 
 

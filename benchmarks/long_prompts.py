@@ -29,7 +29,6 @@ from popular_shapes import SHAPES
 from serve_load import model_folder
 from transect.bench.floors import Rates, step_floor
 from transect.bench.offline import prefill_seconds
-from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.models.config_hf import from_hf
 from transect.models.cost import Row
@@ -71,27 +70,34 @@ def timed(work: Any) -> float:
 
 
 def chunk(heads: int, kv_heads: int, d: int, context: int) -> dict[str, Any]:
-    """One layer's attention of the last CHUNK of ``context`` positions."""
+    """One layer's attention of the last CHUNK of ``context`` positions, to blocks that lie side by side, as those of a
+    prompt do where memory was free, and to scattered ones."""
     device = torch.device("cuda")
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
     blocks = context // BLOCK
     q = torch.randn(CHUNK, heads, d, **made)
     k_cache, v_cache = (torch.randn(blocks, kv_heads, BLOCK, d, **made) for _ in range(2))
-    tables = torch.randperm(blocks, device=device).to(torch.int32)[None]
+    scattered = torch.randperm(blocks, device=device).to(torch.int32)[None]
     starts = torch.tensor([0, CHUNK], dtype=torch.int32, device=device)
     lengths = torch.tensor([context], dtype=torch.int32, device=device)
-    batch, side_by_side = (PagedBatch(tables, starts, lengths, BLOCK, key_room=room) for room in (None, context))
     ops = resolve_ops(device, ("triton", "torch"))
-    ours = timed(lambda: ops.paged_attention(q, k_cache, v_cache, batch, d**-0.5, None))
-    copied = timed(lambda: ops.paged_attention(q, k_cache, v_cache, side_by_side, d**-0.5, None))
-    keys, values = (
-        cache[tables[0].long()].transpose(1, 2).reshape(1, context, kv_heads, d) for cache in (k_cache, v_cache)
-    )
+
+    batches = [PagedBatch(tables, starts, lengths, BLOCK) for tables in (scattered.sort().values, scattered)]
+
+    def ours(batch: PagedBatch) -> torch.Tensor:
+        return ops.paged_attention(q, k_cache, v_cache, batch, d**-0.5, None)
+
+    def side_by_side(batch: PagedBatch) -> list[torch.Tensor]:
+        each = (cache[batch.block_tables[0].long()].transpose(1, 2) for cache in (k_cache, v_cache))
+        return [x.reshape(1, context, kv_heads, d) for x in each]
+
+    ours_s, scattered_s = (timed(lambda batch=batch: ours(batch)) for batch in batches)
+    keys, values = side_by_side(batches[0])
     peers = {
         "fa3_s": lambda: flash_attention_3(q[None], keys, values),
         "cudnn_s": lambda: cudnn(q[None], keys[:, : context - CHUNK // 2], values[:, : context - CHUNK // 2]),
     }
-    found: dict[str, float | None] = {"copied_s": copied}
+    found: dict[str, float | None] = {"scattered_s": scattered_s}
     for name, peer in peers.items():
         try:
             found[name] = timed(peer)
@@ -99,19 +105,18 @@ def chunk(heads: int, kv_heads: int, d: int, context: int) -> dict[str, Any]:
             print(f"{name}: {str(error)[:300]}")
             found[name] = None
     if found["fa3_s"] is not None:
-        theirs = flash_attention_3(q[None], keys, values)[0]
-        for how in (batch, side_by_side):
-            mine = ops.paged_attention(q, k_cache, v_cache, how, d**-0.5, None)
-            apart = (mine - theirs).float().abs().max().item()
+        for batch in batches:
+            apart = (ours(batch) - flash_attention_3(q[None], *side_by_side(batch))[0]).float().abs().max().item()
             if apart > 0.05:
-                raise ValueError(f"ours and FlashAttention-3 differ by {apart}, with keys in pages: {how is batch}")
+                first = batch.block_tables[0, :3].tolist()
+                raise ValueError(f"ours and FlashAttention-3 differ by {apart}, with blocks {first} and so on")
     flops = 4 * d * heads * (CHUNK * (context - CHUNK) + CHUNK * (CHUNK + 1) / 2)
     floor = flops / RATES.flops_per_second
     return {
-        "seconds": ours,
+        "seconds": ours_s,
         "floor_s": floor,
-        "of_floor": floor / ours,
-        "tflops": flops / ours / 1e12,
+        "of_floor": floor / ours_s,
+        "tflops": flops / ours_s / 1e12,
         **found,
     }
 
@@ -129,15 +134,14 @@ def cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in (q, k, v)), enable_gqa=True)
 
 
-def engine(name: str, folder: Path, gathered: bool) -> dict[str, Any]:
-    """Seconds for all prompts; ``gathered`` as in ``GPUOptions``."""
+def engine(name: str, folder: Path) -> dict[str, Any]:
+    """Seconds for all prompts."""
     config = SHAPES[name].config()
     (folder / "shape").mkdir(exist_ok=True)
     (folder / "shape" / "config.json").write_text(json.dumps(config))
     llm = LLM(
         str(model_folder(str(folder / "shape"), folder / name)),
         load_format="dummy", max_model_len=16384, enable_prefix_caching=False, seed=0, cuda_graphs="lazy",
-        gpu=GPUOptions(gathered_keys=gathered),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, 10000, (PROMPTS, TOKENS), generator=generator).tolist()
@@ -151,32 +155,30 @@ def engine(name: str, folder: Path, gathered: bool) -> dict[str, Any]:
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: attention to keys in pages, and copied out of them, and prompts of 12,000 tokens both ways."""
+    """For a page: attention to keys in pages, and prompts of 12,000 tokens."""
     before = result["before"]
     lines = [
-        "| chunk of 4,096 queries | keys in pages | of floor | keys copied | of floor | FlashAttention-3 | cuDNN |"
+        "| chunk of 4,096 queries | neighbouring blocks | of floor | scattered | of floor | FlashAttention-3 | cuDNN |",
+        "|---" * 7 + "|",
     ]
-    lines.append("|---" * 7 + "|")
     for name, each in result["kernel"].items():
         model, context = name.split(" at ")
         heads, kv_heads, d = HEADS[model]
-        cells: list[str] = []
-        for way in ("seconds", "copied_s"):
-            known = each.get(way)
-            cells += ["", ""] if known is None else [f"{1e3 * known:.2f} ms", f"{each['floor_s'] / known:.0%}"]
+        cells = []
+        for way in ("seconds", "scattered_s"):
+            cells += [f"{1e3 * each[way]:.2f} ms", f"{each['floor_s'] / each[way]:.0%}"] if way in each else ["", ""]
         peers = (each.get("fa3_s"), each.get("cudnn_s"))
         cells += ["" if value is None else f"{1e3 * value:.2f} ms" for value in peers]
         lines.append(
             f"| {heads} heads of {d}, {kv_heads} key heads, {int(context):,} positions | " + " | ".join(cells) + " |"
         )
-    title = "| 12 prompts of 12,000 tokens | keys in pages | of floor | keys copied | of floor | before | vLLM 0.24 |"
-    lines += ["", title, "|---" * 7 + "|"]
-    for name in before["engine"]:
-        cells = []
-        for way in ("engine", "engine_copied"):
-            known = result.get(way, {}).get(name)
-            median = known and known["seconds"]["median"]
-            cells += ["", ""] if known is None else [f"{median:.2f} s", f"{known['floor_s'] / median:.0%}"]
+    title = "| 12 prompts of 12,000 tokens | seconds | of floor | kernel before, by turns | all before | vLLM 0.24 |"
+    lines += ["", title, "|---" * 6 + "|"]
+    for name, each in result["engine"].items():
+        median = each["seconds"]["median"]
+        cells = [f"{median:.2f} s", f"{each['floor_s'] / median:.0%}"]
+        turns = each.get("kernel_before")
+        cells.append("" if turns is None else f"{turns['median']:.2f} s")
         cells += [f"{before['engine'][name]['seconds']['median']:.2f} s", f"{VLLM[name]:.2f} s"]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     machine = result["environment"]
@@ -193,7 +195,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["kernel", "engine"])
     parser.add_argument("--contexts", default=",".join(map(str, CONTEXTS)))
-    parser.add_argument("--gathered", action="store_true", help="with ``GPUOptions(gathered_keys=True)``")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing further begins")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "long_prompts.json")
     options = parser.parse_args()
@@ -217,7 +218,7 @@ def main() -> None:
             if time.perf_counter() - began > options.limit:
                 break
             try:
-                found = chunk(*sizes) if part == "kernel" else engine(name, Path(folder), options.gathered)
+                found = chunk(*sizes) if part == "kernel" else engine(name, Path(folder))
             except Exception:
                 traceback.print_exc()
                 continue

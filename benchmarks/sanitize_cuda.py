@@ -2,7 +2,7 @@
 
 Of the Hopper kernel for 17 to 256 rows, which has many ways to cut a product up, every cut with every way to share K;
 of the kernel for fewer rows also products with a norm beside them. Of the kernels for 4-bit weights cuts that
-fill a stage of their ring again. ``scaled8_chain.cu`` and ``gguf_chain.cu``
+fill a stage of their ring again. ``scaled8_chain.cu``, ``int4_chain.cu`` and ``gguf_chain.cu``
 are no operators and are run too.
 
 In ``int4_matmul.cu`` one lane of a warp arrives at a barrier for all, which racecheck does not follow, so it reports
@@ -39,9 +39,9 @@ import record
 from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import cuda as small_matmul_cuda
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
-from transect.ops.linear.packed import gguf_chain, int4_hopper, int4_rows, scaled8_chain, scaled8_tiles
+from transect.ops.linear.packed import gguf_chain, int4_chain, int4_hopper, int4_rows, scaled8_chain, scaled8_tiles
 from transect.ops.linear.packed.gguf_matmul import drawn
-from transect.ops.linear.packed.int4_packing import arrange, pack
+from transect.ops.linear.packed.int4_packing import arrange, arrange_codes, pack
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 
@@ -180,10 +180,10 @@ def int4_plans(*, rows_only: bool = False) -> None:
 
 
 def chains() -> None:
-    """Run ``scaled8_chain.cu`` and ``gguf_chain.cu`` with few and many stages, some filled again, twice in a row as
-    dependent launches."""
+    """Run ``scaled8_chain.cu``, ``int4_chain.cu`` and ``gguf_chain.cu`` with few and many stages, some filled again,
+    twice in a row as dependent launches."""
     try:
-        eight, blocks = scaled8_chain.CudaChain(), gguf_chain.GGUFChain()
+        eight, four, blocks = scaled8_chain.CudaChain(), int4_chain.Int4Chain(), gguf_chain.GGUFChain()
     except Unavailable as reason:
         print(f"chains: {reason}")
         return
@@ -199,9 +199,25 @@ def chains() -> None:
             for shape in shapes
         )
         weights = scaled8_chain.ChainWeights(o, gate_up, down, qkv, norms, eps, added)
-        for stages in (2, 3, 4, 5):
+        for _ in range(2):
+            eight(attended, residual, weights, dependent_launch=True)
+        torch.cuda.synchronize()
+        taken += 1
+        for group, stages in ((128, 4), (64, 3), (32, 2)):
+            packed = weights._replace(
+                **{
+                    name: int4_chain.Matrix4(
+                        arrange_codes(
+                            torch.randint(0, 16, shape, device="cuda", dtype=torch.uint8),
+                            *torch.rand(2, shape[0], shape[1] // group, device="cuda"),
+                        ),
+                        shape[0],
+                    )
+                    for name, shape in zip(("o", "gate_up", "down", "qkv"), shapes, strict=True)
+                }
+            )
             for _ in range(2):
-                eight(attended, residual, weights, dependent_launch=True, stages=stages)
+                four(attended, residual, packed, dependent_launch=True, stages=stages)
             torch.cuda.synchronize()
             taken += 1
         for names in (("Q4_K", "Q4_K", "Q6_K", "Q4_K"), ("Q8_0", "Q5_K", "Q4_0", "Q3_K")):
@@ -210,9 +226,9 @@ def chains() -> None:
                 for name, shape in zip(names, shapes, strict=True)
             )
             stored = gguf_chain.ChainWeights(out, gates, back, heads, norms, eps, added)
-            for tiling in (gguf_chain.Tiling(16, 8), gguf_chain.Tiling(8, 2)):
+            for stages in (8, 2):
                 for _ in range(2):
-                    blocks.chain(attended, residual, stored, dependent_launch=True, tiling=tiling)
+                    blocks.chain(attended, residual, stored, dependent_launch=True, stages=stages)
                 torch.cuda.synchronize()
                 taken += 1
     print(f"chains: {taken} runs", flush=True)

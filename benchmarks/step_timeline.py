@@ -151,7 +151,7 @@ def timeline(log: RunLog, begin: float = -math.inf, end: float = math.inf) -> di
 
 
 def sizes(found: Sequence[Gap]) -> Iterator[dict[str, Any]]:
-    """Of steps with prompts (``mixed``) and without, by the tokens that they are padded to: how many were measured, and
+    """Steps with prompts (``mixed``) and without, by the tokens that they are padded to: how many were measured, and
     medians of what they took, of their rows that decode, and of their ``keys`` and ``pairs``."""
     kinds: dict[tuple[bool, int], list[Gap]] = defaultdict(list)
     for gap in found:

@@ -97,6 +97,9 @@ def _ask(server: subprocess.Popen[str], words: list[str]) -> None:
     ready = server.stdout.readline()
     url = ready.split(" ready on ")[1].split()[0]
     path = words[1].split("8321", 1)[1]
-    answer = httpx.post(url + path, content=words[words.index("-d") + 1], timeout=120)
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}  # curl's own with -d, unless -H says another
+    if "-H" in words:
+        headers = dict([words[words.index("-H") + 1].split(": ", 1)])
+    answer = httpx.post(url + path, content=words[words.index("-d") + 1], headers=headers, timeout=120)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["message"]["role"] == "assistant"

@@ -11,11 +11,15 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 from commands import UNLIKE_HERE, run_here, script_here
 from effort import proving, quick_first
 from pages import CHAPTERS
+
+from transect.cli import _application
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -65,6 +69,36 @@ def test_commands_in_the_pages_run(smollm2, page: str, command: str, monkeypatch
         done = subprocess.run(shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, f"{page}: {command}\n{done.stderr}"
     assert done.stdout.strip()
+
+
+def test_commands_that_the_pages_only_show_would_be_understood() -> None:
+    """Those in fences that are not run: the command is there, and takes these options."""
+    shown = re.compile(r"^```[^\n]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    lines = [
+        (page.name, line.strip())
+        for page in PAGES
+        for text in shown.findall(page.read_text())
+        for line in text.replace("\\\n", " ").splitlines()
+        if line.strip().startswith("transect ")
+    ]
+    program = typer.main.get_command(_application())
+    misunderstood = [(page, line, reason) for page, line in lines if (reason := refusal_of(program, line))]
+    assert len(lines) > 50 and not misunderstood
+
+
+def refusal_of(command: Any, line: str) -> str:
+    """Why the command line would be refused before it runs; empty: it would not be."""
+    words = shlex.split(line, comments=True)[1:]
+    context = command.make_context("transect", [], resilient_parsing=True)
+    while words and hasattr(command, "get_command"):
+        command = command.get_command(context, words.pop(0))
+        if command is None:
+            return "there is no such command"
+    try:
+        command.make_context("transect", words)
+    except Exception as error:  # whatever the parser raises
+        return "" if type(error).__name__ == "Exit" else f"{type(error).__name__}: {getattr(error, 'message', error)}"
+    return ""
 
 
 @pytest.mark.parametrize(("page", "program"), _blocks("python"))

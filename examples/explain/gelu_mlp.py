@@ -71,7 +71,7 @@ def graphed(work: Work) -> Work:
 
 
 def seconds(work: Work) -> float:
-    """Of ``STEPS`` steps, the shortest of several rounds, without the profiler."""
+    """What ``STEPS`` steps take without the profiler, in the shortest of several rounds."""
     found = []
     for _ in range(ROUNDS):
         began = time.perf_counter()

@@ -232,7 +232,7 @@ def write(folder: Path) -> dict[str, dict[str, int]]:
 
 
 def seen_in_training(folder: Path, width: int = 50) -> dict[str, float]:
-    """Of each validation file, the share of its runs of ``width`` bytes that occur in ``train.jsonl`` too.
+    """By validation file: the share of its runs of ``width`` bytes that occur in ``train.jsonl`` too.
 
     Runs are compared by a 64-bit hash: the sum of their bytes, each times an odd random number of its place.
     """

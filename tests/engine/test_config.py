@@ -50,7 +50,7 @@ def test_flags_of_commands_reach_the_switches(monkeypatch):
 
 
 def test_the_target_of_steps_is_milliseconds_auto_or_off():
-    """As the command line gives it, and as a number; a server sizes steps by time unless something else does."""
+    """The command line gives a text; a number will do too. A server sizes steps by time unless something else does."""
     found = [EngineConfig(model="x", itl_target=each).step_seconds for each in ("12.5", 12.5, "auto", "off", None)]
     assert found == [0.0125, 0.0125, 0.0, None, None]
     assert EngineConfig(model="x").for_server().itl_target == "auto"

@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 
 
 def first_logprobs(model, **settings):
-    llm = LLM(model, kv_cache_tokens=256, **SETTINGS, **settings)
+    llm = LLM(model, kv_cache_tokens=256, **{**SETTINGS, **settings})
     params = SamplingParams(max_tokens=1, temperature=0, logprobs=5, ignore_eos=True)
     prompt = [5, 6, 7, 9, 11] * 4
     # A prompt's second half is attended through the cache: its first half was a request before.
@@ -46,6 +46,17 @@ def test_probabilities_are_near_and_the_engine_says_so(model, name, most):
     shared = exact.keys() & rounded.keys()
     assert len(shared) >= 3 and exact != rounded
     assert max(abs(exact[token] - rounded[token]) for token in shared) < most
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "most"), [("fp8", 0.3), ("int8", 0.1)])
+def test_on_a_gpu_probabilities_are_near(model, name, most):
+    on_gpu = {"device": "cuda", "cuda_graphs": "lazy"}
+    exact, _ = first_logprobs(model, **on_gpu)
+    rounded, kernels = first_logprobs(model, kv_cache_dtype=name, **on_gpu)
+    assert f"KV cache in {name}" in kernels
+    shared = exact.keys() & rounded.keys()
+    assert len(shared) >= 3 and max(abs(exact[token] - rounded[token]) for token in shared) < most
 
 
 def test_bytes_hold_twice_the_tokens(model):
@@ -105,6 +116,21 @@ def test_kernels_write_and_read_int8_as_the_references():
         expected = paged_attention.reference(q, *want, batch, 0.3, window)
         read = paged_attention.PagedTriton()(q, *want, batch, 0.3, window)
         torch.testing.assert_close(read, expected, rtol=2e-3 if device == "cuda" else 1e-5, atol=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize(("heads", "kv_heads", "d"), [(32, 8, 128), (14, 2, 64), (8, 4, 80)])
+def test_on_a_gpu_attention_in_bfloat16_reads_int8(heads, kv_heads, d, window):
+    """Rows of one query, of several, and both."""
+    generator = torch.Generator().manual_seed(3)
+    for rows in (((1, 700), (1, 33), (1, 1)), ((70, 300), (16, 16)), ((40, 200), (1, 500), (1, 90))):
+        batch = example_batch(rows, 16, 96).to("cuda")
+        q = torch.randn(sum(new for new, _ in rows), heads, d, generator=generator).to("cuda", torch.bfloat16)
+        stored = encode(torch.randn(2, 96, kv_heads, 16, d, generator=generator) * 3).to("cuda")
+        exact = paged_attention.reference(q.double(), *values_of(stored, torch.float64), batch, d**-0.5, window)
+        found = paged_attention.PagedTriton()(q, *stored, batch, d**-0.5, window)
+        assert (found.double() - exact).norm() <= 0.01 * exact.norm()
 
 
 def test_a_gpu_refuses_int8_where_scales_would_not_be_aligned():

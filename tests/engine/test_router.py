@@ -40,6 +40,14 @@ def test_what_the_cache_cannot_hold_is_forgotten_oldest_first():
     assert router.send(LONG[:32], 1, [0]).prompt == 32
 
 
+def test_a_prompt_that_an_engine_refused_is_not_expected_there():
+    router = Router([1000, 1000], 4)
+    router.done(router.send(LONG[:40], 1, [0]))
+    router.refused(router.send(LONG, 10, [0]))
+    assert router.load(0) == 0
+    assert router.send(LONG, 10, [0]).prompt == 60  # what was computed before stays there
+
+
 def test_only_living_engines():
     router = Router([1000, 1000], 4)
     router.done(router.send(LONG, 1, [0]))

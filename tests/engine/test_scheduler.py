@@ -68,6 +68,15 @@ class TestBudget:
         assert batches[7].rows[0].output_token_ids is batches[3].rows[0].output_token_ids
         assert batches[7].rows[0].block_ids is batches[3].rows[0].block_ids
 
+    def test_fresh_blocks_of_a_prompt_ascend_where_cached_ones_are_taken_from_their_end(self):
+        core = make(num_blocks=16, max_num_batched_tokens=64)
+        for n in range(1, 4):
+            core.add(request(f"r{n}", prompt=40, first=n, max_tokens=1))
+            batches, _ = recorded_batches(core)
+            (row,) = batches[0].rows
+            assert len(row.block_ids) == 10
+            assert list(row.block_ids) == sorted(row.block_ids)
+
 
 class TestOrder:
     def test_first_come_first_served(self):

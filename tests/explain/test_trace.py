@@ -191,7 +191,7 @@ def test_kernels_are_what_launched_them(tmp_path, name, shapes, types, kind):
 
 
 def test_a_compiler_joins_what_stands_between_products(tmp_path):
-    """Of a product and two operators behind it two kernels are left, so a third of the calls goes."""
+    """A product and two operators behind it become two kernels, so a third of the calls goes."""
     names, shape, steps = ("aten::mm", "aten::add", "aten::mul"), [[8, 8], [8, 8]], []
     for number in range(120):
         steps += launched(names[number % 3], shape, ["float", "float"], 20.0 * number, 2, number)
@@ -347,6 +347,10 @@ def test_the_commands(gpu_trace, tmp_path, capfd):
     failed = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script))
     assert failed.returncode == 2 and "KeyError" in failed.stderr
     assert "give a script" in run_here("explain", "run", "--", "python").stderr
+    assert (
+        "--trace is no option of transect explain run"
+        in run_here("explain", "run", "--trace", "t", "--", "python", "x").stderr
+    )
 
 
 def test_values_that_make_no_sense_stop_nothing(tmp_path):

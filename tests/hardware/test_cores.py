@@ -9,7 +9,7 @@ from transect.hardware import cores
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Of 64 cores, with these control groups: the process's own, and what files hold."""
+    """A machine of 64 cores, with these control groups: the process's own, and what files hold."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
     monkeypatch.setattr(cores, "MEMBERSHIP", tmp_path / "membership")
     monkeypatch.setattr(cores, "CGROUPS", tmp_path / "cgroup")

@@ -12,12 +12,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from transect.ops.linear.packed import gguf_chain, int4_matmul
-from transect.ops.linear.packed.int4_packing import arrange, pack
+from transect.ops.linear.packed import chain, gguf_chain, int4_matmul
+from transect.ops.linear.packed.int4_packing import arrange_codes
 from transect.ops.registry import Unavailable
 
 Kernel = TypeVar("Kernel")
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def miss(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """How far a result is from the wanted one, as a share of that one's length."""
+    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def loaded(make: Callable[[], Kernel], *, hopper: bool = False) -> Kernel:
@@ -39,8 +44,21 @@ def chain_on_host(
     monkeypatch.setattr(gguf_chain, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
     kernel = object.__new__(gguf_chain.GGUFChain)
-    kernel._launch = cuda_host.Launcher("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiiii" + "p", instead)
+    kernel._launch = cuda_host.Launcher("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiii" + "p", instead)
     kernel._meetings = torch.zeros(gguf_chain.COUNTERS, dtype=torch.int32)
+    return kernel
+
+
+def chain_source(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Kernel], source: str, own: str,
+    instead: tuple[str, str] | None = None, multiprocessors: int = 3,
+) -> Kernel:  # fmt: skip
+    """A kind of ``chain.Chain`` on this processor as if it had so many multiprocessors; ``own``: its signature."""
+    monkeypatch.setattr(chain, "multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    kernel: Any = object.__new__(kind)
+    kernel._source, kernel._held = source, {}
+    kernel._launch = cuda_host.Launcher(source, f"transect_{source}", f"{own}ppffiiip", instead)
     return kernel
 
 
@@ -57,10 +75,10 @@ def product_inputs(m: int, n: int, k: int) -> Inputs:
 
 def int4_weight(n: int, k: int, group: int, device: str = "cpu") -> torch.Tensor:
     """A weight ``[n, k]`` as ``int4_matmul`` takes it."""
-    generator = torch.Generator().manual_seed(n + k)
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator).to(device)
-    scale = ((torch.rand(n, k // group, generator=generator) + 0.1) * k**-0.5 / 4).to(device)
-    return arrange(pack(codes, group), scale, -7.5 * scale)
+    generator = torch.Generator(device).manual_seed(n + k)
+    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator, device=device)
+    scale = (torch.rand(n, k // group, generator=generator, device=device) + 0.1) * k**-0.5 / 4
+    return arrange_codes(codes, scale, -7.5 * scale)
 
 
 def check_int4_product(
@@ -78,8 +96,8 @@ def check_int4_product(
 
 
 def check_int4_tilings(kernel: Any, tilings: Any, clusters: Mapping[int, int], m: int) -> None:
-    """As ``check_int4_product`` for every cut that the module ``tilings`` offers for ``m`` rows, of a K that fills
-    every ring more than once."""
+    """``check_int4_product`` for every cut that the module ``tilings`` offers for ``m`` rows. K fills every ring more
+    than once."""
     n, k = 4000, 8192
     weight = int4_weight(n, k, 128, "cuda")
     x, *_ = product_inputs(m, n, k)

@@ -29,10 +29,10 @@ from transect.parallel.group import Group
 from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
-from transect.parallel.peer_sums import shared_sums
 from transect.parallel.ring import RingContext
 from transect.parallel.ring_pairs import own_tokens
 from transect.parallel.shards import vocabulary_part
+from transect.parallel.shared_sums import shared_sums
 from transect.parallel.spread_logits import spread_logits
 from transect.parallel.world import Failure
 

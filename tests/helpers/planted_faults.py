@@ -20,6 +20,8 @@ HOST_ONLY = ("one_thread", "sync_in_the_loop", "tiny_operators")
 """On a GPU the first is no fault, and the others have programs of their own."""
 GPU_NAMES = [name for name in _ALL if name not in HOST_ONLY]
 """Those that a GPU runs: made for it, or the same on its tensors."""
+COPY_ONLY = ("python_sampling",)
+"""On a GPU they read its tensors and run no kernel there, so their time is the host's."""
 
 
 @dataclass(frozen=True, slots=True)

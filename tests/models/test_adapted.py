@@ -120,3 +120,13 @@ def test_dropout_takes_no_part_without_a_gradient() -> None:
     many = [Dropout(0.25, 1, Moment(step))(torch.ones(200, 64)) for step in range(3)]
     assert not torch.equal(many[0], many[1]) and float(torch.stack(many).mean()) == pytest.approx(1, abs=0.02)
     assert "dropout" in str(layer.refuses_merging())
+
+
+def test_ranks_that_share_tokens_drop_others() -> None:
+    """Each has a slice of the tokens, and one mask for all slices would tie their errors together."""
+    one, first, second = (Dropout(0.5, 1, moment)(torch.ones(20, 64)) for moment in (Moment(), *map(at_slice, (0, 1))))
+    assert torch.equal(one, first) and not torch.equal(first, second)
+
+
+def at_slice(number: int) -> Moment:
+    return Moment(slice=number)

@@ -11,10 +11,11 @@ from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
 from transect.models.config import ModelConfig
-from transect.models.context import PagedContext
+from transect.models.context import PagedContext, WholePrompts
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.models.kv_scales import KVScales, measured_scales, powers_of_two, read_scales, use_scales
+from transect.ops.attention.paged.rotary_kv_write import triton_rotary_kv_write
 from transect.ops.opset import resolve_ops
 
 TINY = ModelConfig("llama", 61, 32, 2, 4, 2, 16, 48, 64)
@@ -22,14 +23,14 @@ CONFIGS = {"llama": TINY, "qwen3": dataclasses.replace(TINY, architecture="qwen3
 SCALES = torch.tensor([[[4.0, 0.5], [8.0, 1.0]], [[1.0, 2.0], [0.25, 16.0]]])
 
 
-def hidden(model, dtype=torch.float32, lengths=(9, 3, 20), new=(1, 3, 7)):
+def hidden(model, dtype=torch.float32, whole=None):
     device = model.norm.weight.device
     caches = model.new_kv_cache(40, 4, dtype)
     for cache in caches:
         cache.zero_()
     tables = torch.arange(15, dtype=torch.int32, device=device).view(3, 5)
     starts, ends = (torch.tensor(n, dtype=torch.int32, device=device) for n in ((0, 3, 6, 16), (3, 3, 10)))
-    context = PagedContext(*caches, tables, starts, ends, model.ops)
+    context = PagedContext(*caches, tables, starts, ends, model.ops, whole=whole)
     return model(torch.arange(16, device=device), context.positions(), context)
 
 
@@ -44,6 +45,21 @@ def test_a_cache_of_the_models_dtype_gives_the_same(name):
         want = hidden(model)
         use_scales(model, SCALES)
         torch.testing.assert_close(hidden(model), want, rtol=1e-5, atol=1e-5)
+
+
+def test_scales_round_nothing():
+    """In bfloat16, where one kernel normalises heads, turns and writes them: the results are the same to the bit."""
+    pytest.importorskip("triton")
+    ops = dataclasses.replace(resolve_ops("cpu"), rotary_kv_write=triton_rotary_kv_write)
+    config = dataclasses.replace(CONFIGS["qwen3"], n_layers=1)
+    model = Decoder(config, dtype=torch.bfloat16, ops=ops).requires_grad_(False)
+    model.init_weights(0.3, torch.Generator().manual_seed(0))
+    model.stack = FusedStack(model, max_positions=64)
+    ways = None, WholePrompts(1, 3)  # by the cache, and of two prompts by what the kernel leaves of keys
+    want = [hidden(model, torch.bfloat16, way) for way in ways]
+    use_scales(model, SCALES[:1])
+    for way, each in zip(ways, want, strict=True):
+        assert torch.equal(hidden(model, torch.bfloat16, way), each)
 
 
 def test_what_the_cache_keeps_is_divided():

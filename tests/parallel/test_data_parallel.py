@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import weakref
+from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,7 @@ from transect.train import checkpoint
 from transect.train.crew import Crew
 from transect.train.follow import JOB, Run, started_again
 from transect.train.health import TrainingStopped, first_bad_number
+from transect.train.share import Share
 from transect.train.stored_state import StoredTensors, write_tensors
 from transect.train.trainer import Trainer
 
@@ -148,6 +150,34 @@ def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2 if rough else 2e-5)
 
 
+@pytest.mark.parametrize(("zero", "objective"), [(0, "next_token"), (3, "next_token"), (0, "dpo")])
+def test_validation_is_shared_and_gives_the_same_number(pair, tmp_path, monkeypatch, zero, objective):
+    """An odd number of batches: of the last row one rank has none."""
+    held = tmp_path / "held.jsonl"
+    if objective == "dpo":
+        train = write_pairs(tmp_path / "pairs.jsonl")
+        held.write_text("".join(Path(train).read_text().splitlines(True)[:27]))
+        data = {"train": [train], "validation": [str(held)], "seq_len": 64, "micro_batch": 256}
+    else:
+        held.write_text("".join(json.dumps({"text": f"{i} comes after {i - 1}."}) + "\n" for i in range(9)))
+        data = {"validation": [str(held)], "seq_len": 64, "micro_batch": 64}
+    how = {"steps": 2, "accumulate": 2, "eval_every": 1, "objective": objective, "data": data}
+    shares = []
+    monkeypatch.setattr(Share, "of", partialmethod(noted, Share.of, shares))
+    one, _ = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how))
+    two, _ = curve(pair, spread(tmp_path, zero, **how))
+    assert len(one) == 4 and [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=2e-5)
+    whole, part = shares[0], shares[-1]
+    assert whole % 2 and part == (whole + 1) // 2
+
+
+def noted(share, of, shares, batches):
+    """``Share.of``, which notes how many batches there were."""
+    found = list(of(share, batches))
+    shares.append(len(found))
+    return found
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_tokens_that_are_new_have_rows_on_all_ranks(pair, tmp_path, zero):
     """Each rank grows the model before it is cut; the checkpoint has the tokenizer of one."""
@@ -204,7 +234,7 @@ def write_pairs(path):
 
 
 def test_each_rank_keeps_its_part(pair, tmp_path):
-    """Of the state about half with 1 and 2; of the weights too with 3."""
+    """About half of the state with 1, and of the weights too with 3."""
     for zero in (1, 3):
         run = Run(spread(tmp_path, zero, f"part{zero}", accumulate=2, steps=1).to_dict())
         pair.call(JOB, run)

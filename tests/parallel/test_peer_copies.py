@@ -183,14 +183,12 @@ def test_a_driver_that_cannot_wait_leaves_all_to_the_collectives(monkeypatch, mo
     class Memory:
         own = SimpleNamespace(address=0)
 
-        def free(self, world):
-            freed.append(world)
-
     def no_driver():
         raise AttributeError("libcuda.so.1: undefined symbol: cuStreamWaitValue32_v2")
 
     world = SimpleNamespace(exchange=lambda mine: [mine, None])
     monkeypatch.setattr(module, "shared_memory", lambda *_: Memory())
+    monkeypatch.setattr(peer_copies, "free_memory", lambda world, memory: freed.append(world))
     monkeypatch.setattr(peer_copies, "EngineCopies", no_driver)
     monkeypatch.setattr(peer_pieces, "EngineCopies", no_driver, raising=False)
     assert "undefined symbol" in make(world, Group((0, 1), 0, None), CHUNK)

@@ -15,9 +15,9 @@ from transect.models.fused_stack import FusedStack
 from transect.models.weights.dense import Dense
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
-from transect.parallel import peer_sums, shared_memory
+from transect.parallel import shared_memory, shared_sums
 from transect.parallel.group import Group
-from transect.parallel.peer_sums import MOST_BYTES, PeerSums, Timed, quicker_up_to
+from transect.parallel.peer_sums import MOST_BYTES, PeerSums, Timed
 from transect.parallel.shards import Shard
 from transect.parallel.tensor import sharded_kinds
 
@@ -30,9 +30,9 @@ TINY = ModelConfig(
 
 def test_the_first_size_that_nccl_is_quicker_with_ends_it():
     times = [Timed(8 * KIB, 4e-6, 7e-6), Timed(64 * KIB, 6e-6, 8e-6), Timed(512 * KIB, 12e-6, 10e-6)]
-    assert quicker_up_to(times) == 64 * KIB
-    assert quicker_up_to(times[:2]) == MOST_BYTES
-    assert quicker_up_to(times[2:]) == 0
+    assert shared_sums.quicker_up_to(times) == 64 * KIB
+    assert shared_sums.quicker_up_to(times[:2]) == MOST_BYTES
+    assert shared_sums.quicker_up_to(times[2:]) == 0
     said = str(PeerSums(FakePeers(), 64 * KIB, times))
     assert said == (
         "up to 64 KiB by our kernel: 8 KiB in 4.0 us (NCCL 7.0), 64 KiB in 6.0 us (NCCL 8.0), "
@@ -132,7 +132,7 @@ def test_all_groups_have_such_sums_or_none(monkeypatch):
     def run(rank):
         me.rank = rank
         group = Group((0, 1) if rank < 2 else (2, 3), rank % 2, None)
-        return peer_sums.shared_sums(SimpleNamespace(rank=rank, exchange=exchange), group)
+        return shared_sums.shared_sums(SimpleNamespace(rank=rank, exchange=exchange), group)
 
     monkeypatch.setattr(shared_memory, "PeerMemory", Memory)
     with ThreadPoolExecutor(4) as pool:

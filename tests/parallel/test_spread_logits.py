@@ -49,9 +49,6 @@ class Memory:
             False,
         )
 
-    def free(self, world):
-        self.freed = True
-
 
 def test_memory_is_kept_for_the_next_engine_and_grows(monkeypatch):
     made = []
@@ -61,6 +58,7 @@ def test_memory_is_kept_for_the_next_engine_and_grows(monkeypatch):
         return made[-1]
 
     monkeypatch.setattr(spread_logits, "shared_memory", make)
+    monkeypatch.setattr(spread_logits, "free_memory", lambda world, memory: setattr(memory, "freed", True))
     monkeypatch.setattr(spread_logits, "memory_at", lambda address, nbytes: torch.zeros(nbytes).byte())
     world = SimpleNamespace(logits={}, device=torch.device("cpu"))
     group = Group((0, 1), 1, None)

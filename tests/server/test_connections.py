@@ -99,6 +99,16 @@ async def test_a_connection_without_a_request_is_closed_without_a_word(serving):
     await serving(during, receive_timeout_s=0.2)
 
 
+async def test_a_connection_ends_when_no_next_request_comes(serving):
+    async def during(port):
+        reader, writer = await connect(port, GET % b"/health")
+        assert (await answer(reader))[0] == 200
+        assert await asyncio.wait_for(reader.read(), 4) == b""
+        writer.close()
+
+    await serving(during, keep_alive_s=0)
+
+
 async def test_half_of_a_second_request_on_a_connection_is_bounded_too(serving):
     async def during(port):
         reader, writer = await connect(port, GET % b"/health")

@@ -148,7 +148,7 @@ def test_all_ends_of_an_answer_count(toy_metadata):
     ],
 )
 def test_turns_end_where_their_tokens_are_spelled_so(toy_metadata, spelled, count):
-    """As Gemma's, Phi's and gpt-oss's files have them, which name one end of several. gpt-oss goes on after <|end|>."""
+    """Files of Gemma, Phi and gpt-oss have them and name one end of several. gpt-oss goes on after <|end|>."""
     tokens, kinds = (toy_metadata[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
     more = {"tokens": [*tokens, *spelled], "token_type": [*kinds, *[3] * len(spelled)]}
     tokenizer = Tokenizer.from_gguf(toy_metadata | {f"tokenizer.ggml.{key}": more[key] for key in more})

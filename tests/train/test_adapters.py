@@ -15,8 +15,11 @@ from transect.models.load import load_model
 from transect.models.peft_config import is_adapter
 from transect.models.resolve import resolve
 from transect.models.weights.adapted import Adapted
+from transect.parallel.layout import Place
 from transect.train import checkpoint
 from transect.train.config import TrainConfig
+from transect.train.crew import Crew
+from transect.train.model import build
 from transect.train.trainer import Trainer
 
 TABLES = {"targets": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head", "norm"]}
@@ -129,6 +132,17 @@ def test_dropout_is_of_the_step_and_only_where_there_is_a_gradient(tmp_path) -> 
     assert losses["half"] == losses["again"]
     assert losses["half"][0] == losses["none"][0]  # B is zero
     assert losses["half"][2] != losses["none"][2]
+
+
+def test_dropout_knows_which_tokens_a_rank_has(tmp_path, monkeypatch) -> None:
+    config = run_of(tmp_path, lora={"dropout": 0.5})
+    crew, trainable = Crew(config, None), build(config)
+    crew.mesh = SimpleNamespace(place=Place(0, 0, 0, context=1))
+    monkeypatch.setattr(
+        "transect.train.crew.parallelize", lambda model, *_: SimpleNamespace(model=model, parameters={})
+    )
+    crew.cut(trainable)
+    assert {each.dropout.moment.slice for _, each in trainable.model.weights() if isinstance(each, Adapted)} == {1}
 
 
 @pytest.mark.parametrize(

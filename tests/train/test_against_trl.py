@@ -22,7 +22,7 @@ trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl")
 STEPS = 4
 PAD = 0
 EPS = 1e-4
-"""Of AdamW: with a smaller one, gradients that are rounding alone would move weights as far as others do."""
+"""AdamW's: with a smaller one, gradients that are rounding alone would move weights as far as others do."""
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ ROUTER = RouterConfig(balance=0.5, z_loss=0.3)
 
 
 def loss_and_gradients(model):
-    """Of tokens that predict the next, with both losses of the routers."""
+    """The loss of tokens that predict the next, with both losses of the routers, and its gradients."""
     tokens = torch.arange(40) % 23
     context = VarlenContext(torch.tensor([0, 25, 40], dtype=torch.int32), model.ops)
     balance = Balance(model, ROUTER)

@@ -87,6 +87,10 @@ BAD = {
     "roles.json": (lambda p: p.write_text(json.dumps([{"conversations": [{"from": "alien", "value": "x"}]}])), "alien"),
     "silent.jsonl": (lambda p: lines(p, {"messages": CHAT["messages"][:1]}), "no message of the assistant"),
     "uneven.csv": (lambda p: p.write_text("prompt,response\na,b\nc\n"), "another number of fields than the 2"),
+    "semicolons.csv": (
+        lambda p: p.write_text("prompt;response\na;b\n"),
+        "';' between its columns: save it with commas",
+    ),
     "latin.csv": (lambda p: p.write_bytes(b"prompt,response\n\xe9,b\n"), "not UTF-8"),
     "torn.jsonl.gz": (lambda p: p.write_bytes(gzip.compress(b"x" * 999)[:20]), "cannot read"),
     "torn.parquet": (lambda p: p.write_bytes(b"PAR1"), "not a parquet file"),

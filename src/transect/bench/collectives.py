@@ -35,7 +35,8 @@ from ..hardware.topology import copy_rate
 from ..parallel.group import Group
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
-from ..parallel.peer_sums import PeerSums, graph_seconds, shared_sums
+from ..parallel.peer_sums import PeerSums
+from ..parallel.shared_sums import graph_seconds, shared_sums
 from ..parallel.world import World
 
 JOB = "transect.bench.collectives:measure"

@@ -33,7 +33,7 @@ from ..models.cost import Row, Storage
 from ..ops.sampling.sampling import GROUP
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
-from ..parallel.peer_sums import graph_seconds, shared_sums
+from ..parallel.shared_sums import graph_seconds, shared_sums
 from ..parallel.world import World
 from .floors import Floor, Rates, step_floor
 
@@ -176,7 +176,7 @@ class SumTimes(NamedTuple):
     library: dict[int, float]
     """By NCCL or gloo."""
     own: dict[int, float]
-    """By our kernels (``parallel/peer_sums.py``), of the sizes that they are tried at."""
+    """By our kernels (``parallel/shared_sums.py``), of the sizes that they are tried at."""
     said: str
     """Why they are not there, or up to which size they are quicker."""
 

@@ -180,6 +180,8 @@ def _script(words: list[str], stdin: Any) -> Any:
     """What the words of a command line run. ``stdin``: is kept as it is read, for a script that runs more than once."""
     from ..explain.script import Input, Script
 
+    if words and words[0].startswith("--"):
+        raise ValueError(f"{words[0]} is no option of transect explain run; see its --help")
     if words and re.fullmatch(r"python[\d.]*t?", Path(words[0]).name):
         words = words[1:]
     if words[:1] == ["-u"]:

@@ -66,6 +66,9 @@ def command(
     receive_timeout: Annotated[
         float, typer.Option(help="Seconds for the head of a request, and the beginning of its body, to arrive.")
     ] = 20.0,
+    keep_alive: Annotated[
+        int, typer.Option(min=0, help="Seconds that a connection stays open after an answer, for the next request.")
+    ] = 5,
     tool_call_parser: Annotated[
         str, typer.Option(help="Form of tool calls: hermes, llama3_json, mistral, generic; auto asks the template.")
     ] = "auto",
@@ -150,6 +153,7 @@ def command(
         request_timeout_s=request_timeout,
         max_connections=max_connections,
         receive_timeout_s=receive_timeout,
+        keep_alive_s=keep_alive,
         allowed_origins=listed(allowed_origins, "--allowed-origins"),
         allowed_methods=listed(allowed_methods, "--allowed-methods"),
         allowed_headers=listed(allowed_headers, "--allowed-headers"),

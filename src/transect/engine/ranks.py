@@ -28,9 +28,10 @@ from ..parallel.launch import Ranks
 from ..parallel.layout import Place, under_torchrun
 from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
-from ..parallel.peer_sums import PeerSums, shared_sums
+from ..parallel.peer_sums import PeerSums
 from ..parallel.rank import serve_jobs
 from ..parallel.shards import first_shard
+from ..parallel.shared_sums import shared_sums
 from ..parallel.spread_logits import spread_logits
 from ..parallel.world import Failure, SharedError, World
 from ..version import __version__

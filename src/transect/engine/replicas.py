@@ -124,6 +124,7 @@ class Replicas:
                         yield update
                 return
             except QueueFull:  # comes before anything of the request does
+                self._router.refused(ticket)
                 open_ones = [index for index in self.alive() if index in open_ones and index != ticket.engine]
                 if not open_ones:
                     raise

@@ -34,6 +34,8 @@ class Ticket:
     engine: int
     prompt: int
     outputs: int
+    noted: tuple[int, ...] = ()
+    """Hashes of its blocks that the engine was not known to hold."""
 
 
 class Router:
@@ -77,7 +79,8 @@ class Router:
         index = best[2]
         engine = self._engines[index]
         self._turn = (index + 1) % len(self._engines)
-        ticket = Ticket(index, best[0] - engine.load, outputs)
+        noted = tuple(each for each in hashes if each not in engine.blocks)
+        ticket = Ticket(index, best[0] - engine.load, outputs, noted)
         for each in reversed(hashes):  # the beginning of a prompt is the newest: it is forgotten last
             engine.blocks.pop(each, None)
             engine.blocks[each] = None
@@ -97,6 +100,12 @@ class Router:
         """The request has ended, in whatever way."""
         self._engines[ticket.engine].load -= ticket.prompt + ticket.outputs
         ticket.prompt = ticket.outputs = 0
+
+    def refused(self, ticket: Ticket) -> None:
+        """The engine did not take the request: it will compute none of its prompt."""
+        self.done(ticket)
+        for each in ticket.noted:
+            self._engines[ticket.engine].blocks.pop(each, None)
 
     def forget(self, engine: int | None = None) -> None:
         """The prefix cache of an engine, or of all, is empty."""

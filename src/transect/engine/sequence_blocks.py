@@ -50,15 +50,15 @@ class SequenceBlocks:
         return self.cache.match(seq.block_hashes[:full])
 
     def place(self, seq: Sequence, cached: list[int]) -> None:
-        """Give a waiting sequence room for all its tokens: the blocks found by ``find_prefix``, and fresh ones. The
-        caller has seen to it that there are enough."""
+        """Give a waiting sequence room for all its tokens: the blocks found by ``find_prefix``, and fresh ones in
+        ascending order (kernels read neighbours at once). The caller has seen to it that there are enough."""
         self.cache.share(cached)
-        block_ids = list(cached)
+        fresh: list[int] = []
         for _ in range(self.blocks_for(seq.length) - len(cached)):
             block_id = self.cache.allocate()
             assert block_id is not None, "admission counted the free blocks wrongly"
-            block_ids.append(block_id)
-        seq.block_ids = block_ids
+            fresh.append(block_id)
+        seq.block_ids = [*cached, *sorted(fresh)]
         seq.num_registered = len(cached)
         seq.scheduled = len(cached) * self.block_size
 

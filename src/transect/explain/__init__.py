@@ -18,7 +18,7 @@ Any PyTorch program:
 * ``split``: the wall time by cause. ``op_floor``: the least time of an operator. ``gaps``: names for what lies between,
   by ``doing``: what a Python stack says.
 * ``findings``: what to change, by predicted gain; ``findings_host``: on the host; ``finding``: what one is.
-* ``report``: all of it as text and JSON; ``report_html``: as a page.
+* ``report``: ``Explanation``, all of it, as text and JSON; ``report_html``: as a page.
 * ``changes``: what can be changed from outside of a script. ``apply``: does it, and measures again.
 * ``energy``: joules, kWh and CO2e of a run.
 * ``roofline``: what a device allows, for a model, an operator, a trace. ``roofline_svg``: its picture.

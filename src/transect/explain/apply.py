@@ -19,7 +19,7 @@ import torch
 
 from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
 from .finding import Finding
-from .program import Explanation
+from .report import Explanation
 from .script import Script
 
 RUNS = 3

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -27,12 +27,13 @@ from ..hardware.ceilings import Ceilings
 from ..hardware.cores import usable_cores
 from ..hardware.device import detect
 from ..ops.cpu.ceilings import device_measurement
-from .finding import Finding, Material
+from .finding import Material
 from .findings import find
-from .gaps import Named, name_gaps
+from .gaps import name_gaps
+from .report import Explanation
 from .sampler import Samples, StackSampler
 from .script import Script, ScriptFailed
-from .split import WINDOW, Split, split_trace
+from .split import WINDOW, split_trace
 from .trace import KERNEL, OP, RANGE, Trace
 from .trace_file import read_trace
 
@@ -43,30 +44,6 @@ LOOKS = 200
 SEEN_ROWS = 64
 """Rows of each that are kept for that."""
 ONE_PROFILER = "torch's profiler is at work already, and there can be one at a time"
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """What came out: the parts of the wall time, findings, and what they were found in."""
-
-    split: Split
-    findings: list[Finding]
-    named: list[Named] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    ceilings: Ceilings | None = None
-    interrupted: bool = False
-    """Ctrl-C ended what was explained."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds."""
-        from .report import as_dict
-
-        return as_dict(self)
-
-    def __str__(self) -> str:
-        from .report import lines
-
-        return "\n".join(lines(self))
 
 
 class Explain:

@@ -1,15 +1,37 @@
-"""An explanation as lines of text and as JSON. ``report_html.py`` makes a page of the same."""
+"""``Explanation``: what was found of a program; as lines of text and as JSON. ``report_html.py`` makes a page of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .program import Explanation
-from .split import PARTS, OpStat
+from ..hardware.ceilings import Ceilings
+from .finding import Finding
+from .gaps import Named
+from .split import PARTS, OpStat, Split
 
 MOST_OPS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What came out: the parts of the wall time, findings, and what they were found in."""
+
+    split: Split
+    findings: list[Finding]
+    named: list[Named] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+    interrupted: bool = False
+    """Ctrl-C ended what was explained."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; seconds."""
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
 
 
 def lines(explanation: Explanation) -> Iterator[str]:

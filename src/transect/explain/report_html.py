@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .program import Explanation
-from .report import as_dict, heaviest
+from .report import Explanation, as_dict, heaviest
 from .roofline import points_of_trace, roofline
 from .roofline_svg import svg
 from .split import PARTS

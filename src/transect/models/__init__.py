@@ -20,7 +20,7 @@ The model (flat, token-major: ``x_TD`` is tokens by model dim):
 * ``rope.py``: the angles of rotary embedding and their scalings
 * ``context.py``: where keys and values are: ``VarlenContext`` (packed documents, differentiable), ``PagedContext``
 * ``streaming/``: layers that live in host memory or in a file, and come to the device in their turn
-* ``kv_scales.py``: scales of keys and values for a cache in fp8
+* ``kv_scales.py``: scales of keys and values for a cache in fp8; ``layer_kv_scales.py``: how a layer uses its own
 * ``native.py``: a ``Decoder`` on the C++ CPU kernels; ``fused_stack.py``: its layers on a GPU in fewer kernels
 
 Weights and names:

@@ -1,49 +1,24 @@
-r"""Adapters as files hold them, and how they reach a model's weights.
-
-    W' = W + s B A                       LoRA (Hu et al. 2021, arXiv:2106.09685)
-    W' = m / ||W + s B A|| (W + s B A)   DoRA (Liu et al. 2024, arXiv:2402.09353), norms of rows
+"""Adapters as files hold them, and how they reach a model's weights.
 
 Where a model holds its matrices as plain numbers, ``merged_weights`` adds adapters while the files are read: a token
 then costs what it costs without one. A packed matrix cannot take an addition without being rounded anew, so there
 ``put_beside`` leaves it as it is and makes it an ``Adapted`` weight.
-
-Shapes: O outputs, I inputs, r the rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from .config import ModelConfig
+from .decoder import Decoder
 from .peft_config import PeftSettings
 from .staging import dense_values
 from .stored import Stored, StoredWeights, Values
-
-if TYPE_CHECKING:
-    from .decoder import Decoder
-
-
-@dataclass(frozen=True, slots=True)
-class LowRank:
-    """Factors ``a [r, I]``, ``b [O, r]`` beside a matrix, and DoRA's ``magnitude [O]``."""
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    magnitude: Tensor | None = None
-
-    def applied(self, weight: Tensor) -> Tensor:
-        """The plain matrix ``[O, I]`` that computes the same as ``weight`` with these beside it, at least float32."""
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        moved = weight.to(wide) + self.scale * (self.b.to(wide) @ self.a.to(wide))
-        if self.magnitude is None:
-            return moved
-        return moved * (self.magnitude.to(wide) / torch.linalg.vector_norm(moved, dim=1))[:, None]
+from .weights.adapted import Adapted
+from .weights.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -100,8 +75,6 @@ def _adapted(name: str, stored: Stored, adapter: StoredAdapter, beside: bool) ->
 
 def put_beside(model: Decoder, adapter: StoredAdapter) -> None:
     """Put the adapter's factors beside the matrices of a model's layers, for inference."""
-    from .weights.adapted import Adapted
-
     for name, weight in list(model.weights()):
         low = adapter.factors.get(name)
         if low is not None and name != "head":
@@ -110,6 +83,4 @@ def put_beside(model: Decoder, adapter: StoredAdapter) -> None:
 
 def is_beside(model: Decoder) -> bool:
     """Whether a model has an adapter beside some weight."""
-    from .weights.adapted import Adapted
-
     return any(isinstance(weight, Adapted) for _, weight in model.weights())

@@ -20,10 +20,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from .adapter import LowRank, StoredAdapter
+from .adapter import StoredAdapter
 from .config import ModelConfig
 from .peft_config import CONFIG, PREFIX, TIED, WEIGHTS, PeftSettings, read_header, read_settings
 from .shapes import weight_shapes
+from .weights.low_rank import LowRank
 from .weights_hf import Place, places
 
 _FACTOR = re.compile(

@@ -5,7 +5,7 @@ Shapes: T tokens, D model dim, H query heads, K key heads, d head size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,11 @@ from torch import Tensor, nn
 from ..ops.opset import OpSet
 from .config import ModelConfig
 from .context import AttentionContext
+from .layer_kv_scales import KVScales
 from .norm import RMSNorm
 from .weights.dense import Dense
 from .weights.projection import Half, Projection
 from .weights.weight import Kinds, Weight
-
-if TYPE_CHECKING:
-    from .kv_scales import KVScales
 
 
 class Attention(Half):
@@ -74,7 +72,7 @@ class Attention(Half):
         sinks = torch.empty(config.n_heads, device=device, dtype=dtype) if config.attention_sinks else None
         self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
         self.kv_scales: KVScales | None = None
-        """What keys and values are divided by for a cache in fp8 (``kv_scales.py``)."""
+        """What keys and values are divided by for a cache in fp8 (``layer_kv_scales.py``)."""
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         """``rotation`` is cos and sin ``[T, d/2]``, or None where positions are not rotary."""

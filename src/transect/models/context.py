@@ -126,9 +126,8 @@ class PagedContext:
     ``VarlenContext``; ``max_query_len`` as in ``PagedBatch``. Slots that no row owns are never looked at.
 
     ``whole``: rows whose keys and values are all in this step attend to those, not to the cache. ``wanted``: see there.
-    ``chunk_rows``, ``key_room``: as in ``PagedBatch``, the latter without rows of ``whole``. ``positions_T`` int64: the
-    tokens' positions, where somebody has worked them out; a CUDA graph needs them given, because the batch reads
-    lengths on the host for that.
+    ``chunk_rows``: as in ``PagedBatch``. ``positions_T`` int64: the tokens' positions, where somebody has worked them
+    out; a CUDA graph needs them given, because the batch reads lengths on the host for that.
     """
 
     def __init__(
@@ -144,7 +143,6 @@ class PagedContext:
         whole: WholePrompts | None = None,
         wanted: Wanted | None = None,
         chunk_rows: int | None = None,
-        key_room: int | None = None,
         positions_T: Tensor | None = None,
     ) -> None:
         if k_cache.ndim != 5 or k_cache.shape != v_cache.shape:
@@ -162,7 +160,6 @@ class PagedContext:
             k_cache.shape[3],
             max_query_len=max_query_len,
             chunk_rows=chunk_rows,
-            key_room=key_room,
         )
         self.ops = ops or resolve_ops(k_cache.device)
         self.whole = whole
@@ -177,7 +174,6 @@ class PagedContext:
                 seq_lens_B[:row],
                 k_cache.shape[3],
                 max_query_len=1 if row == token else token,
-                key_room=key_room,
             )
 
     def positions(self) -> Tensor:

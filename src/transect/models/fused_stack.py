@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,12 +34,13 @@ from .config import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
 from .embedding import Embedding
+from .layer_kv_scales import KVScales
 from .moe import MoE
 from .norm import RMSNorm
 from .weights.weight import Chain, Product, StreamProduct, Unsummed, Weight
 
-if TYPE_CHECKING:
-    from .kv_scales import KVScales
+HeadNorms = tuple[()] | tuple[Tensor, Tensor, float]
+"""Weights of the norms of queries' and of keys' heads, and their epsilon; nothing where heads have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +218,22 @@ class FusedStack:
         wanted: Wanted | None,
     ) -> Tensor:
         """Attention of all tokens ``[T, H, d]``, or of those that are wanted."""
-        if layer.kv_scales is None:
-            return self._attend_to(layer, qkv, rotation, context, wanted, layer.q_norm, layer.k_norm)
-        q_norm, k_norm = layer.q_norm, layer.k_norm
-        if isinstance(qkv, Tensor) and q_norm is None:
-            scaled: Tensor | Sequence[Tensor] = layer.kv_scales.joined(qkv)
-        else:  # heads are normalised before they are divided
-            parts = self._parts(qkv)
-            if q_norm is not None and k_norm is not None:
-                parts = [q_norm(parts[0]), k_norm(parts[1]), parts[2]]
-            scaled = [part.flatten(-2) for part in layer.kv_scales.before(*parts)]
-        return layer.kv_scales.after(self._attend_to(layer, scaled, rotation, context, wanted, None, None))
+        scales, q_norm, k_norm = layer.kv_scales, layer.q_norm, layer.k_norm
+        norms: HeadNorms = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
+        if scales is None:
+            return self._attend_to(layer, qkv, rotation, context, wanted, norms)
+        if isinstance(qkv, Tensor) and not norms:
+            scaled: Tensor | Sequence[Tensor] = scales.joined(qkv)
+        else:
+            q, k, v = self._parts(qkv)
+            if norms and self._fusions.rotary_write:  # in its one kernel, which rounds once as it does without scales
+                norms, v = (*scales.norms(*norms[:2]), norms[2]), scales.of_values(v)
+            else:  # heads are normalised before they are divided
+                if q_norm is not None and k_norm is not None:
+                    q, k, norms = q_norm(q), k_norm(k), ()
+                q, k, v = scales.before(q, k, v)
+            scaled = [part.flatten(-2) for part in (q, k, v)]
+        return scales.after(self._attend_to(layer, scaled, rotation, context, wanted, norms))
 
     def _parts(self, qkv: Tensor | Sequence[Tensor]) -> list[Tensor]:
         """q ``[T, H, d]``, k and v ``[T, K, d]``."""
@@ -243,22 +249,20 @@ class FusedStack:
         rotation: tuple[Tensor, Tensor],
         context: PagedContext,
         wanted: Wanted | None,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
+        norms: HeadNorms,
     ) -> Tensor:
-        """Rotation, the write to the cache, and attention; ``q_norm`` and ``k_norm``: what heads still need."""
+        """Rotation, the write to the cache, and attention; ``norms``: what heads still need."""
         config = self._config
         q_THd, k_TKd, v_TKd = self._parts(qkv)
         k_cache, v_cache = context.caches(layer.index)
         if self._fusions.rotary_write:
-            head_norm = () if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight, q_norm.eps)
             kept = {} if context.whole is None else {"k_out": k_TKd}
             q_THd = self._ops.rotary_kv_write(
-                q_THd, k_TKd, v_TKd, *rotation, k_cache, v_cache, context.batch, *head_norm, **kept
+                q_THd, k_TKd, v_TKd, *rotation, k_cache, v_cache, context.batch, *norms, **kept
             )
         else:
-            if q_norm is not None and k_norm is not None:
-                q_THd, k_TKd = q_norm(q_THd), k_norm(k_TKd)
+            if norms and layer.q_norm is not None and layer.k_norm is not None:
+                q_THd, k_TKd = layer.q_norm(q_THd), layer.k_norm(k_TKd)
             q_THd, k_TKd = self._ops.rotary(q_THd, k_TKd, *rotation)
             self._ops.kv_cache_write(k_TKd, v_TKd, k_cache, v_cache, context.batch)
         scale, window, how = config.attention_scale, layer.window, layer.scores

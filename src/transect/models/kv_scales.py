@@ -1,12 +1,8 @@
-"""Scales for keys and values in fp8: what a checkpoint says of them, and how a model uses them.
+"""Scales for keys and values in fp8: what a checkpoint says of them, what a text tells, and how a model takes them.
 
-    k' = k / s        q' = q s        v' = v / u        out = u attention(q', k', v')
+What a layer does with its own is in ``layer_kv_scales.py``.
 
-with s and u of a key head, and of the query heads that read it. What is cached in fp8 (e4m3) then fits below 448, and
-small numbers keep their digits. Scales are rounded up to powers of two, so none of these products rounds anything: with
-a cache in another dtype a model's results are the same.
-
-Shapes: L layers, K key heads, H query heads, T tokens, d head size; scales float32 ``[L, 2, K]``, keys' before values'.
+Shapes: L layers, K key heads, T tokens, d head size; scales float32 ``[L, 2, K]``, keys' before values'.
 
 Source: the names are those of vLLM (``self_attn.k_scale`` and ``v_scale``, in older checkpoints ``kv_scale`` for both);
 ``kv_cache_scheme`` of compressed-tensors.
@@ -23,6 +19,7 @@ from torch import Tensor
 
 from .context import VarlenContext
 from .decoder import Decoder, Layer
+from .layer_kv_scales import KVScales, powers_of_two
 from .resolve import ModelSource
 from .weights_hf import listing
 
@@ -31,41 +28,6 @@ MOST = 448.0
 ROOM = 2.0
 """How much larger than in the text of a calibration keys and values may be."""
 _PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.kv_scale")
-
-
-class KVScales:
-    """The scales ``[2, K]`` of one layer, on the device and in the dtype of its keys.
-
-    Attributes:
-        keys, values: the powers of two, float32 ``[K]``.
-    """
-
-    def __init__(self, scales: Tensor, heads: int, device: torch.device, dtype: torch.dtype) -> None:
-        keys, values = self.keys, self.values = powers_of_two(scales).contiguous()
-        queries, self._out = (
-            each.repeat_interleave(heads // len(each)).to(device, dtype)[:, None] for each in (keys, values)
-        )
-        keys, values = (each.reciprocal().to(device, dtype)[:, None] for each in (keys, values))
-        self._apart = queries, keys, values
-        self._joined = torch.cat(self._apart)
-
-    def before(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention reads and the cache keeps."""
-        q, k, v = (x * factor for x, factor in zip((q_THd, k_TKd, v_TKd), self._apart, strict=True))
-        return q, k, v
-
-    def joined(self, qkv_TE: Tensor) -> Tensor:
-        """``before`` of one projection ``[T, (H + 2 K) d]``; before or after the rotation, which is linear."""
-        return (qkv_TE.unflatten(-1, (len(self._joined), -1)) * self._joined).flatten(-2)
-
-    def after(self, out_THd: Tensor) -> Tensor:
-        """What attention of these gives for the true values."""
-        return out_THd * self._out
-
-
-def powers_of_two(scales: Tensor) -> Tensor:
-    """The next power of two of each."""
-    return torch.exp2(torch.ceil(torch.log2(scales.float())))
 
 
 def read_scales(directory: Path, layers: int, kv_heads: int) -> Tensor | None:

@@ -8,8 +8,9 @@ Ranks, for serving and training alike:
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
 * ``mesh.py``: ``Mesh``, the ranks of a world in a layout; ``group.py``: ``Group``, the ranks along one axis, and their
   collectives
-* ``shared_memory.py``: ``SharedMemory``, which the GPUs of a group read and write; ``peer_sums.py``: sums by kernels of
-  our own through it, where those are quicker than NCCL; ``spread_logits.py``: logits that are drawn from where they are
+* ``shared_memory.py``: memory that the GPUs of a group read and write; ``peer_sums.py``: sums by kernels of our own
+  through it; ``shared_sums.py``: makes them, and finds where they are quicker than NCCL; ``spread_logits.py``: logits
+  that are drawn from where they are
 
 A model on them:
 

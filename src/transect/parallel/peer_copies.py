@@ -26,9 +26,10 @@ from torch import Tensor
 
 from ..ops.comm.add_twice import BLOCK, add_twice
 from ..ops.comm.copy_engine import Copies, EngineCopies
+from ..ops.comm.peer_memory import SharedMemory
 from .copy_memory import ALIGN, CHUNK_BYTES, MOST_RANKS, SIGNALS, SLOTS, memory_bytes, part_bytes
 from .group import Group
-from .shared_memory import SharedMemory, shared_memory
+from .shared_memory import free_memory, shared_memory
 from .world import World
 
 ARRIVED, SUMMED, FREE = range(3)
@@ -212,5 +213,5 @@ def engine_copies(world: World, memory: SharedMemory, signals: int) -> EngineCop
     reason = next((each for each in world.exchange(reason) if each is not None), None)
     if reason is None:
         return copies
-    memory.free(world)
+    free_memory(world, memory)
     return reason

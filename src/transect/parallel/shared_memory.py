@@ -1,36 +1,17 @@
-"""``SharedMemory``: memory on every GPU of a group that all its ranks can read and write; made by ``shared_memory``."""
+"""``shared_memory``: memory on every GPU of a group that all its ranks can read and write."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from ..ops.comm.peer_memory import PeerMemory
+from ..ops.comm.peer_memory import PeerMemory, SharedMemory
 from ..ops.registry import Unavailable
 from .group import Group
 from .world import World
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemory:
-    """One piece on each rank of a group.
-
-    Attributes:
-        addresses: of all ranks' pieces, in the order of the group, as this process sees them.
-        own: this rank's.
-    """
-
-    addresses: list[int]
-    own: PeerMemory
-
-    def free(self, world: World) -> None:
-        """Give it back. Every rank of the world calls this, when nobody uses it any more."""
-        torch.cuda.synchronize()
-        _free(world, self.addresses, self.own)
 
 
 def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None = None) -> SharedMemory | str:
@@ -67,6 +48,12 @@ def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None =
         return SharedMemory(opened, made)
     _free(world, opened, made)
     return reason
+
+
+def free_memory(world: World, memory: SharedMemory) -> None:
+    """Give it back. Every rank of the world calls this, when nobody uses it any more."""
+    torch.cuda.synchronize()
+    _free(world, memory.addresses, memory.own)
 
 
 def _free(world: World, opened: Sequence[int], made: PeerMemory | None) -> None:

@@ -9,7 +9,7 @@ from ..ops.comm.peer_memory import memory_at
 from ..ops.sampling.sampling import GROUP, Spread
 from .group import Group
 from .shards import vocabulary_share
-from .shared_memory import shared_memory
+from .shared_memory import free_memory, shared_memory
 from .world import World
 
 
@@ -24,7 +24,7 @@ def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torc
     held = world.logits.get(group.ranks)
     if held is not None and held.own.nbytes < nbytes:
         del world.logits[group.ranks]
-        held.free(world)
+        free_memory(world, held)
         held = None
     if held is None:
         made = shared_memory(world, group, nbytes)

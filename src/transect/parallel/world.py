@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from ..ops.comm.peer_memory import SharedMemory
     from .peer_sums import PeerSums
-    from .shared_memory import SharedMemory
 
 T = TypeVar("T")
 

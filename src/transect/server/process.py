@@ -213,6 +213,7 @@ async def _serve(
         access_log=False,
         log_config=None,
         server_header=False,
+        timeout_keep_alive=options.keep_alive_s,
         timeout_graceful_shutdown=int(SETTLE_S),
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,

@@ -81,6 +81,7 @@ class ServerOptions:
         max_prompts: prompts in one completions request.
         max_connections: clients connected at the same time; None for what the limit of open files allows.
         receive_timeout_s: seconds in which the head of a request must arrive, and the beginning of its body.
+        keep_alive_s: seconds that a connection without a request stays open after an answer.
         allowed_origins, allowed_methods, allowed_headers, allow_credentials: what web pages of other origins may do
             (CORS); ``*`` is all.
         root_path: where a proxy shows this server: ``/llm``.
@@ -97,6 +98,7 @@ class ServerOptions:
     max_prompts: int = 256
     max_connections: int | None = None
     receive_timeout_s: float = 20.0
+    keep_alive_s: int = 5
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -124,6 +126,8 @@ class ServerOptions:
             raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
         if not self.receive_timeout_s > 0:
             raise ValueError(f"receive_timeout_s must be above 0, got {self.receive_timeout_s}")
+        if self.keep_alive_s < 0:
+            raise ValueError(f"keep_alive_s must be 0 or more, got {self.keep_alive_s}")
         shape_of(None, self.tool_call_parser)
         thoughts_of(self.reasoning_parser)
         if self.otlp_traces_endpoint is not None:

@@ -25,8 +25,8 @@
   ``identity.py``: what a run is of, compared when it goes on.
 * ``best.py``: the best checkpoint, and early stopping. ``samples.py``: answers while training.
 * ``export.py``: adapters and merged models for other programs; ``quantize.py``: models in fewer bits.
-* ``crew.py``: the ranks that train together, as the loop sees them; ``follow.py``: how they are started, and what all
-  but the first do.
+* ``crew.py``: the ranks that train together, as the loop sees them; ``share.py``: their parts of an evaluation;
+  ``follow.py``: how they are started, and what all but the first do.
 * ``flops.py``: useful FLOPs, for MFU. ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them.
   ``trackers.py``: Weights & Biases, MLflow. ``sweep.py``: runs over a grid of settings.
 """

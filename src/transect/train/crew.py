@@ -22,7 +22,7 @@ from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.load import fill
 from ..models.stored import StoredWeights
-from ..parallel.layout import check_shares
+from ..parallel.layout import Place, check_shares
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, ParallelPlan, parallelize
 from ..parallel.pipeline import Pipeline
@@ -38,6 +38,7 @@ from .config.parallel import ParallelConfig
 from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
 from .optim import Offload, OneBitAdam, Optimizer
+from .share import Share, Sums
 
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -122,6 +123,7 @@ class Crew:
             tiles=parallel.tiles,
             device=trainable.device,
         )
+        trainable.moment.slice = self.mesh.place.context
         found = self.parallel = parallelize(trainable.model, self.mesh, plan, trainable.weights)
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found, weights=None)
 
@@ -326,6 +328,21 @@ class Crew:
             return "one of a forward pass, which no rank keeps (a run on one rank looks for it)"
         _, what, rank = min(found)
         return what if all(each == mine for each in everybody) else f"{what}, on rank {rank}"
+
+    def share(self) -> Share:
+        """This rank's part of validation data."""
+        layout = self.config.parallel.layout
+        if self.world is None or layout.data == 1:
+            return Share()
+        assert self.mesh is not None
+        world, firsts = self.world, [layout.rank(Place(data, 0, 0)) for data in range(layout.data)]
+
+        def everybody(mine: Sums) -> list[Sums]:
+            self.at("the sums of the evaluation")
+            found = world.exchange(mine)
+            return [found[rank] for rank in firsts]
+
+        return Share(self.mesh.place.data, layout.data, everybody, lambda n: self.at(f"batch {n} of the evaluation"))
 
     def mean(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
         """The mean of each number over the ranks that have it; all ask together."""

@@ -17,6 +17,7 @@ import csv
 import gzip
 import io
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,9 @@ class DataFile:
                 header = reader.fieldnames
                 if not header or len(set(header)) < len(header):
                     raise ValueError(f"{self.path} needs a first line that names each column once")
+                if len(header) == 1 and (mark := re.search(r"[;,\t]", header[0])):
+                    how = "save it with commas between them as .csv, or with tabs as .tsv"
+                    raise ValueError(f"{self.path} has {mark[0]!r} between its columns: {how}")
                 for row in reader:
                     uneven = None in row or None in row.values()
                     bad = ValueError(f"the row has another number of fields than the {len(header)} of the header")

@@ -17,6 +17,7 @@ from ..ops.registry import Unavailable, get
 from ..parallel.parallelize import Parallel
 from ..parallel.pipeline import Piece
 from .batches import IGNORE, Batch, padded
+from .share import WHOLE, Share
 
 log = logging.getLogger(__name__)
 
@@ -79,13 +80,15 @@ def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0)
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, batches: Iterable[Batch], loss: TokenLoss, parallel: Parallel | None = None
+    model: Decoder, batches: Iterable[Batch], loss: TokenLoss, parallel: Parallel | None = None, share: Share = WHOLE
 ) -> tuple[float, int]:
-    """Mean loss in nats over all labels of the batches, and how many labels that is."""
+    """Mean loss in nats over all labels of the batches, and how many labels that is; ``share``: what this rank computes
+    of them."""
     total, count = 0.0, 0
     device = model.norm.weight.device
-    for batch in batches:
-        if batch.num_labels:
-            total += float(batch_loss(model, batch.to(device), loss, parallel)) * batch.num_labels
+    for batch, counts in share.of(batch for batch in batches if batch.num_labels):
+        found = float(batch_loss(model, batch.to(device), loss, parallel))
+        if counts:
+            total += found * batch.num_labels
             count += batch.num_labels
-    return total / max(count, 1), count
+    return share.means({"loss": (total, count)})["loss"]

@@ -280,8 +280,8 @@ class Trainer:
         return self.objective.loss(batch)
 
     def evaluate(self) -> EvalRecord | None:
-        """The validation loss; None without validation data."""
-        found = self.objective.evaluate()
+        """The validation loss; None without validation data. All ranks call it."""
+        found = self.objective.evaluate(self.crew.share())
         if found is None:
             return None
         bits = found.loss * found.labels / math.log(2) / found.bytes if found.bytes else None

@@ -7,6 +7,7 @@ import torch
 
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
+from transect.models.resolve import resolve
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,8 +29,12 @@ def conversation(model: str, device: str) -> list[str]:
     return [message["content"] for message in messages if message["role"] == "assistant"]
 
 
-def test_the_same_text_as_on_the_processor(smollm2):
-    expected = conversation(str(smollm2.path), "cpu")
-    found = conversation(str(smollm2.path), "cuda")
+def test_the_same_text_as_on_the_processor():
+    try:
+        model = str(resolve("smollm2-135m").path)
+    except ValueError as error:  # machines with a GPU may have no network
+        pytest.skip(f"smollm2-135m cannot be had here: {error}")
+    expected = conversation(model, "cpu")
+    found = conversation(model, "cuda")
     print("\n".join(expected))
     assert found == expected and all(len(text) > 10 for text in found)

@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
-SETTINGS = {"max_num_seqs": 8, "max_model_len": 96, "num_kv_blocks": 64, "seed": 3}
+SETTINGS = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "max_model_len": 96, "num_kv_blocks": 64, "seed": 3}
 PROMPTS = [[5, 6, 7], list(range(20, 70)), [9] * 33, [1, 2]]
 PARAMS = [SamplingParams(temperature=float(i % 2), seed=i, max_tokens=16, ignore_eos=True) for i in range(4)]
 

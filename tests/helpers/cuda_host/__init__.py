@@ -42,6 +42,7 @@ LAUNCH_FAILURE = 719
 STATEMENT = re.compile(r"\basm(?: volatile)?\(")
 
 
+INCLUDED = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 LITERAL = re.compile(r'"(?:\\.|[^"\\])*"')
 
 
@@ -74,13 +75,15 @@ def _strings(text: str) -> str:
 
 def _operands(text: str) -> list[str]:
     """``"r"(a), "=f"(b)`` -> a, b."""
-    return [re.sub(r'^"[^"]*"\((.*)\)$', r"\1", each) for each in _fields(text + ")", 0, ",")[0] if each]
+    return [
+        re.sub(r'^"[^"]*"\((.*)\)$', r"\1", each, flags=re.DOTALL) for each in _fields(text + ")", 0, ",")[0] if each
+    ]
 
 
 def calls(template: str, operands: list[str]) -> str:
     """The lines of an asm statement as C++: instructions are calls of ``ptx``, registers variables, labels labels. An
     instruction that ``ptx.h`` does not have fails when it is run."""
-    kinds = {"pred": "bool", "u16": "uint16_t", "b16": "uint16_t", "b32": "uint32_t"}
+    kinds = {"pred": "bool", "u16": "uint16_t", "b16": "uint16_t", "b32": "uint32_t", "b64": "uint64_t"}
     done = []
     for line in re.split(r"[;\n]", template.strip().removeprefix("{").removesuffix("}")):
         line = line.strip()
@@ -123,13 +126,15 @@ def _run(command: list[str], text: str) -> str:
 @cache
 def library(name: str, instead: tuple[str, str] | None = None, *options: str) -> ctypes.CDLL:
     """``NAME.cu`` on this processor, kept in the user's cache; skips the test where there is no ``g++``. ``instead``: a
-    piece of the source, and what stands there instead. ``options``: of the preprocessor."""
+    piece of the source, or of headers beside it, and what stands there instead. ``options``: of the preprocessor."""
     compiler = shutil.which("g++")
     if compiler is None or sys.platform != "linux":
         pytest.skip("needs g++ on Linux")
     main = source(f"{name}.cu")
     text = main.read_text()
     if instead is not None:
+        if instead[0] not in text:  # a header beside it has the piece
+            text = INCLUDED.sub(lambda found: (main.parent / found[1]).read_text(), text)
         assert text.count(instead[0]) == 1, instead[0]
         text = text.replace(*instead)
     included = [path.read_text() for folder in (SOURCES, HEADERS) for path in sorted(folder.rglob("*.*h"))]

@@ -79,6 +79,14 @@ inline unsigned __reduce_max_sync(unsigned mask, unsigned v) {
   return v;
 }
 
+inline unsigned __ballot_sync(unsigned mask, bool v) {
+  const bool* all = machine::exchanged(mask, v);
+  unsigned found = 0;
+  for (int l = 0; l < 32; l++) found |= (mask >> l & 1 && all[l]) ? 1u << l : 0;
+  return found;
+}
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+
 inline void __threadfence() {}
 [[noreturn]] inline void __trap() { machine::fail("a trap"); }
 inline unsigned atomicAdd(unsigned* at, unsigned v) {
@@ -123,7 +131,10 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* found, F, const cudaLaunchConfig
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
-  const bool done = machine::run(config->gridDim, config->blockDim, config->dynamicSmemBytes,
+  unsigned cluster = 1;
+  for (int i = 0; i < config->numAttrs; i++)
+    if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
+  const bool done = machine::run(config->gridDim, config->blockDim, config->dynamicSmemBytes, cluster,
                                  [=] { kernel(arguments...); });
   return done ? cudaSuccess : cudaErrorLaunchFailure;
 }

@@ -88,6 +88,8 @@ struct Copy {
 
 struct Launch {
   dim3 grid, threads;
+  unsigned cluster;                  // blocks of one
+  std::map<unsigned, Meeting> clusters;
   std::function<void()> kernel;
   std::vector<std::unique_ptr<Block>> blocks;
   std::vector<std::unique_ptr<Fiber>> fibers;
@@ -203,6 +205,20 @@ inline void come(Meeting& meeting, int expected) {
 
 inline void all_threads() { come(now->block->all, now->block->alive); }
 
+// Block ``rank`` of the cluster of the thread that runs.
+inline Block& of_cluster(unsigned rank) {
+  if (rank >= launch->cluster) fail("block " + std::to_string(rank) + " of a cluster of " + std::to_string(launch->cluster));
+  Block& block = *launch->blocks[now->block->index.x / launch->cluster * launch->cluster + rank];
+  if (!block.alive) fail("it reaches into the shared memory of a block that has ended");
+  return block;
+}
+
+inline void all_threads_of_cluster() {
+  int alive = 0;
+  for (unsigned rank = 0; rank < launch->cluster; rank++) alive += of_cluster(rank).alive;
+  come(launch->clusters[now->block->index.x / launch->cluster], alive);
+}
+
 inline int lane() { return now->index.x % 32; }
 
 // The letters of ``count`` threads to each other; they may be read until the same threads have met twice again.
@@ -242,8 +258,9 @@ inline void begin() {
 }
 
 // Runs it; false: ``said`` says why not.
-inline bool run(dim3 grid, dim3 threads, uint32_t dynamic, std::function<void()> kernel) {
+inline bool run(dim3 grid, dim3 threads, uint32_t dynamic, unsigned cluster, std::function<void()> kernel) {
   Launch own;
+  own.cluster = cluster;
   own.grid = grid, own.threads = threads, own.kernel = kernel;
   said.clear();
   const int count = own.alive = grid.x * threads.x;

@@ -29,7 +29,13 @@ void ld_shared_v4_u32(T& a, T& b, T& c, T& d, uint32_t from) {
   const uint32_t* at = (const uint32_t*)shared(from, 16, 16);
   a = at[0], b = at[1], c = at[2], d = at[3];
 }
+template <typename T>
+void ld_shared_f32(T& to, uint32_t from) { to = *(float*)shared(from, 4, 4); }
+inline void max_u16x2(uint32_t& to, uint32_t a, uint32_t b) {
+  to = std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
+}
 inline void st_shared_f32(uint32_t to, float v) { *(float*)shared(to, 4, 4) = v; }
+inline void st_shared_u32(uint32_t to, uint32_t v) { *(uint32_t*)shared(to, 4, 4) = v; }
 inline void st_shared_v2_f32(uint32_t to, float a, float b) {
   float* at = (float*)shared(to, 8, 8);
   at[0] = a, at[1] = b;
@@ -53,10 +59,26 @@ template <typename T>
 void ld_acquire_gpu_global_s32(T& to, const int* from) { ld_acquire_gpu_global_u32(to, (const unsigned*)from); }
 template <typename T>
 void ld_acquire_gpu_global_u32(T& to, const int* from) { ld_acquire_gpu_global_u32(to, (const unsigned*)from); }
+template <typename T>
+void ld_relaxed_gpu_global_u32(T& to, const unsigned* from) { to = *from; }
+inline void red_release_gpu_global_add_u32(unsigned* at, unsigned v) {
+  machine::release(at);
+  *at += v;
+}
 inline void st_release_gpu_global_s32(int* to, int v) {
   machine::release(to);
   *to = v;
 }
+
+// Words that one thread writes and others read until they are there.
+template <typename T>
+void ld_relaxed_gpu_global_v4_u32(T& a, T& b, T& c, T& d, const uint32_t* from) {
+  machine::spin();
+  machine::acquire((void*)from);
+  a = from[0], b = from[1], c = from[2], d = from[3];
+}
+inline void st_relaxed_gpu_global_u16(char* to, uint16_t v) { *(uint16_t*)to = v; }
+inline void st_relaxed_gpu_global_u32(char* to, uint32_t v) { *(uint32_t*)to = v; }
 
 // Barriers of threads, barriers that count, and the copy engine.
 
@@ -75,6 +97,24 @@ inline void mbarrier_arrive_expect_tx_shared__cta_b64(uint32_t barrier, int byte
   machine::turn_if_complete(*machine::now->block, barrier);
 }
 inline void mbarrier_arrive_shared__cta_b64(uint32_t barrier) { mbarrier_arrive_expect_tx_shared__cta_b64(barrier, 0); }
+
+// Places in another block of the cluster: its rank stands above the address.
+template <typename T>
+void mapa_shared__cluster_u32(T& to, uint32_t address, int rank) { to = address | (uint32_t)rank << 24; }
+inline void mbarrier_arrive_shared__cluster_b64(uint32_t at) {
+  const uint32_t barrier = at & 0xFFFFFF;
+  shared(barrier, 8, 8);
+  machine::Block& block = machine::of_cluster(at >> 24);
+  machine::Barrier* b = machine::barrier_at(block, barrier);
+  if (!b->missing) machine::fail("more arrivals than a barrier counts");
+  b->missing--;
+  machine::turn_if_complete(block, barrier);
+}
+
+// All threads of a cluster meet where they wait: none does anything between its arrival and that.
+inline void barrier_cluster_arrive_relaxed_aligned() {}
+inline void barrier_cluster_wait_aligned() { machine::all_threads_of_cluster(); }
+
 inline void mbarrier_try_wait_parity_shared__cta_b64(bool& done, uint32_t barrier, int parity) {
   machine::Barrier* b = (machine::Barrier*)shared(barrier, 8, 8);
   done = b->phase != (unsigned)parity;
@@ -92,6 +132,15 @@ inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(ui
   machine::launch->copies.push_back({machine::now->block, to, barrier, (const unsigned char*)from, {}, bytes});
 }
 
+inline void cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
+    uint32_t to, const void* from, int bytes, uint32_t barrier, uint64_t) {
+  cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(to, from, bytes, barrier);
+}
+inline void cp_async_bulk_prefetch_L2_global(const void* from, int bytes) {
+  if (bytes <= 0 || bytes % 16 || (uintptr_t)from % 16) machine::fail("a bulk prefetch that is not of whole 16 bytes");
+  machine::readable(from, bytes);
+}
+
 // A tensor map describes rows of bytes; the only swizzle is that of 128 bytes, of boxes as wide.
 struct TensorMap {
   const unsigned char* from;
@@ -103,8 +152,9 @@ struct TensorMap {
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 inline void prefetch_tensormap(const void*) {}
 
-inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
-    uint32_t to, const void* map, int x, int y, uint32_t barrier, uint64_t) {
+// To the same place in those blocks of the cluster whose bits ``blocks`` has.
+inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster_L2__cache_hint(
+    uint32_t to, const void* map, int x, int y, uint32_t barrier, uint16_t blocks, uint64_t) {
   const TensorMap& m = *(const TensorMap*)map;
   std::vector<unsigned char> bytes(m.box[0] * m.box[1]);
   if (m.box[0] != 128) machine::fail("a box that is not 128 bytes wide");
@@ -114,10 +164,21 @@ inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx
       const bool inside = column < m.sizes[0] && row < m.sizes[1];  // below 0 is above all sizes
       bytes[swizzled(to + r * 128 + i) - to] = inside ? m.from[row * m.stride + column] : 0;
     }
-  memset(shared(to, bytes.size(), 1024), machine::kSpoilt, bytes.size());
-  shared(barrier, 8, 8);
+  shared(to, bytes.size(), 1024), shared(barrier, 8, 8);
   const int count = bytes.size();
-  machine::launch->copies.push_back({machine::now->block, to, barrier, nullptr, std::move(bytes), count});
+  for (int rank = 0; blocks >> rank; rank++) {
+    if (!(blocks >> rank & 1)) continue;
+    machine::Block& block = machine::of_cluster(rank);
+    memset(block.memory + to, machine::kSpoilt, count);
+    machine::launch->copies.push_back({&block, to, barrier, nullptr, bytes, count});
+  }
+}
+
+inline void cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
+    uint32_t to, const void* map, int x, int y, uint32_t barrier, uint64_t policy) {
+  const int rank = machine::now->block->index.x % machine::launch->cluster;
+  cp_async_bulk_tensor_2d_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster_L2__cache_hint(
+      to, map, x, y, barrier, 1 << rank, policy);
 }
 
 // Launches that depend on each other: here the launch before has ended.
@@ -128,6 +189,7 @@ inline void griddepcontrol_launch_dependents() {}
 // Numbers.
 
 inline void mov_b32(uint16_t& low, uint16_t& high, uint32_t both) { low = both, high = both >> 16; }
+inline void mov_b64(uint64_t& both, uint32_t low, uint32_t high) { both = (uint64_t)high << 32 | low; }
 template <typename T>
 void mov_b32(T& to, uint32_t from) { to = from; }
 template <typename T>
@@ -156,6 +218,13 @@ void fma_rn_bf16x2(T& to, uint32_t a, uint32_t b, uint32_t c) {
 template <typename T>
 void mul_rn_bf16x2(T& to, uint32_t a, uint32_t b) {
   of_brains(to, [=](int i) { return brain_of(a, i) * brain_of(b, i); });
+}
+template <typename T>
+void ldmatrix_sync_aligned_m8n8_x4_shared_b16(T& a, T& b, T& c, T& d, uint32_t from) {
+  const uint32_t* rows = machine::exchanged(0xFFFFFFFFu, from);
+  T* to[4] = {&a, &b, &c, &d};
+  for (int i = 0; i < 4; i++)
+    *to[i] = ((const uint32_t*)shared(rows[i * 8 + machine::lane() / 4], 16, 16))[machine::lane() % 4];
 }
 template <typename T>
 void movmatrix_sync_aligned_m8n8_trans_b16(T& to, uint32_t v) {
@@ -203,6 +272,11 @@ TRANSECT_MMA(mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, float, 2, brai
 // Products of a warpgroup: 64 rows by 16 k in registers, times N rows of swizzled lines of 128 bytes in shared memory.
 // Here they are done at once.
 
+template <typename T>
+void setmaxnreg_inc_sync_aligned_u32(T) {}
+template <typename T>
+void setmaxnreg_dec_sync_aligned_u32(T) {}
+
 inline void wgmma_fence_sync_aligned() {}
 inline void wgmma_commit_group_sync_aligned() {}
 inline void wgmma_wait_group_sync_aligned(int) {}
@@ -249,5 +323,6 @@ TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n16k16_f32_bf16_bf16, 16)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n32k16_f32_bf16_bf16, 32)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n64k16_f32_bf16_bf16, 64)
 TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n128k16_f32_bf16_bf16, 128)
+TRANSECT_WGMMA(wgmma_mma_async_sync_aligned_m64n256k16_f32_bf16_bf16, 256)
 
 }  // namespace ptx

@@ -143,15 +143,14 @@ def test_parts_of_other_kinds_are_no_matrix_for_it():
     assert not stacked.biased and stacked.chain([q]) is None
 
 
-@pytest.mark.parametrize(("block_type", "asked"), [("Q6_K", False), ("Q6_K", True), ("Q4_K", False)])
-def test_experts_in_types_that_no_gpu_ran_are_decoded_where_it_is_asked_for(monkeypatch, block_type, asked):
-    layouts = (("mlp.experts_down", Layout("gguf", block_type=block_type)),)
-    weight = kinds_for(None, "cpu", layouts=layouts, grouped_blocks=asked)("mlp.experts_down")(32, 256, ops=None)
+def test_experts_of_whole_sixteens_are_decoded_in_the_grouped_product(monkeypatch):
+    layouts = (("mlp.experts_down", Layout("gguf", block_type="Q6_K")),)
+    weight = kinds_for(None, "cpu", layouts=layouts)("mlp.experts_down")(32, 256, ops=None)
     monkeypatch.setattr(gguf_blocks, "runs_triton", lambda x: True)
     monkeypatch.setattr(Weight, "grouped", lambda *given: "rebuilt")
     monkeypatch.setattr(gguf_blocks.grouped_blocks, "triton_grouped_blocks", lambda *given: "decoded")
-    decoded = asked or block_type == "Q4_K"
-    assert weight.grouped(SimpleNamespace(is_cuda=True), range(3)) == ("decoded" if decoded else "rebuilt")
+    x = SimpleNamespace(is_cuda=True)
+    assert weight.grouped(x, range(3)) == "decoded" and weight.grouped(x, range(5)) == "rebuilt"
 
 
 def test_it_is_off_where_it_is_not_asked_for():

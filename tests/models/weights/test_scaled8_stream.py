@@ -1,7 +1,6 @@
 """A layer's products in 8 bits on the residual stream, for more rows than norms can be part of products."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +21,6 @@ from transect.ops.norm import rms_norm
 from transect.ops.opset import resolve_ops
 
 FORMATS = {"fp8": (True, False), "int8": (False, False), "blocks": (True, True)}
-ROUNDING = SimpleNamespace(rounding_norms=True)
-"""``StreamProducts``, as far as matrices in 8 bits look at it."""
 D, FFN = (128, 256) if torch.cuda.is_available() else (32, 48)
 
 
@@ -117,7 +114,7 @@ TINY = ModelConfig("llama", 61, 32, 2, 2, 1, 16, 48, 64)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU with its own kernels, below")
 def test_a_step_of_prompts_on_the_stream(monkeypatch):
-    ops = replace(resolve_ops("cpu"), stream_products=ROUNDING)
+    ops = replace(resolve_ops("cpu"), stream_products=object())
     model = model_in_int8(TINY, ops, Products8(object(), scaled8_tiles.Tiles8()), "cpu")
     compare_steps(model, monkeypatch, lambda w, _: Stream8(w._products.few, w._products.many, w), 19, 17)
 
@@ -126,7 +123,7 @@ def test_a_step_of_prompts_on_the_stream(monkeypatch):
 @pytest.mark.parametrize(("tokens", "wanted"), [(40, 1), (300, 200)])
 def test_a_step_of_prompts_on_a_gpu(monkeypatch, tokens, wanted):
     few = loaded(scaled8_rows.CudaRows8)
-    ops = replace(gpu_ops(torch.device("cuda")), stream_products=ROUNDING)
+    ops = gpu_ops(torch.device("cuda"))
     config = replace(TINY, dim=1024, n_heads=8, n_kv_heads=2, head_dim=128, ffn_dim=2048)
     model = model_in_int8(config, ops, Products8(few, scaled8_tiles.Tiles8(dependent_launch=True), True), "cuda")
     compare_steps(model, monkeypatch, Scaled8.stream_product, tokens, wanted)
@@ -142,7 +139,7 @@ def test_on_a_gpu(name, m):
 
 def test_products_of_several_kinds_are_not_on_one_stream():
     kinds = [layer(name, Products8(object(), scaled8_tiles.Tiles8(), True), "meta")[0] for name in FORMATS]
-    assert len({weight.stream_product(ROUNDING).leaves for weight in kinds}) == 3
-    stream = kinds[0].stream_product(SimpleNamespace(rounding_norms=False))
+    assert len({weight.stream_product(object()).leaves for weight in kinds}) == 3
+    stream = layer("fp8", Products8(object(), None, True), "meta")[0].stream_product(object())
     x = torch.empty(17, 128, dtype=torch.bfloat16, device="meta")
     assert stream.takes(x[:16], []) and not stream.takes(x, [])

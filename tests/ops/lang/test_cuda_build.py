@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -151,6 +152,32 @@ def test_each_kind_of_gpu_has_its_own_library(monkeypatch, tmp_path):
     try:
         assert [launch() for launch in launchers] == ["sum for sm_80", "sum for sm_90"]
     finally:
+        cuda._load.cache_clear()
+
+
+def test_what_is_skipped_is_built_in_the_background(monkeypatch, tmp_path):
+    """Once for all launchers of a source. What goes wrong is raised by the first launch."""
+    monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
+    monkeypatch.setattr(cuda, "check", lambda target: None)
+    monkeypatch.setattr(cuda, "_target", lambda: "sm_90")
+    asked, begun = [], threading.Event()
+
+    def build(name, target):
+        asked.append((name, threading.current_thread() is threading.main_thread()))
+        begun.set()
+        raise RuntimeError("it does not compile")
+
+    monkeypatch.setattr(cuda, "build", build)
+    first, second = (cuda.bind("sum", symbol, "") for symbol in ("start", "end"))
+    try:
+        with cuda.skipped():
+            assert first() == second() == first() == 0
+        assert begun.wait(10) and asked == [("sum", False)]
+        with pytest.raises(RuntimeError, match="does not compile"):
+            first()
+        assert asked[1:] == [("sum", True)]
+    finally:
+        cuda._begin.cache_clear()
         cuda._load.cache_clear()
 
 

@@ -31,7 +31,7 @@ BUILDS = [
     for source in sources()
     for target in cuda_build.CUDA_TARGETS
     for costly in [
-        source.name in ("scaled8.cu", "int4_matmul.cu", "gguf_tiles.cu")
+        source.name in ("scaled8.cu", "int4_matmul.cu", "gguf_tiles.cu", "int4_tiles.cu")
         or (source.name, target) == ("small_matmul.cu", "sm_80")
     ]
 ]

@@ -25,7 +25,7 @@ TOKENS, K, EXPERTS, FIRST, HELD, DIM, WIDTH = 9, 2, 6, 2, 2, 24, 20
 @pytest.fixture
 def nothing_is_zero_by_chance():
     """Memory that nobody has written holds NaN."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # some of what torch does on a GPU is not
     assert torch.empty(3).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)

@@ -67,7 +67,7 @@ def test_compiles_without_a_break() -> None:
 @pytest.mark.parametrize("eps", [1e-5, 0.0])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_gradients_of_tiles_of_rows(rows: int, eps: float) -> None:
-    """Of LayerNorm. The last tile is not full, and what it lacks adds nothing, even where a variance of 0 has no
+    """The last tile of LayerNorm is not full, and what it lacks adds nothing, even where a variance of 0 has no
     inverse."""
     grad, x = (sample(9, WIDTH, seed=seed).to(DEVICE) for seed in (0, 1))
     weight = sample(WIDTH, seed=3).to(DEVICE)

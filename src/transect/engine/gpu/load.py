@@ -75,9 +75,7 @@ def load(
         whole_prompts=tricks["whole_prompts"],
         fine_rows=tricks["fine_rows"],
         copy_kernels=tricks["copy_kernels"],
-        gathered_keys=tricks["gathered_keys"],
         chained_blocks=chained,
-        grouped_blocks=config.gpu.grouped_blocks,
         quantization=config.quantization,
         layouts=setup.layouts,
         cache_dtype=setup.cache_dtype,
@@ -104,7 +102,6 @@ def load(
             dependent_launch=config.gpu.dependent_launch,
             layouts=setup.layouts,
             chained_blocks=chained,
-            grouped_blocks=config.gpu.grouped_blocks,
         ),
         stream=setup.stream,
     )

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...models.config import ModelConfig
 from ...models.decoder import Decoder
-from ...ops.attention.paged.batch import KEY_TILE
-from ...ops.attention.paged.gathered import MOST_BYTES, room_bytes
 from ...parallel.experts import meeting
 from ...parallel.mesh import Mesh
 from ..batch import Draw, ScheduledBatch, ScheduledRow
@@ -27,7 +24,7 @@ class Measured(NamedTuple):
     tables: int
     """Bytes of a runner's tables: the inputs of its steps."""
     largest_step: int
-    """Activations and logits, and copies of keys."""
+    """Activations and logits."""
 
 
 def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
@@ -40,17 +37,7 @@ def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
     peak = torch.cuda.max_memory_allocated(setup.device) - held - tables
     del runner
     torch.cuda.empty_cache()
-    return Measured(tables, peak + copied_keys(setup, model.config))
-
-
-def copied_keys(setup: Setup, config: ModelConfig) -> int:
-    """Bytes that a layer's keys and values take at the most where a step lays them side by side, which the steps that
-    are run here, of short prompts, do not. ``config``: of this rank's part of the model."""
-    if not setup.tricks["gathered_keys"]:
-        return 0
-    longest, rows = setup.limits["max_model_len"], setup.limits["max_num_seqs"]
-    places = rows * -(-longest // KEY_TILE) * KEY_TILE
-    return min(MOST_BYTES, room_bytes(places, config.n_kv_heads, config.head_dim))
+    return Measured(tables, peak)
 
 
 def trial_runner(

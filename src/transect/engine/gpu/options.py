@@ -19,19 +19,10 @@ class GPUOptions:
         prompt_attention: prompts that a step holds from their first token on attend to keys that are not in the cache's
             pages (not where ``EngineConfig.deterministic``).
         prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
-        gathered_keys: in steps of 1,024 tokens and more, prompts whose beginning is in the cache attend to a copy of
-            their keys that lie side by side (Hopper; quicker for heads of 128 in one run, but not yet timed in turns
-            with keys in pages nor under load, so only where it is asked for).
         chained_blocks: a step of one request on a model held in blocks of a GGUF file multiplies in whole numbers, the
-            four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``; it has
-            not run on a GPU yet, so only where it is asked for).
-        grouped_blocks: experts of a GGUF file in types other than Q4_0, Q4_1, Q4_K and MXFP4 are decoded in the grouped
-            product, as those are; without it all experts of such a matrix are rebuilt for each product (it has not run
-            on a GPU yet, so only where it is asked for).
-        rounding_norms: with matrices in fp8 or int8 and more than 16 rows, one kernel adds the residual, normalises and
-            rounds, and another gates and rounds (Hopper; it has not run on a GPU yet, so only where it is asked for).
+            four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``).
         streamed_sinks: decode rows of heads of 64 with sinks (gpt-oss) attend by the kernel that streams the cache on
-            Hopper, not by Triton (it has not run on a GPU yet, so only where it is asked for).
+            Hopper, not by Triton (right on a GPU, but no step of it has been timed, so only where it is asked for).
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
@@ -48,10 +39,7 @@ class GPUOptions:
     device_sampling: bool = True
     prompt_attention: bool = True
     prune_last_layer: bool = True
-    gathered_keys: bool = False
-    chained_blocks: bool = False
-    grouped_blocks: bool = False
-    rounding_norms: bool = False
+    chained_blocks: bool = True
     streamed_sinks: bool = False
     copy_kernels: bool = True
     peer_sums: bool = True

@@ -45,7 +45,7 @@ from .graphs import GraphCache
 from .mask_table import MaskTable
 from .pending_step import PendingStep
 from .step_inputs import Fields, StepLayout
-from .step_plan import StepPlan, StepPlanner, Variant, key_room
+from .step_plan import StepPlan, StepPlanner, Variant
 from .step_ring import RING, StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
 
@@ -68,8 +68,6 @@ class GPURunner:
         graph_tokens: steps with prefill chunks of up to so many tokens are captured too, when one of their size comes
             for the second time; their prompts go through the cache.
         fine_rows: see ``step_sizes.row_bucket``.
-        gathered_keys: steps that are no graph say how much room the keys of their prompts take side by side
-            (``PagedBatch``'s ``key_room``).
         prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
             from (keys and values for all).
         copy_kernels: the copies of inputs and results are kernels of the step, not copies before and after it; None: on
@@ -97,7 +95,6 @@ class GPURunner:
         prune_last_layer: bool = False,
         graph_tokens: int = 0,
         fine_rows: bool = False,
-        gathered_keys: bool = False,
         copy_kernels: bool | None = None,
         pad_tokens: int | None = None,
         fill_masks: MaskFiller = fill_each,
@@ -129,7 +126,6 @@ class GPURunner:
         """See ``Executor``: the newest step, without its draws."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
-        self._gathered_keys = gathered_keys
         # A step with prefill chunks is filled up in two places (see StepPlanner).
         rows = max(FEWEST_ROWS, self._max_draws)
         self._compilations: Callable[[], int] = int
@@ -165,7 +161,6 @@ class GPURunner:
             prune_last_layer=prune_last_layer,
             graph_tokens=graph_tokens,
             fine_rows=fine_rows,
-            gathered_keys=gathered_keys,
             pad_tokens=pad_tokens,
             depth=stages,
         )
@@ -337,9 +332,6 @@ class GPURunner:
             fields.table[:], fields.state[:], fields.mask[:] = self._padding_block, -1, -1
             fields.source[:] = self._planner.token_source(layout)
             plan = StepPlan(layout, True, [], (), Variant(), (), [])._replace(**changes)
-            if self._gathered_keys and not plan.decode and not plan.graph:
-                before = layout.rows if plan.whole is None else plan.whole.row
-                plan = plan._replace(key_room=key_room(np.diff(fields.start)[:before], fields.length[:before]))
             turn, _, _ = self._run(plan, eager)
             if turn is None:
                 self._launch((), partial(self._second_part, plan), plan, eager=True)
@@ -429,7 +421,6 @@ class GPURunner:
             max_query_len=1 if plan.decode else plan.layout.tokens,
             whole=plan.whole,
             chunk_rows=plan.chunk_rows,
-            key_room=plan.key_room,
             wanted=self._wanted(fields) if plan.prune else None,
             positions_T=fields.position,
         )

@@ -137,7 +137,6 @@ def set_up(
         device,
         deterministic=config.deterministic,
         dependent_launch=config.gpu.dependent_launch,
-        rounding_norms=config.gpu.rounding_norms,
         streamed_sinks=config.gpu.streamed_sinks,
     )
     asked, config = repr(config), without_graphs(config, ops, stream)
@@ -193,17 +192,16 @@ def gpu_ops(
     *,
     deterministic: bool = False,
     dependent_launch: bool = True,
-    rounding_norms: bool = False,
     streamed_sinks: bool = False,
 ) -> OpSet:
     """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
-    (Hopper); ``rounding_norms``, ``streamed_sinks``: as in ``GPUOptions``."""
+    (Hopper); ``streamed_sinks``: as in ``GPUOptions``."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
     if streamed_sinks and isinstance(ops.paged_attention, PagedTriton):
         ops = replace(ops, paged_attention=replace(ops.paged_attention, streamed_sinks=True))
     dependent_launch = dependent_launch and has_dependent_launch(device)
     if dependent_launch and not deterministic:
-        ops = replace(ops, stream_products=StreamProducts(device, rounding_norms=rounding_norms))
+        ops = replace(ops, stream_products=StreamProducts(device))
     return with_dependent_launch(ops, dependent_launch)
 
 
@@ -238,7 +236,6 @@ def runner_tricks(
         "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
         "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not shares,
-        "gathered_keys": switches.gathered_keys and hopper,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
         "copy_kernels": switches.copy_kernels and not by_torch(ops),

@@ -44,7 +44,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ...models.context import WholePrompts
-from ...ops.attention.paged.batch import KEY_TILE
 from ..batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
 from .adjust_state import AdjustState
 from .sequence_table import SequenceTable
@@ -84,8 +83,6 @@ class StepPlan(NamedTuple):
     """The last layer computes only what the draws need."""
     chunk_rows: int | None = None
     """Rows of the layout for prompts, before those of one token; None: they stand anywhere."""
-    key_room: int | None = None
-    """See ``PagedBatch``."""
 
 
 class _RaggedShape(NamedTuple):
@@ -108,11 +105,6 @@ class _RaggedShape(NamedTuple):
     NaN.)"""
     graph: bool = False
     chunk_rows: int | None = None
-
-
-def key_room(tokens: np.ndarray, lengths: np.ndarray) -> int:
-    """``PagedBatch``'s ``key_room`` for rows of so many tokens in this step, and in all."""
-    return int((-(-lengths // KEY_TILE) * KEY_TILE)[tokens > 1].sum())
 
 
 def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
@@ -158,7 +150,7 @@ class StepPlanner:
         max_num_seqs: sequences that a step may have.
         max_draws: draws that a step may have.
         inputs_at: where the step's numbers lie on the device, in bytes from the beginning of the arena.
-        whole_prompts, prune_last_layer, graph_tokens, fine_rows, gathered_keys, pad_tokens: see ``GPURunner``.
+        whole_prompts, prune_last_layer, graph_tokens, fine_rows, pad_tokens: see ``GPURunner``.
         depth: stages of the pipeline: so many groups of sequences decode in turns.
     """
 
@@ -176,7 +168,6 @@ class StepPlanner:
         prune_last_layer: bool,
         graph_tokens: int,
         fine_rows: bool,
-        gathered_keys: bool,
         pad_tokens: int,
         depth: int,
     ) -> None:
@@ -190,7 +181,6 @@ class StepPlanner:
         self._prune_last_layer = prune_last_layer
         self._graph_tokens = graph_tokens
         self._fine_rows = fine_rows
-        self._gathered_keys = gathered_keys
         self._pad_tokens = pad_tokens
         self._groups: deque[_Group | None] = deque([None] * depth, maxlen=depth)
         """What each of the last steps decoded, if it did nothing else; the oldest first."""
@@ -306,9 +296,6 @@ class StepPlanner:
         whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
         prune = self._prune_last_layer and all(row.prompt_logprobs is None and row.pooling is None for row in rows)
         plan = StepPlan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
-        if self._gathered_keys and not shape.graph:
-            before = shape.rows if whole is None else whole.row
-            plan = plan._replace(key_room=key_room(counts[:before], fields.length[:before]))
         return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
 
     def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:

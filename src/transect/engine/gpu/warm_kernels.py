@@ -52,9 +52,7 @@ class Work:
     whole_prompts: tuple[int, int] | None = None
     fine_rows: bool = False
     copy_kernels: bool = False
-    gathered_keys: bool = False
     chained_blocks: bool = False
-    grouped_blocks: bool = False
     quantization: str | None = None
     layouts: Layouts = ()
     cache_dtype: torch.dtype | None = None
@@ -109,7 +107,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
         config = dataclasses.replace(config, n_layers=2, full_attention_layers=(0,))
     kinds = kinds_for(
         work.quantization, device, dependent_launch=work.dependent_launch, layouts=work.layouts,
-        chained_blocks=work.chained_blocks, grouped_blocks=work.grouped_blocks,
+        chained_blocks=work.chained_blocks,
     )  # fmt: skip
     model = allocated(Decoder(config, "meta", work.dtype, ops=ops, kinds=kinds), device)
     stacks: list[FusedStack] = []
@@ -119,7 +117,7 @@ def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], N
             model.ops = dataclasses.replace(ops, stream_products=streams)
             stacks.append(FusedStack(model, max_positions=work.max_model_len, fusions=fusions))
     limits = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
-    names = (*limits, "whole_prompts", "fine_rows", "copy_kernels", "gathered_keys")
+    names = (*limits, "whole_prompts", "fine_rows", "copy_kernels")
     settings = {name: getattr(work, name) for name in names}
     caches = model.new_kv_cache(2, work.block_size, work.cache_dtype or work.dtype)
     drawing, plain = (GPURunner(model, *caches, graphs=False, sample_on_device=on, **settings) for on in (True, False))

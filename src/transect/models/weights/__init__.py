@@ -12,6 +12,7 @@
 * ``packed.py``: the formats of GGUF files on the C++ CPU kernels
 * ``as_stored.py``: whichever of these a checkpoint packs a matrix as; ``kinds.py``: which a model has
 * ``measure.py``: what a model's weights take, as a ``Storage``
-* ``adapted.py``: a low-rank adapter beside any of them; ``adapted_product.py``: both as one operator on a CPU;
-  ``dropout.py``: of its input. ``adapted_embedding.py``: the same beside an embedding's table
+* ``low_rank.py``: the factors of an adapter; ``adapted.py``: them beside any of these kinds;
+  ``adapted_product.py``: both as one operator on a CPU; ``dropout.py``: of its input.
+  ``adapted_embedding.py``: the same beside an embedding's table
 """

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.cpu.training import Kernels
-from ..adapter import LowRank
 from ..staging import Staging
 from ..storage import WeightFormat
 from .adapted_product import adapted_product
 from .dropout import Dropout
+from .low_rank import LowRank
 from .weight import Adapter, Dimension, Product, TrainingPart, Values, Weight, part_of
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..adapter import LowRank
 from ..embedding import Embedding
+from .low_rank import LowRank
 
 
 class AdaptedEmbedding(nn.Module):

@@ -1,5 +1,8 @@
 """Dropout whose masks are a function of a seed and the place in a run, so that a pass that is computed again, or a run
-that goes on from a checkpoint, draws the same ones."""
+that goes on from a checkpoint, draws the same ones.
+
+Ranks that share the tokens of a micro-batch (``context``) draw masks of their own: these are not those of one rank.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,12 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Moment:
-    """The place in a run: ``step`` and its ``part``, a micro-batch. One object for all layers; the trainer moves it."""
+    """The place in a run: ``step``, its ``part`` (a micro-batch), and the ``slice`` of its tokens that this rank has.
+    One object for all layers; the trainer moves it."""
 
     step: int = 0
     part: int = 0
+    slice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,10 @@ class Dropout:
     def __call__(self, x: Tensor) -> Tensor:
         if not self.active:
             return x
-        key = f"{self.seed} {self.moment.step} {self.moment.part}".encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
+        key = f"{self.seed} {self.moment.step} {self.moment.part}"
+        if self.moment.slice:
+            key += f" {self.moment.slice}"
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=7).digest(), "little")
         generator = torch.Generator(x.device).manual_seed(seed)
         kept = torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - self.p, generator=generator)
         return x * kept.mul_(1 / (1 - self.p))

@@ -85,8 +85,6 @@ class GGUFBlocks(Weight):
             return super().grouped(x, starts, order)
         if not runs_triton(x) or not x.is_cuda:
             return by_expert(self, x, starts, order)
-        if self.block_type not in grouped_blocks.MEASURED and not self._products.grouped:
-            return super().grouped(x, starts, order)
         call = grouped_blocks.triton_grouped_blocks
         return call(x, self.arranged, self.block_type, self.out_features, starts, order, self.bias)
 

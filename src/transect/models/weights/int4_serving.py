@@ -24,7 +24,9 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed import int4_matmul, int4_rows
+from ...ops.linear.packed import int4_chain, int4_matmul, int4_rows
+from ...ops.linear.packed.chain import ChainWeights
+from ...ops.linear.packed.int4_chain import Matrix4
 from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe.grouped_blocks import triton_grouped_blocks
@@ -35,6 +37,7 @@ from ..stored import Codes4
 from .in_blocks import join_blocks
 from .int4 import codes_of
 from .weight import (
+    Chain,
     Dimension,
     Product,
     StreamProduct,
@@ -64,6 +67,8 @@ class Int4Products:
     """``(x, arranged weight, outputs)`` -> ``silu(gate) * up [T, O / 2]``; blocks of rows are gate and up in turn."""
     rows: int4_rows.CudaCodes | None = None
     """The kernel that can have norms beside its product."""
+    chain: int4_chain.Int4Chain | None = None
+    """A layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
@@ -80,7 +85,9 @@ class Int4Products:
                 return y
             return gate_up.gate_halves(product(x, weight, outputs), turns=BLOCK, dependent_launch=dependent)
 
-        return cls(product, gated, int4_matmul.rows_kernel(torch.device(device)) if dependent else None)
+        rows = int4_matmul.rows_kernel(torch.device(device)) if dependent else None
+        chain = int4_chain.Int4Chain(torch.device(device)) if rows is not None else None
+        return cls(product, gated, rows, chain)
 
 
 class Int4Stream:
@@ -114,8 +121,19 @@ class Int4Stream:
     def linear(self, stream: Stream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
 
-    def chain(self, after: Sequence[StreamProduct]) -> None:
-        """There is no such kernel."""
+    def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
+        call, parts = self._weight.chained, [self, *(each for each in after if isinstance(each, Int4Stream))]
+        if call is None or len(parts) < 4 or [part._weight.in_turns for part in parts] != [False, True, False, False]:
+            return None
+
+        def weights(norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> ChainWeights:
+            o, gate_up, down, qkv = (Matrix4(part._weight.arranged, part._weight.out_features) for part in parts)
+            bias = parts[-1]._weight.bias
+            return ChainWeights(o, gate_up, down, qkv, norms, eps, bias)
+
+        if int4_chain.refusal(weights((), ())):  # type: ignore[arg-type]
+            return None
+        return lambda x, residual, norms, eps: call(x, residual, weights(norms, eps), dependent_launch=True)
 
     def plain(self, x: Tensor) -> Tensor:
         return self._run(x, Beside())[0]
@@ -230,6 +248,11 @@ class ServingInt4(Weight):
             return None
         run, weight, outputs = self._products.gated, self.arranged, self.out_features
         return lambda x: run(self._filled(x), weight, outputs)
+
+    @property
+    def chained(self) -> int4_chain.Int4Chain | None:
+        """What does a layer's last three products and the next layer's first in one launch, where something does."""
+        return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Int4Stream | None:
         kernel = self._products.rows

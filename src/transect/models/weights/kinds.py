@@ -25,7 +25,6 @@ def kinds_for(
     dependent_launch: bool = False,
     layouts: Layouts = (),
     chained_blocks: bool = False,
-    grouped_blocks: bool = False,
 ) -> Kinds | None:
     """The kinds of weight of a model that plain torch or a GPU serves; None: all are dense.
 
@@ -34,7 +33,7 @@ def kinds_for(
             stays dense.
         dependent_launch: as ``dependent`` in ``Int4Products.on``.
         layouts: without ``quantization``: of a checkpoint that packs its matrices: those of the layers stay so.
-        chained_blocks, grouped_blocks: as ``chained`` and ``grouped`` of ``gguf_matmul.Products``.
+        chained_blocks: as ``chained`` of ``gguf_matmul.Products``.
     """
     if quantization in EIGHT_BITS:
         eight = Products8.on(device, dependent=dependent_launch, fp8=quantization == "fp8")
@@ -45,9 +44,7 @@ def kinds_for(
         return lambda name: Dense if name == "head" else int4
     if not layouts:
         return None
-    make_blocks = partial(
-        gguf_matmul.Products, device, dependent=dependent_launch, chained=chained_blocks, grouped=grouped_blocks
-    )
+    make_blocks = partial(gguf_matmul.Products, device, dependent=dependent_launch, chained=chained_blocks)
     return _as_stored(dict(layouts), device, dependent_launch, make_blocks)
 
 

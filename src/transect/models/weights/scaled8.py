@@ -23,8 +23,9 @@ from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.packed import scaled8_chain, scaled8_rounding, scaled8_rows, scaled8_tiles
+from ...ops.linear.packed.chain import ChainWeights
 from ...ops.linear.packed.scaled8 import triton_scaled8
-from ...ops.linear.packed.scaled8_chain import ChainWeights, Matrix8
+from ...ops.linear.packed.scaled8_chain import Matrix8
 from ...ops.linear.packed.scaled8_rounding import BLOCK, Rounded
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_scaled8
@@ -183,7 +184,7 @@ class Scaled8(Weight):
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
-        few, many = self._products.few, self._products.many if products.rounding_norms else None
+        few, many = self._products.few, self._products.many
         return None if few is None or not self._products.dependent else Stream8(few, many, self)
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
@@ -321,7 +322,8 @@ class Stream8:
 
         def weights(norms: tuple[Tensor, Tensor], eps: tuple[float, float]) -> ChainWeights:
             o, gate_up, down, qkv = (Matrix8(part._weight.codes, part._weight.scale) for part in parts)
-            return ChainWeights(o, gate_up, down, qkv, norms, eps, parts[-1]._weight.bias)
+            bias = parts[-1]._weight.bias
+            return ChainWeights(o, gate_up, down, qkv, norms, eps, bias)
 
         if scaled8_chain.refusal(weights((), ())):  # type: ignore[arg-type]
             return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -50,6 +51,19 @@ class PeerMemory:
     def free(self) -> None:
         """Give the memory back, when no other process has it open."""
         _check("freed", bind("all_reduce", "transect_peer_free", "p")(self.address))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """One piece on each rank of a group (``parallel/shared_memory.py`` makes and frees it).
+
+    Attributes:
+        addresses: of all ranks' pieces, in the order of the group, as this process sees them.
+        own: this rank's.
+    """
+
+    addresses: list[int]
+    own: PeerMemory
 
 
 class Push(NamedTuple):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from functools import cache
 from typing import Any, cast
@@ -21,7 +22,8 @@ _skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=F
 
 @contextmanager
 def skipped() -> Iterator[None]:
-    """Inside the block, what ``bind`` made launches nothing and reports success, so that nobody waits for nvcc."""
+    """Inside the block, what ``bind`` made launches nothing and reports success, so that nobody waits for nvcc. It is
+    built in the background."""
     token = _skipping.set(True)
     try:
         yield
@@ -50,6 +52,17 @@ def _load(name: str, target: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(build(name, target)))
 
 
+@cache
+def _begin(name: str, target: str) -> None:
+    """Build the library while the caller goes on. ``_load`` waits for it, and raises what went wrong."""
+
+    def work() -> None:
+        with suppress(Exception):
+            build(name, target)
+
+    threading.Thread(target=work, daemon=True).start()
+
+
 def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
     """A launcher of ``NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
     arguments by letter: p pointer, i int, l long long, f float.
@@ -65,6 +78,7 @@ def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
 
     def call(*arguments: int | float) -> int:
         if _skipping.get():
+            _begin(name, target)
             return 0
         if found:
             return found[0](*arguments)

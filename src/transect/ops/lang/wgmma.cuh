@@ -34,6 +34,18 @@ __device__ __forceinline__ void fetch(uint32_t to, const CUtensorMap* map, int k
       : "memory");
 }
 
+// The same for all blocks of the cluster whose bits ``blocks`` has: to the same place of each, counted by the same barrier
+// of each.
+__device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier,
+                                              uint16_t blocks, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], "
+      "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
+      "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
+      : "memory");
+}
+
 // How wgmma finds rows of 128 swizzled bytes in shared memory: groups of 8 rows are 1024 bytes apart.
 __device__ __forceinline__ uint64_t matrix(uint32_t address) {
   return (uint64_t)((address & 0x3FFFF) >> 4) | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;

@@ -64,7 +64,6 @@ class StreamProducts:
         device: the GPU.
         choose: a function of (m, n, k, gated) that gives the tiling, for ``small_matmul.cu``, ``few_rows/triton.py`` or
             ``few_rows/gluon.py``, or None for what does not run here; by default what is shipped for the device.
-        rounding_norms: matrices in 8 bits are on the stream with any number of rows; norms round for them.
 
     The CUDA kernels are made at first use. If they cannot be (no nvcc), the log says so once, and no product runs on
     them.
@@ -74,10 +73,7 @@ class StreamProducts:
         self,
         device: torch.device,
         choose: Callable[[int, int, int, bool], CudaTiling | TritonTiling | GluonTiling | None] | None = None,
-        *,
-        rounding_norms: bool = False,
     ) -> None:
-        self.rounding_norms = rounding_norms
         self._triton, self._gluon = TritonRows(), GluonRows()
         self._kernel: CudaRows | None = None
         self._unavailable = False

@@ -36,9 +36,6 @@ from .ordering import draw
 from .ordering import reference as order_of
 from .triton import expert_of_tile, rows_of_tile, tiling
 
-MEASURED = ("MXFP4", "Q4_0", "Q4_1", "Q4_K")
-"""Block types whose experts a GPU has multiplied so; the others wait for ``GPUOptions.grouped_blocks``."""
-
 
 def dense(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """The values ``[outputs, inputs]`` of all experts."""

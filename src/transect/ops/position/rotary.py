@@ -59,9 +59,12 @@ def turned(x_ptr, w_ptr, cos_ptr, sin_ptr, plane, n_planes, inside, eps, sign, N
 
 
 @kernel
-def turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM: tl.constexpr):
-    """``turned`` with the token's cos and sin ``[1, planes]`` float32."""
+def turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM: tl.constexpr, OWN: tl.constexpr = False):
+    """``turned`` with the token's cos and sin ``[1, planes]`` float32. OWN: ``w_ptr`` ``[heads, 1]`` points at each
+    head's own weights."""
     used = plane < n_planes
+    if OWN:
+        used = inside
     a = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(x_ptr + n_planes, mask=inside, other=0.0).to(tl.float32)
     if NORM:

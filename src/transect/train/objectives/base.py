@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..batches import Batch
 from ..data import Position
+from ..share import WHOLE, Share
 
 
 class StepFailed(ValueError):
@@ -62,8 +63,8 @@ class Objective:
         """Further numbers of the last step, for the log."""
         return {}
 
-    def evaluate(self) -> Evaluation | None:
-        """Validation; None without data."""
+    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+        """Validation; None without data. ``share``: what this rank computes of it; all ranks call it."""
         raise NotImplementedError
 
     def micro_batches(self, epoch: int) -> int:

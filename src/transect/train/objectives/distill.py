@@ -23,6 +23,7 @@ from ..divergence import Divergence, distillation_loss
 from ..identity import base_identity
 from ..logprobs import batch_hidden
 from ..model import DTYPES, Trainable, teacher_of, training_ops
+from ..share import WHOLE, Share
 from .base import Evaluation
 from .next_token import NextToken
 
@@ -69,18 +70,21 @@ class Distillation(NextToken):
         return {"divergence": sum(float(value) * count for value, count in self._seen) / labels} if labels else {}
 
     @torch.no_grad()
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
         """The loss of training on the validation data, and the cross entropy of its own tokens."""
         if self.validation is None:
             return None
-        plain = super().evaluate()
+        plain = super().evaluate(share)
         assert plain is not None
-        kept, self._seen, total = self._seen, [], 0.0
-        for batch in self.validation.one_epoch():
-            if batch.num_labels:
-                total += float(self.loss(batch.to(self._trainable.device))) * batch.num_labels
+        kept, self._seen, total, labels = self._seen, [], 0.0, 0
+        for batch, counts in share.of(batch for batch in self.validation.one_epoch() if batch.num_labels):
+            found = float(self.loss(batch.to(self._trainable.device)))
+            if counts:
+                total += found * batch.num_labels
+                labels += batch.num_labels
         self._seen = kept
-        return Evaluation(total / max(1, plain.labels), plain.labels, extra={"cross_entropy": plain.loss})
+        loss, labels = share.means({"loss": (total, labels)})["loss"]
+        return Evaluation(loss, labels, extra={"cross_entropy": plain.loss})
 
     def identity(self) -> dict[str, str]:
         return {**super().identity(), "teacher": base_identity(self._source)}

@@ -47,6 +47,7 @@ from ..model import Trainable
 from ..reference import Reference
 from ..rewards import Judge, read_prompts
 from ..rollout import Answer, roll_out
+from ..share import WHOLE, Share
 from ..tokens import check_ids
 from .base import Evaluation, Objective
 
@@ -137,8 +138,8 @@ class GRPO(Objective):
                 found["kl"] = float(share @ values[:, 2])
         return found
 
-    def evaluate(self) -> Evaluation | None:
-        """The greedy answers to the held-out prompts; the loss is minus their mean reward."""
+    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+        """The greedy answers to the held-out prompts; the loss is minus their mean reward. One rank draws them all."""
         if self._held_out is None:
             return None
         records, prompts = self._held_out

@@ -15,6 +15,7 @@ from ..config import TrainConfig
 from ..data import Loader, Position, load_stream
 from ..loss import batch_loss, evaluate, token_loss
 from ..model import Trainable
+from ..share import WHOLE, Share
 from ..streaming import StreamingLoader
 from .base import Evaluation, Objective, StepFailed
 
@@ -79,11 +80,11 @@ class NextToken(Objective):
     def metrics(self) -> Mapping[str, float]:
         return self._balance.last
 
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
         if self.validation is None:
             return None
         own = self._trainable
-        loss, labels = evaluate(own.model, self.validation.one_epoch(), self._loss, own.parallel)
+        loss, labels = evaluate(own.model, self.validation.one_epoch(), self._loss, own.parallel, share)
         if self._validation_bytes is None:
             self._validation_bytes = self._count_bytes(self.validation)
         return Evaluation(loss, labels, self._validation_bytes)

@@ -17,6 +17,7 @@ from ..data import Position
 from ..identity import base_identity
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
+from ..share import WHOLE, Share
 from ..tokens import check_ids
 from .base import Evaluation, Objective
 from .examples import ExampleBatch, Examples, read_pairs
@@ -91,17 +92,21 @@ class Preferences(Objective):
         return _means(self._seen)
 
     @torch.no_grad()
-    def evaluate(self) -> Evaluation | None:
+    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
         if self._validation is None:
             return None
-        kept, self._seen = self._seen, []
-        total, examples = 0.0, 0
-        for chosen in self._validation.plan(0):
+        total, examples, seen = 0.0, 0, []
+        for chosen, counts in share.of(self._validation.plan(0)):
             batch = self._validation.batch(chosen).to(self._trainable.device)
-            total += float(self.loss(batch)) * batch.num_labels
-            examples += batch.num_labels
-        extra, self._seen = _means(self._seen), kept
-        return Evaluation(total / examples, examples, extra=extra)
+            found, numbers = self.examples_loss(batch)
+            if counts:
+                total += float(found) * batch.num_labels
+                examples += batch.num_labels
+                seen.append(numbers)
+        own = {name: (float(values.sum()), len(values)) for name, values in _joined(seen).items()}
+        extra = {name: mean for name, (mean, count) in share.means(own).items() if count}
+        loss, examples = share.means({"loss": (total, examples)})["loss"]
+        return Evaluation(loss, examples, extra=extra)
 
     def identity(self) -> dict[str, str]:
         found = self._train.identity()
@@ -125,6 +130,10 @@ class Preferences(Objective):
 
 def _means(seen: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     """The mean of each number over all that was seen; a number that nothing had is left out."""
+    return {name: float(values.mean()) for name, values in _joined(seen).items() if len(values)}
+
+
+def _joined(seen: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """All that was seen of each number, ``[seen]`` float32."""
     names = {name: None for numbers in seen for name in numbers}
-    joined = {name: torch.cat([numbers[name].reshape(-1) for numbers in seen if name in numbers]) for name in names}
-    return {name: float(values.float().mean()) for name, values in joined.items() if len(values)}
+    return {name: torch.cat([each[name].reshape(-1) for each in seen if name in each]).float() for name in names}

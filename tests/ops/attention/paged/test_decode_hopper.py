@@ -292,6 +292,27 @@ def test_heads_with_sinks_are_streamed_where_that_is_asked_for(
     assert "sinks in bfloat16, of heads of 64" in str(module.sinks_refusal(q, k_cache, sinks.float()))
 
 
+@pytest.mark.parametrize(("prompts", "beside"), [(16, True), (32, False)])
+def test_prompts_attend_beside_decodes_only_where_there_are_such(
+    monkeypatch: pytest.MonkeyPatch, prompts: int, beside: bool
+) -> None:
+    """Where all 32 rows are for prompts, their attention is not beside a decode kernel: it waits for the one before."""
+    monkeypatch.setattr(paged_attention, "require", lambda *_: None)
+    ran: list[tuple[str, object]] = []
+
+    def decode(*_: object, beside: bool = False, **__: object) -> None:
+        ran.append(("decode", beside))
+
+    def prefill(*_: object, beside: bool = False, **__: object) -> None:
+        ran.append(("prefill", beside))
+
+    monkeypatch.setattr(paged_attention.paged_prefill, "prefill", prefill)
+    q, k_cache, v_cache, batch = poisoned([20] * 32, 4, 2, 64, "cpu")
+    batch = PagedBatch(batch.block_tables, batch.query_starts, batch.seq_lens, 16, chunk_rows=prompts)
+    PagedTriton(decode=decode)(torch.cat([q] * 2), k_cache, v_cache, batch, 0.125)  # type: ignore[arg-type]
+    assert ran == ([("decode", True), ("prefill", True)] if beside else [("prefill", False), ("decode", False)])
+
+
 def test_the_option_reaches_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     ops = replace(resolve_ops("cpu"), paged_attention=PagedTriton())
     monkeypatch.setattr(setup, "resolve_ops", lambda *_, **__: ops)

@@ -88,6 +88,14 @@ def test_rows_of_several_queries_may_stand_first(chunk_rows: int, window: int | 
     assert apart.to("cpu").chunk_rows == chunk_rows and plain.parts == (plain, plain)
 
 
+def test_a_step_may_have_no_room_for_rows_of_one_query() -> None:
+    plain = example_batch(((20, 33), (2, 2), (5, 90)), 16, 64).to(DEVICE)
+    apart = PagedBatch(plain.block_tables, plain.query_starts, plain.seq_lens, 16, chunk_rows=3)
+    q = 2 * sample(27, 6, 16).to(DEVICE)
+    expected = reference(q, *caches(), plain, SCALE)
+    torch.testing.assert_close(PagedTriton()(q, *caches(), apart, SCALE), expected, rtol=0, atol=2e-5)
+
+
 TWO, ONE, MANY = ((1, 700), (1, 5)), ((1, 700),), ((1, 16),) * 3 + ((1, 160),) + ((1, 48),) * 4
 
 

@@ -16,22 +16,31 @@ from transect.ops.attention.paged.rotary_kv_write import triton_rotary_kv_write
 
 hopper = pytest.mark.skipif(module.device_refusal() is not None, reason=str(module.device_refusal()))
 MIXED = ((40, 40), (1, 7), (33, 130), (2, 2), (1, 900))
-ROWS = [MIXED, ((128, 128),), ((200, 1000), (1, 500), (5, 5), (129, 384), (31, 257)), ((2, 129), (3, 2050))]
+ROWS = [
+    MIXED,
+    ((128, 128),),
+    ((200, 1000), (1, 500), (5, 5), (129, 384), (31, 257)),
+    ((2, 129), (3, 2050), (90, 1500)),
+]
 
 
 def poisoned(
     rows: tuple[tuple[int, int], ...], heads: int, kv_heads: int, d: int, block: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, PagedBatch, float]:
-    """Rows of (tokens of this step, tokens in all) in scattered blocks; what they do not own is NaN or no block."""
+    """Rows of (tokens of this step, tokens in all); what they do not own is NaN or no block. The blocks of the first
+    row are neighbours, those of the second are scattered, those of the third are in two runs, and so on."""
     generator = torch.Generator().manual_seed(5)
     needed = [-(-length // block) for _, length in rows]
-    pool = torch.randperm(sum(needed) + 3, generator=generator).tolist()
+    blocks = sum(needed) + 3
     tables = torch.full((len(rows), max(needed) + 2), 2**30, dtype=torch.int32)
-    k_cache = torch.full((len(pool), kv_heads, block, d), torch.nan)
+    k_cache = torch.full((blocks, kv_heads, block, d), torch.nan)
     v_cache = k_cache.clone()
     for row, (_, length) in enumerate(rows):
+        own = torch.arange(needed[row]) + 3 + sum(needed[:row])
+        if row % 3 == 1:
+            own = own[torch.randperm(len(own), generator=generator)]
+        tables[row, : len(own)] = own.roll(len(own) // 2) if row % 3 == 2 else own
         for column in range(needed[row]):
-            tables[row, column] = pool.pop()
             owned = min(block, length - column * block)
             for cache in (k_cache, v_cache):
                 cache[tables[row, column], :, :owned] = torch.randn(kv_heads, owned, d, generator=generator)
@@ -102,11 +111,20 @@ def test_each_kernel_has_its_own_rows(chunk_rows: int) -> None:
 
 @pytest.mark.gpu
 @hopper
-def test_prompts_beside_decodes_see_what_the_kernel_before_wrote() -> None:
-    """Their kernel waits for nothing itself: it begins when the decode kernel has seen the end of the one before."""
-    rows = ((120, 120), (30, 900), *((0, 0),) * 14, *((1, 300 + 7 * n) for n in range(100)))
+@pytest.mark.parametrize(
+    ("prompts", "decodes"),
+    [
+        (((120, 120), (30, 900), *((0, 0),) * 14), 100),
+        (((3, 3), (24, 24)) * 9 + ((3, 3), (4, 4)) + ((0, 0),) * 12, 0),
+    ],
+    ids=["beside", "alone"],
+)
+def test_prompts_see_what_the_kernel_before_wrote(prompts: tuple, decodes: int) -> None:
+    """Beside decodes their kernel waits for nothing itself: it begins when the decode kernel has seen the end of the
+    one before. In a step that has no room for decodes there is no such kernel."""
+    rows = (*prompts, *((1, 300 + 7 * n) for n in range(decodes)))
     _, k_cache, v_cache, plain, scale = poisoned(rows, 32, 8, 128, 16, torch.bfloat16)
-    batch = PagedBatch(plain.block_tables, plain.query_starts, plain.seq_lens, 16, chunk_rows=16)
+    batch = PagedBatch(plain.block_tables, plain.query_starts, plain.seq_lens, 16, chunk_rows=len(prompts))
     attend = PagedTriton(bulk=True, decode=PagedDecode())
     layers = [(k_cache.clone(), v_cache.clone()) for _ in range(4)]
     generator = torch.Generator("cuda").manual_seed(2)

@@ -55,6 +55,19 @@ def test_views_of_one_projection(batch: PagedBatch, tokens: int, norm: bool) -> 
     agree(arguments, expected, triton_rotary_kv_write(**arguments))
 
 
+def test_each_head_may_have_weights_of_its_own() -> None:
+    """With powers of two between the heads' the results are those of one weight for all, times these, to the bit."""
+    one = inputs(RAGGED, 9)
+    q_factors, k_factors = (2.0 ** torch.arange(-n, n, 2, device=DEVICE)[:, None] for n in (HEADS, KV_HEADS))
+    own = copied(one) | {"q_weight": one["q_weight"] * q_factors, "k_weight": one["k_weight"] * k_factors}
+    expected = copied(own)
+    turned = triton_rotary_kv_write(**own)
+    assert torch.equal(turned, triton_rotary_kv_write(**one) * q_factors)
+    wanted = torch.where(one["k_cache"] == -7, one["k_cache"], one["k_cache"] * k_factors[:, None])
+    assert torch.equal(own["k_cache"], wanted)
+    agree(own, expected, turned)
+
+
 def test_result_in_the_place_of_q() -> None:
     arguments = inputs(RAGGED, 9)
     expected = copied(arguments) | {"q": arguments["q"].clone()}
@@ -140,6 +153,8 @@ def test_what_does_not_fit_is_said() -> None:
     arguments = inputs(RAGGED, 9)
     with pytest.raises(ValueError, match="both q_weight and k_weight"):
         triton_rotary_kv_write(**(arguments | {"k_weight": None}))
+    with pytest.raises(ValueError, match=r"weights must be \[d\] both.*got \[2, 16\] and \[16\]"):
+        triton_rotary_kv_write(**(arguments | {"q_weight": arguments["q_weight"].expand(2, -1)}))
     with pytest.raises(ValueError, match=r"cos and sin \[T, d/2\]"):
         triton_rotary_kv_write(**(arguments | {"cos": arguments["cos"][:, :-1]}))
     with pytest.raises(ValueError, match="caches"):

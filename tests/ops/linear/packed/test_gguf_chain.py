@@ -3,11 +3,11 @@ GPU."""
 
 import pytest
 import torch
-from cuda_kernels import chain_on_host, loaded
+from cuda_kernels import chain_on_host, loaded, miss
 
 from transect.ops.linear.few_rows.cuda import SHARED, Beside
 from transect.ops.linear.packed import gguf_chain
-from transect.ops.linear.packed.gguf_chain import BlockPart, ChainWeights, GGUFChain, Tiling, fitting, values
+from transect.ops.linear.packed.gguf_chain import BlockPart, ChainWeights, GGUFChain, fitting, values
 from transect.ops.linear.packed.gguf_layout import FORMATS
 from transect.ops.linear.packed.gguf_matmul import drawn
 
@@ -39,10 +39,6 @@ TYPES = ("Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q6_K")
 OTHERS = ("Q8_0", "Q5_K", "Q4_0", "Q2_K", "Q3_K")
 
 
-def miss(found, wanted):
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
-
-
 def test_what_the_kernel_does_not_take_is_said():
     weights = weights_of(256, 512, 256, 64, TYPES)
     assert gguf_chain.chain_refusal(weights) is None
@@ -65,12 +61,14 @@ def test_it_takes_one_row_of_whole_units():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_tilings_fit(name):
+def test_stages_fit(name):
     unit = FORMATS[name].unit
     for k in (256, 4096, 14336, 28672):
-        found = next(t for warps in (16, 8, 4) if (t := fitting(Tiling(warps), unit, k, 70)) is not None)
-        taken = found.warps * found.stages * unit + k // 256 * gguf_chain.SPAN + 64 * (70 + found.warps)
-        assert taken <= SHARED - 2048 and 2 <= found.stages <= 8
+        stages = fitting(8, unit, k, 70)
+        taken = 8 * stages * unit + k // 256 * gguf_chain.SPAN + 64 * (70 + 8)
+        assert taken <= SHARED - 4096 and 2 <= stages <= 8
+    assert fitting(3, unit, 4096, 70) == 3
+    assert fitting(8, unit, 1 << 17, 70) is None
 
 
 def test_the_reference_is_four_products_and_two_norms():
@@ -104,8 +102,8 @@ def test_one_product_has_the_values(chain, name, n, k):
     found = chain(x, own, bias)[0]
     assert miss(found, wanted) < 4e-3
     assert torch.equal(chain(x, own, bias, dependent_launch=True)[0], found)
-    for tiling in (Tiling(16, 2), Tiling(8, 5), Tiling(4, 3), Tiling(1, 8)):
-        assert miss(chain(x, own, bias, tiling=tiling)[0], wanted) < 4e-3, tiling
+    for stages in (2, 3, 5):
+        assert torch.equal(chain(x, own, bias, stages=stages)[0], found), stages
     if n % 32 == 0:
         wanted = gguf_chain.gate_turns(x.double() @ values(own, torch.float64).T)
         assert miss(chain(x, own, gated=True)[0], wanted) < 6e-3
@@ -141,15 +139,14 @@ def test_four_products_have_the_values(chain, types, sizes):
     weights = weights_of(d, q, f, n, types, "cuda", bias=d == 2048)
     x, residual = row(q, "cuda"), row(d, "cuda", 2)
     want_y, want_u = gguf_chain.reference(x.double(), residual.double(), weights)
-    for warps in (16, 8):
-        first = None
-        for stages in (8, 2):
-            for dependent in (False, True):
-                y, u = chain.chain(x, residual, weights, dependent_launch=dependent, tiling=Tiling(warps, stages))
-                assert miss(u, want_u) < 0.01
-                assert miss(y, want_y) < 0.015
-                first = first or (y, u)
-                assert torch.equal(first[0], y) and torch.equal(first[1], u)  # how far it reads ahead changes no bit
+    first = None
+    for stages in (8, 5, 2):
+        for dependent in (False, True):
+            y, u = chain.chain(x, residual, weights, dependent_launch=dependent, stages=stages)
+            assert miss(u, want_u) < 0.01
+            assert miss(y, want_y) < 0.015
+            first = first or (y, u)
+            assert torch.equal(first[0], y) and torch.equal(first[1], u)  # how far it reads ahead changes no bit
 
 
 @pytest.fixture
@@ -163,12 +160,12 @@ def test_the_source_has_the_values_of_one_product(on_host, name):
     own, x, bias = matrix((name, n), k=k), row(k), row(n, seed=2)[0]
     x[0, 5] *= 30
     wanted = x.double() @ values(own, torch.float64).T
-    on_host._launch.reads([x, own[0].arranged])
-    assert miss(on_host(x, own, bias, tiling=Tiling(4, 3))[0], wanted + bias.double()) < 4e-3
-    assert miss(on_host(x, own, gated=True, tiling=Tiling(1, 2))[0], gguf_chain.gate_turns(wanted)) < 6e-3
-    on_host._launch.reads([x, own[0].arranged[:, :2]])
+    on_host._launch.reads([x, bias, own[0].arranged])
+    assert miss(on_host(x, own, bias, stages=3)[0], wanted + bias.double()) < 4e-3
+    assert miss(on_host(x, own, gated=True, stages=2)[0], gguf_chain.gate_turns(wanted)) < 6e-3
+    on_host._launch.reads([x, bias, own[0].arranged[:, :2]])
     with pytest.raises(AssertionError, match="outside of all tensors"):
-        on_host(x, own, tiling=Tiling(4, 3))
+        on_host(x, own, stages=3)
     on_host._launch.reads([])
 
 
@@ -176,7 +173,7 @@ def test_the_source_has_three_parts_and_rows_of_no_finite_number(on_host):
     own, x = matrix(("Q4_K", 64), ("Q6_K", 16), ("Q8_0", 32), k=512), row(512)
     wanted = x.double() @ values(own, torch.float64).T
     assert miss(on_host(x, own)[0], wanted) < 4e-3  # more warps than units, too
-    assert miss(on_host(x, own, tiling=Tiling(3, 2))[0], wanted) < 4e-3
+    assert miss(on_host(x, own, stages=2)[0], wanted) < 4e-3
     x[0, 300] = float("inf")
     assert not on_host(x, own)[0].isfinite().any()
     assert not on_host(torch.zeros_like(x), own)[0].any()
@@ -190,9 +187,9 @@ def test_the_source_of_four_products_has_the_values_in_any_order_of_threads(on_h
     x, residual = row(512), row(256, seed=2)
     want_y, want_u = gguf_chain.reference(x.double(), residual.double(), weights)
     found = []
-    for order, tiling in enumerate((Tiling(4, 5), Tiling(4, 2))):
+    for order, stages in enumerate((5, 2)):
         on_host._launch.draw(order)
-        y, u = on_host.chain(x, residual, weights, tiling=tiling)
+        y, u = on_host.chain(x, residual, weights, stages=stages)
         assert miss(u, want_u) < 0.01
         assert miss(y, want_y) < 0.015
         found.append(torch.cat((y, u), 1))
@@ -201,11 +198,11 @@ def test_the_source_of_four_products_has_the_values_in_any_order_of_threads(on_h
 
 FAULTS = {
     "all lanes have read the slot": ("__syncwarp();  // all lanes have read the slot", ""),
-    "the phase changes": ("own.slot = 0, own.parity ^= 1", "own.slot = 0"),
-    "blocks meet": ("else meet(meetings + 32 * (number - 1));", "else __syncthreads();"),
-    "x is whole": ("ask_beside(threadIdx.x);\n    __syncthreads();", "ask_beside(threadIdx.x);"),
+    "the phase changes": ("ring.slot = 0, ring.parity ^= 1", "ring.slot = 0"),
+    "blocks meet": ("else meet(meetings + 32 * (number - 1), phase);", "else __syncthreads();"),
+    "x is whole": ("__syncthreads();\n\n    int start = 0;", "int start = 0;"),
     "sums are whole": ("__syncthreads();\n\n    // The sum of a row", "// The sum of a row"),
-    "the ring is not longer": ("if (++slot == stages) slot = 0;\n  }\n};", "if (++slot > stages) slot = 0;\n  }\n};"),
+    "the ring is not longer": ("if (++ring.slot == ring.stages)", "if (++ring.slot > ring.stages)"),
 }
 """What the source relies on, and the source without."""
 
@@ -218,5 +215,5 @@ def test_what_the_source_relies_on_is_seen_to_be_missing(monkeypatch, fault):
     x, residual = row(512), row(256, seed=2)
     want_y, want_u = gguf_chain.reference(x.double(), residual.double(), weights)
     with pytest.raises(AssertionError, match=r"wrong|wait for each other"):
-        y, u = kernel.chain(x, residual, weights, tiling=Tiling(4, 2))
+        y, u = kernel.chain(x, residual, weights, stages=2)
         assert miss(u, want_u) < 0.01 and miss(y, want_y) < 0.015, "wrong"

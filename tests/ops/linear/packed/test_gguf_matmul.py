@@ -1,41 +1,22 @@
-"""Products with blocks of GGUF files: the kernels for few and for many rows on Hopper, gates and tilings, what is said
+"""Products with blocks of GGUF files: the kernels for few rows on Hopper, gates and tilings, what is said
 to what they do not take. The reference and Triton are tested with all operators."""
 
 import re
-from types import SimpleNamespace
 
-import cuda_host
 import pytest
 import torch
+from cuda_kernels import loaded, miss
 
 from transect.ops.lang import cuda_build
-from transect.ops.linear.packed import gguf_rows, gguf_tiles
+from transect.ops.linear.packed import gguf_rows
 from transect.ops.linear.packed.gguf_layout import FORMATS, arranged_shape
 from transect.ops.linear.packed.gguf_matmul import Products, dequantize, drawn, reference
 from transect.ops.linear.packed.gguf_rows import GGUFRows, Tiling, choose_tiling, refusal, shared_bytes, tiling_of
-from transect.ops.linear.packed.gguf_tiles import GGUFTiles
-from transect.ops.numerics import sample
-from transect.ops.registry import Unavailable
 
 
 @pytest.fixture(scope="module")
 def rows() -> GGUFRows:
-    try:
-        return GGUFRows()
-    except Unavailable as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
-def tiles() -> GGUFTiles:
-    try:
-        return GGUFTiles()
-    except Unavailable as error:
-        pytest.skip(str(error))
-
-
-def miss(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return loaded(GGUFRows)
 
 
 @pytest.mark.gpu
@@ -75,25 +56,6 @@ def test_gates_and_tilings_on_hopper(rows: GGUFRows, name: str) -> None:
                 assert miss(rows(x, arranged, name, n, tiling=tiling), both) < 4e-3, tiling
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize(("n", "k"), [(48, 512), (4096, 4096), (40, 1280), (1000, 14336)])
-def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> None:
-    """Every cut, also where tiles follow one another; the same bits in every run."""
-    arranged = drawn(name, n, k, "cuda")
-    bias = torch.randn(n, device="cuda").to(torch.bfloat16)
-    for m in (1, 17, 33, 64, 100, 130, 256, 300):
-        x = torch.randn(m, k, device="cuda").to(torch.bfloat16)
-        wanted = reference(x.double(), arranged, name, n, bias.double())
-        found = tiles(x, arranged, name, n, bias)
-        assert miss(found, wanted) < 5e-3, m
-        assert torch.equal(tiles(x, arranged, name, n, bias, dependent_launch=True), found)
-    for cut in gguf_tiles.CUTS:
-        tiling = gguf_tiles.tiling_of(cut, name, m, n, k, 132)
-        assert tiling is not None
-        assert miss(tiles(x, arranged, name, n, bias, tiling=tiling), wanted) < 5e-3, tiling
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_chosen_tilings_fit(name: str, gated: bool) -> None:
@@ -108,22 +70,10 @@ def test_chosen_tilings_fit(name: str, gated: bool) -> None:
 
 
 def test_teams_keep_all_warps_busy() -> None:
-    """Of 14 sixteens by 16 units two warps share two, at the end of which they wait once; of two by 56 all warps."""
+    """Two warps share two of 14 sixteens by 16 units, and wait for each other once. All warps share two by 56."""
     wide, deep = (tiling_of(1, n, k, 2368, 132, 2, 16) for n, k in ((28672, 4096), (4096, 14336)))
     assert wide is not None and deep is not None
     assert (wide.per, wide.teams) == (14, 8) and (deep.per, deep.teams) == (2, 1)
-
-
-@pytest.mark.parametrize("name", FORMATS)
-def test_tiles_of_many_rows_fit(name: str) -> None:
-    for m in (17, 33, 64, 128, 256, 512):
-        tiling = gguf_tiles.choose_tiling(name, m, 4096, 4096, 132)
-        assert tiling.resident * (tiling.shared(FORMATS[name].unit) + 1024 + 512) <= 228 * 1024
-        assert 2 <= tiling.x_stages <= gguf_tiles.MOST_STAGES and tiling.blocks <= min(132 * tiling.resident, 4096)
-        assert tiling.rows >= min(m, 128)
-    assert gguf_tiles.choose_tiling(name, 64, 48, 512, 132).blocks == 2
-    x, arranged = torch.zeros(3, 512, dtype=torch.bfloat16), drawn(name, 36, 512)
-    assert "multiple of 8" in str(gguf_tiles.refusal(x, arranged, name, 36))
 
 
 def test_what_the_kernel_does_not_take_is_said() -> None:
@@ -142,41 +92,10 @@ def test_a_product_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_source_knows_the_types_and_their_sizes() -> None:
-    source, tiles, codes = (
-        cuda_build.source(f"gguf_{name}").read_text() for name in ("rows.cu", "tiles.cu", "codes.cuh")
-    )
+    source, codes = (cuda_build.source(f"gguf_{name}").read_text() for name in ("rows.cu", "codes.cuh"))
     (listed,) = re.findall(r"^enum Type \{(.*?)\};", codes, re.M)
-    assert [name.strip().removeprefix("k") for name in listed.split(",")] == list(FORMATS)
+    assert [name.strip().removeprefix("k") for name in listed.split(",")] == [*FORMATS, "Int4", "Int4_64", "Int4_32"]
     started = re.findall(r"^  TRANSECT_START\(k(\w+), (\d)\)$", source, re.M)
     assert started == [(name, rb) for name in FORMATS for rb in "12"]
-    started = re.findall(r"^  TRANSECT_CUT\(k(\w+), (\d+), (\d), (\d)\)$", tiles, re.M)
-    assert started == [(name, *map(str, cut)) for name in FORMATS for cut in gguf_tiles.CUTS]
     assert arranged_shape(FORMATS["Q4_K"], 33, 300) == (3, 2, 2368)
     assert gguf_rows.MOST_ROWS == 8
-
-
-@pytest.mark.prove
-@pytest.mark.parametrize(("name", "cut"), [("Q4_K", (16, 2, 2)), ("Q6_K", (64, 2, 2))])
-def test_the_source_of_tiles_has_the_values_in_any_order_of_threads(
-    name: str, cut: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One kernel of ``gguf_tiles.cu`` on this processor (``cuda_host``), of blocks that share tiles."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
-    lines = cuda_build.source("gguf_tiles.cu").read_text().splitlines()
-    line = lines.index(f"  TRANSECT_CUT(k{name}, {cut[0]}, {cut[1]}, {cut[2]})") + 1
-    kernel = object.__new__(GGUFTiles)
-    kernel._launch = cuda_host.Launcher(
-        "gguf_tiles", "transect_gguf_tiles", "ppppppiiil" + "iiiiiiii" + "p", None,
-        "-DTRANSECT_OF=100000", f"-DTRANSECT_PART={line}",
-    )  # fmt: skip
-    kernel._flags = torch.zeros(gguf_tiles.FLAGS, dtype=torch.int32)
-    for m, n, k, blocks in ((cut[0] + 3, 144, 1024, 5), (5, 264, 1288, 7)):
-        x, bias = sample(m, k + 8).bfloat16()[:, :k], sample(n).bfloat16()
-        arranged = drawn(name, n, k)
-        wanted = reference(x.double(), arranged, name, n, bias.double())
-        found = []
-        for order in range(2):
-            kernel._launch.draw(order)
-            found.append(kernel(x, arranged, name, n, bias, tiling=gguf_tiles.Tiling(*cut, blocks, 2, 4)))
-        assert (found[0].double() - wanted).norm() < 5e-3 * wanted.norm()
-        assert torch.equal(*found)

@@ -45,7 +45,12 @@ def test_shapes_that_do_not_fit_are_refused(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("m", "n"),
-    [(1, 1000), (16, 1000), (64, 1000), (65, 1000), (300, 1000), (16, 17000), (40, 17000), (64, 17000), (3, 66000)],
+    [
+        *((m, 1000) for m in (1, 16, 64, 65, 300, 520)),
+        *((m, 1004) for m in (40, 300)),
+        *((m, 17000) for m in (16, 20, 40, 64)),
+        (3, 66000),
+    ],
 )
 def test_every_number_of_rows_has_a_kernel(m: int, n: int) -> None:
     if not torch.cuda.is_available():

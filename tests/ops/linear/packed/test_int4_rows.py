@@ -189,7 +189,7 @@ def test_rows_as_whole_numbers_lose_nothing_that_shows(
 @pytest.mark.parametrize("columns", [2, 3])
 @pytest.mark.parametrize("unit", [2.0**-50, 1.0, 2.0**50])
 def test_codes_as_subnormal_numbers_are_exact(kernel: int4_rows.CudaCodes, unit: float, columns: int) -> None:
-    """Of 16 rows, whose products take codes so: whatever the size of x."""
+    """16 rows, whose products take codes so, whatever the size of x."""
     n, k = 4096, 1024
     weight = int4_weight(n, k, 128, "cuda")
     x, *_ = product_inputs(16, n, k)

@@ -96,11 +96,8 @@ def _run_of(tile, starts, count, SIZE: gl.constexpr):  # type: ignore[no-untyped
 
 
 @gluon_kernel
-def _find(  # type: ignore[no-untyped-def]
-    index, cu, starts, lengths, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr, CHUNKS: gl.constexpr
-):
-    """(first query, begin and end of its document, head, how far keys are ahead of queries) of piece ``index`` of the
-    work.
+def _find(index, cu, documents, tiles, SHARE: gl.constexpr, ROWS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first query, begin and end of its document, head) of piece ``index`` of the work.
 
     Heads are taken SHARE at a time, so that their keys and values stay in the L2 cache; of a document the last tile
     comes first, because with a causal mask it takes longest.
@@ -109,23 +106,10 @@ def _find(  # type: ignore[no-untyped-def]
     rest = index % (tiles * SHARE)
     tile = tiles - 1 - rest // SHARE
     head = part * SHARE + rest % SHARE
-    if CHUNKS:
-        document = _run_of(tile, starts, documents, ROWS)
-        token = gl.load(starts + document)
-        last = gl.load(starts + document + 1)
-        begin = gl.load(cu + document)
-        end = begin + gl.load(lengths + document)
-        ahead = end - last
-        first_i = token + (tile - token // ROWS - document) * ROWS + ahead
-        if last - token < 2:  # rows of one query are for another kernel
-            first_i = end
-    else:
-        document = _run_of(tile, cu, documents, ROWS)
-        begin = gl.load(cu + document)
-        end = gl.load(cu + document + 1)
-        ahead = 0
-        first_i = begin + (tile - begin // ROWS - document) * ROWS
-    return first_i, begin, end, head, ahead
+    document = _run_of(tile, cu, documents, ROWS)
+    begin = gl.load(cu + document)
+    end = gl.load(cu + document + 1)
+    return begin + (tile - begin // ROWS - document) * ROWS, begin, end, head
 
 
 @gluon_kernel
@@ -180,11 +164,14 @@ def _softmax(s, m, l, scale2, MASK: gl.constexpr):  # type: ignore[no-untyped-de
 
 @gluon_kernel
 def _walk(  # type: ignore[no-untyped-def]
-    acc, p, m, l, queue, queue_end, first, last, q, ring, full, empty, i, begin, end, window, scale2,
-    SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
+    acc, p, m, l, queue, queue_end, first, last, low_full, high_full, q, ring, full, empty, i, begin, end, window,
+    scale2, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, MASK: gl.constexpr, S: gl.constexpr,
     P: gl.constexpr,
 ):  # fmt: skip
     """The blocks from ``last`` - 1 down to ``first``, each one step ahead: p holds the block before.
+
+    MASK: those outside of [low_full, high_full) are masked. One loop for both kinds: between two loops the compiler
+    swaps the halves of every register of p, there and back in each step.
 
     ``queue`` is the place of this step's keys in the queue; the values of the block before come right after them. The
     keys have arrived when a step begins: the wait for them stands between the softmax and the end of p v, where it also
@@ -201,8 +188,9 @@ def _walk(  # type: ignore[no-untyped-def]
         acc = warpgroup_mma(p, _matrix(ring.index(v_slot)), acc, is_async=True)
         s = warpgroup_mma_wait(1, (s,))
         mbarrier.arrive(empty.index(k_slot))
-        if MASK:
-            s = _mask(s, i, begin + (last - 1 - step) * COLUMNS, end, window, CAUSAL, WINDOW)
+        block = last - 1 - step
+        if MASK and (block >= high_full) | (block < low_full):
+            s = _mask(s, i, begin + block * COLUMNS, end, window, CAUSAL, WINDOW)
         soft, m, l, fade = _softmax(s, m, l, scale2, MASK)
         queue += 2
         mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
@@ -223,7 +211,6 @@ def _matrix(tile):  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, PARTS: gl.constexpr, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens,
     scale2, window, H: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    CHUNKS: gl.constexpr,
 ):  # fmt: skip
     """The work of a warpgroup: 64 queries of every tile."""
     ROWS: gl.constexpr = q_tiles.shape[1]
@@ -236,7 +223,7 @@ def _attend(  # type: ignore[no-untyped-def]
     zero = gl.zeros([ROWS, COLUMNS], gl.float32, S)
     queue = 0
     done = 0
-    first_i, begin, end, head, ahead = _planned(plan, q_full, done, CHUNKS)
+    first_i, begin, end, head = _planned(plan, q_full, done)
     while head >= 0:
         q = _matrix(q_tiles.index(done % 2 * PARTS + part))
         low, low_full, high_full, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
@@ -256,42 +243,31 @@ def _attend(  # type: ignore[no-untyped-def]
         p = gl.convert_layout(soft.to(q.dtype), P)
         queue += 1
         mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
-        if WINDOW or CHUNKS or (CAUSAL and PARTS * ROWS > COLUMNS):
-            acc, p, m, l, queue = _walk(
-                acc, p, m, l, queue, queue_end, high_full, high - 1, q, ring, full, empty, i, begin, end, window,
-                scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
-            )  # fmt: skip
         acc, p, m, l, queue = _walk(
-            acc, p, m, l, queue, queue_end, low_full, gl.minimum(high_full, high - 1), q, ring, full, empty, i, begin,
-            end, window, scale2, SLOTS, CAUSAL, WINDOW, False, S, P,
+            acc, p, m, l, queue, queue_end, low, high - 1, low_full, high_full, q, ring, full, empty, i, begin, end,
+            window, scale2, SLOTS, CAUSAL, WINDOW, WINDOW or (CAUSAL and PARTS * ROWS > COLUMNS), S, P,
         )  # fmt: skip
-        if WINDOW:
-            acc, p, m, l, queue = _walk(
-                acc, p, m, l, queue, queue_end, low, gl.minimum(low_full, high - 1), q, ring, full, empty, i, begin,
-                end, window, scale2, SLOTS, CAUSAL, WINDOW, True, S, P,
-            )  # fmt: skip
         mbarrier.arrive(q_empty.index(done % 2))
         slot = queue % SLOTS
         mbarrier.wait(full.index(slot), queue // SLOTS & 1)
         acc = warpgroup_mma(p, _matrix(ring.index(slot)), acc, is_async=True)
-        if not CHUNKS:
-            gl.store(lse + head.to(gl.int64) * tokens + i, m + gl.log2(l), i < end)
+        gl.store(lse + head.to(gl.int64) * tokens + i, m + gl.log2(l), i < end)
         acc = warpgroup_mma_wait(0, (acc,))
         mbarrier.arrive(empty.index(slot))
         queue += 1
         acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
         token = first_i + part * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, STORE))
         d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
-        at = out + (token - ahead)[:, None].to(gl.int64) * (H * D) + head * D + d[None, :]
+        at = out + token[:, None].to(gl.int64) * (H * D) + head * D + d[None, :]
         inside = (token < end)[:, None] & (d < D)[None, :]
         gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), inside)
         done += 1
-        first_i, begin, end, head, ahead = _planned(plan, q_full, done, CHUNKS)
+        first_i, begin, end, head = _planned(plan, q_full, done)
 
 
 @gluon_kernel
-def _planned(plan, q_full, done, CHUNKS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Wait for the next tile, as ``_find`` gives it; head -1 when there is none."""
+def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
+    """Wait for the next tile: (first query, begin and end of its document, head), head -1 when there is none."""
     ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     buffer = done % 2
     mbarrier.wait(q_full.index(buffer), done // 2 & 1)
@@ -299,10 +275,7 @@ def _planned(plan, q_full, done, CHUNKS: gl.constexpr):  # type: ignore[no-untyp
     begin = gl.max(plan.index(4 * buffer + 1).load(ALL), 0)
     end = gl.max(plan.index(4 * buffer + 2).load(ALL), 0)
     head = gl.max(plan.index(4 * buffer + 3).load(ALL), 0)
-    ahead = 0
-    if CHUNKS:
-        ahead = gl.max(plan.index(8 + buffer).load(ALL), 0)
-    return first_i, begin, end, head, ahead
+    return first_i, begin, end, head
 
 
 @gluon_kernel
@@ -321,20 +294,18 @@ def _copy(source, token, head, ring, full, empty, queue, SLOTS: gl.constexpr):  
 
 @gluon_kernel
 def _seek(  # type: ignore[no-untyped-def]
-    index, counter, cu, starts, lengths, documents, tiles, work, SHARE: gl.constexpr, ROWS: gl.constexpr,
-    SHARED_OUT: gl.constexpr, CHUNKS: gl.constexpr,
-):  # fmt: skip
+    index, counter, cu, documents, tiles, work, SHARE: gl.constexpr, ROWS: gl.constexpr, SHARED_OUT: gl.constexpr
+):
     """From piece ``index`` of the work on, the first that this program gets with queries in it."""
     first_i = 0
     begin = 0
     end = 0
     head = 0
-    ahead = 0
     while (index < work) & (first_i >= end):
-        first_i, begin, end, head, ahead = _find(index, cu, starts, lengths, documents, tiles, SHARE, ROWS, CHUNKS)
+        first_i, begin, end, head = _find(index, cu, documents, tiles, SHARE, ROWS)
         if first_i >= end:
             index = _following(counter, work, SHARED_OUT)
-    return index, first_i, begin, end, head, ahead
+    return index, first_i, begin, end, head
 
 
 @gluon_kernel
@@ -360,9 +331,9 @@ def _copy_pairs(k, v, start, head, count, ring, full, empty, queue, SLOTS: gl.co
 
 @gluon_kernel
 def _fetch(  # type: ignore[no-untyped-def]
-    q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, starts, lengths, documents, tiles, work,
-    window, PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, CHUNKS: gl.constexpr,
+    q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles, work, window,
+    PARTS: gl.constexpr, GROUP: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full.
 
@@ -373,8 +344,8 @@ def _fetch(  # type: ignore[no-untyped-def]
     COLUMNS: gl.constexpr = ring.shape[1]
     queue = 0
     told = 0
-    index, first_i, begin, end, head, ahead = _seek(
-        gl.program_id(0), counter, cu, starts, lengths, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT, CHUNKS
+    index, first_i, begin, end, head = _seek(
+        gl.program_id(0), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
     )
     while index < work:
         buffer = told % 2
@@ -383,12 +354,9 @@ def _fetch(  # type: ignore[no-untyped-def]
         _note(plan, 4 * buffer + 1, begin)
         _note(plan, 4 * buffer + 2, end)
         _note(plan, 4 * buffer + 3, head)
-        if CHUNKS:
-            _note(plan, 8 + buffer, ahead)
         mbarrier.expect(q_full.index(buffer), PARTS * q.block_type.nbytes)
         for part in gl.static_range(PARTS):
-            token = first_i - ahead + part * ROWS
-            async_load(q, [token, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part))
+            async_load(q, [first_i + part * ROWS, head, 0], q_full.index(buffer), q_tiles.index(buffer * PARTS + part))
         low, _, _, high = _reach(first_i, begin, end, window, PARTS * ROWS, COLUMNS, CAUSAL, WINDOW)
         kv_head = head // GROUP
         start = begin + (high - 1) * COLUMNS
@@ -396,10 +364,9 @@ def _fetch(  # type: ignore[no-untyped-def]
         pairs = high - low - 1
         early = gl.maximum(pairs - AHEAD, 0)
         start, queue = _copy_pairs(k, v, start, kv_head, early, ring, full, empty, queue + 1, SLOTS)
-        index, first_i, begin, end, head, ahead = _seek(
-            _following(counter, work, SHARED_OUT), counter, cu, starts, lengths, documents, tiles, work, SHARE,
-            PARTS * ROWS, SHARED_OUT, CHUNKS,
-        )  # fmt: skip
+        index, first_i, begin, end, head = _seek(
+            _following(counter, work, SHARED_OUT), counter, cu, documents, tiles, work, SHARE, PARTS * ROWS, SHARED_OUT
+        )
         start, queue = _copy_pairs(k, v, start, kv_head, pairs - early, ring, full, empty, queue, SLOTS)
         _copy(v, start, kv_head, ring, full, empty, queue, SLOTS)
         queue += 1
@@ -412,16 +379,11 @@ def _fetch(  # type: ignore[no-untyped-def]
 
 @partial(gluon_kernel, sizes=("documents", "tokens", "tiles", "work", "window"))
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, counter, cu, starts, lengths, documents, tokens, tiles, work, scale2, window,
-    PARTS: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
-    SHARE: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
-    CHUNKS: gl.constexpr,
+    q, k, v, out, lse, counter, cu, documents, tokens, tiles, work, scale2, window, PARTS: gl.constexpr,
+    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, SHARE: gl.constexpr,
+    CAUSAL: gl.constexpr, WINDOW: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 64 PARTS queries; q, k and v are descriptors of [T, H, d].
-
-    CHUNKS: the queries are the last tokens of their documents. Document i has the queries from starts[i] to before
-    starts[i + 1], and lengths[i] keys from cu[i] on; else its queries and keys are those from cu[i] to before
-    cu[i + 1]. No sums are left then.
 
     Program n begins with piece n of ``work`` = tiles * H, and if SHARED_OUT takes its next ones from ``counter``, which
     starts at 0.
@@ -429,7 +391,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     DTYPE: gl.constexpr = out.dtype.element_ty
     q_tiles = gl.allocate_shared_memory(DTYPE, [2 * PARTS, q.block_shape[0], 1, q.block_shape[2]], q.layout)
     ring = gl.allocate_shared_memory(DTYPE, [SLOTS, k.block_shape[0], 1, k.block_shape[2]], k.layout)
-    plan = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    plan = gl.allocate_shared_memory(gl.int32, [8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -445,12 +407,11 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_attend, (0, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
-                           window, H, D, SLOTS, CAUSAL, WINDOW, CHUNKS)),
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
                 (_attend, (1, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
-                           window, H, D, SLOTS, CAUSAL, WINDOW, CHUNKS)),
-                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, starts, lengths,
-                          documents, tiles, work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT,
-                          AHEAD, CHUNKS)),
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT, AHEAD)),
             ],
             [4, 1],
             [240, 24],
@@ -459,14 +420,13 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         gl.warp_specialize(
             [
                 (_attend, (0, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
-                           window, H, D, SLOTS, CAUSAL, WINDOW, CHUNKS)),
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
                 (_attend, (1, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
-                           window, H, D, SLOTS, CAUSAL, WINDOW, CHUNKS)),
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
                 (_attend, (2, PARTS, q_tiles, plan, ring, q_full, q_empty, full, empty, out, lse, tokens, scale2,
-                           window, H, D, SLOTS, CAUSAL, WINDOW, CHUNKS)),
-                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, starts, lengths,
-                          documents, tiles, work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT,
-                          AHEAD, CHUNKS)),
+                           window, H, D, SLOTS, CAUSAL, WINDOW)),
+                (_fetch, (q, k, v, q_tiles, plan, ring, q_full, q_empty, full, empty, counter, cu, documents, tiles,
+                          work, window, PARTS, GROUP, SLOTS, SHARE, CAUSAL, WINDOW, SHARED_OUT, AHEAD)),
             ],
             [4, 4, 1],
             [160, 160, 24],
@@ -558,39 +518,11 @@ def forward(
     counter = torch.zeros(1, dtype=torch.int32, device=q.device) if shared_out else cu_seqlens  # else not looked at
     forward_kernel[(programs,)](
         _descriptor(q, ROWS), _descriptor(k, COLUMNS), _descriptor(v, COLUMNS), out, lse, counter, cu_seqlens,
-        cu_seqlens, cu_seqlens, documents, tokens, tiles, work, scale * LOG2E, window or 0, PARTS=parts, H=heads,
-        GROUP=group, D=d, SLOTS=512 // _columns(d), SHARE=share_of(heads, group, tokens, documents, d), CAUSAL=causal,
-        WINDOW=window is not None, SHARED_OUT=shared_out, AHEAD=AHEAD, CHUNKS=False, num_warps=4,
-        maxnreg=MAX_REGISTERS[parts],
+        documents, tokens, tiles, work, scale * LOG2E, window or 0, PARTS=parts, H=heads, GROUP=group, D=d,
+        SLOTS=512 // _columns(d), SHARE=share_of(heads, group, tokens, documents, d), CAUSAL=causal,
+        WINDOW=window is not None, SHARED_OUT=shared_out, AHEAD=AHEAD, num_warps=4, maxnreg=MAX_REGISTERS[parts],
     )  # fmt: skip
     return out, lse
-
-
-def chunks(
-    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, starts: Tensor, lengths: Tensor, scale: float, out: Tensor
-) -> None:
-    """Causal attention of the last tokens of rows, for rows with several; the others are left as they are.
-
-    Args:
-        q, out: ``[T, H, d]``; row i has the tokens from starts[i] to before starts[i + 1].
-        k, v: ``[N, K, d]``; row i has ``lengths[i]`` from keys[i] on, and values that are finite up to the next
-            multiple of 128.
-        keys, starts, lengths: int32.
-
-    All must be as ``takes`` asks for.
-    """
-    tokens, heads, d = q.shape
-    group, rows = heads // k.shape[1], len(lengths)
-    tiles = tokens // (2 * ROWS) + rows
-    work = tiles * heads
-    programs = min(work, multiprocessors(q.device))
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device) if work > programs else lengths  # else not looked at
-    forward_kernel[(programs,)](
-        _descriptor(q, ROWS), _descriptor(k, COLUMNS), _descriptor(v, COLUMNS), out, out, counter, keys, starts,
-        lengths, rows, tokens, tiles, work, scale * LOG2E, 0, PARTS=2, H=heads, GROUP=group, D=d,
-        SLOTS=512 // _columns(d), SHARE=group, CAUSAL=True, WINDOW=False, SHARED_OUT=work > programs, AHEAD=AHEAD,
-        CHUNKS=True, num_warps=4, maxnreg=MAX_REGISTERS[2],
-    )  # fmt: skip
 
 
 def flash_attention(
@@ -605,14 +537,13 @@ def kernels() -> Sequence[Kernel]:
     if gluon is None:
         return []
     ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")
-    pointers = {"out": "*bf16", "lse": "*fp32", **dict.fromkeys(("counter", "cu", "starts", "lengths"), "*i32")}
+    pointers = {"out": "*bf16", "lse": "*fp32", "counter": "*i32", "cu": "*i32"}
     made = []
     for name, d, parts, causal, window in (
         ("causal", 128, 2, True, False),
         ("full", 128, 2, False, False),
         ("window", 128, 2, True, True),
         ("heads_of_64", 64, 3, False, False),
-        ("chunks", 128, 2, True, False),
     ):
         boxes = (("q", ROWS), ("k", COLUMNS), ("v", COLUMNS))
         tensors = {label: f"tensordesc<bf16[{rows}, 1, {d}],{_layout()!r}>" for label, rows in boxes}
@@ -622,8 +553,7 @@ def kernels() -> Sequence[Kernel]:
                 name=f"forward_hopper_{name}",
                 function=forward_kernel,
                 arguments={**tensors, **pointers, "scale2": "fp32", **ints},
-                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True, "AHEAD": AHEAD}
-                | {"CHUNKS": name == "chunks"},
+                constants={**sizes, "CAUSAL": causal, "WINDOW": window, "SHARED_OUT": True, "AHEAD": AHEAD},
                 targets=("sm_90",),
                 implementation="hopper",
                 options={"maxnreg": MAX_REGISTERS[parts]},

@@ -1,7 +1,7 @@
 """Causal attention through the block table of a paged KV cache.
 
 * ``paged_attention.py``        the operator, and which kernel runs; ``paged_attention_torch.py``: in torch
-* ``prefill.py``                prefill chunks; ``prefill_hopper.py``: for Hopper; ``gathered.py``: keys copied first
+* ``prefill.py``                prefill chunks; ``prefill_hopper.py``: for Hopper, with ``prefill_copies.py``
 * ``decode.py``                 rows of one query; ``decode_hopper.py`` (``paged_decode_hopper.cu``): for Hopper
 * ``tile.py``                   what the Triton kernels share
 * ``batch.py``                  the ragged batch of a step, and what is worked out from it once a step

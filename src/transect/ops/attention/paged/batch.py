@@ -14,9 +14,6 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-KEY_TILE = 128
-"""Keys of a row that lie side by side take a multiple of so many places."""
-
 
 @dataclass(frozen=True, slots=True)
 class WorkGroup:
@@ -51,8 +48,6 @@ class PagedBatch:
             only if there are as many tokens as rows.
         fresh: of rows with one query more keys than the last may have been written in this step, by the kernel before.
         chunk_rows: rows of several queries are among the first so many, those of one query behind them; None: anywhere.
-        key_room: as many places as the keys of all rows with several queries take side by side (``key_room``); None:
-            not known, so they stay in their pages.
     """
 
     def __init__(
@@ -66,9 +61,7 @@ class PagedBatch:
         max_query_len: int | None = None,
         fresh: bool = False,
         chunk_rows: int | None = None,
-        key_room: int | None = None,
     ) -> None:
-        self.key_room = key_room
         self.block_tables = block_tables_BN
         self.query_starts = query_starts_B1
         self.seq_lens = seq_lens_B
@@ -105,7 +98,6 @@ class PagedBatch:
             max_query_len=self.max_query_len,
             fresh=self.fresh,
             chunk_rows=self.chunk_rows,
-            key_room=self.key_room,
         )
 
     @cached_property
@@ -125,7 +117,6 @@ class PagedBatch:
                 # Token t is not row t's in either, however many there are.
                 max_query_len=2 if self.max_query_len is None else max(2, self.max_query_len),
                 fresh=self.fresh,
-                key_room=None if begin else self.key_room,
             )
             for begin, end in ((0, first), (first, None))
         )
@@ -145,13 +136,6 @@ class PagedBatch:
         if self._arrivals is None or len(self._arrivals) < count:
             self._arrivals = torch.zeros(count, dtype=torch.int32, device=self.seq_lens.device)
         return self._arrivals
-
-    @cached_property
-    def key_starts(self) -> Tensor:
-        """int32 ``[B + 1]``: where the keys of each row with several queries begin if they lie side by side, and where
-        the last ones end."""
-        places_B = (self.seq_lens + (KEY_TILE - 1)) // KEY_TILE * KEY_TILE * (self.query_starts.diff() > 1)
-        return torch.cat((places_B.new_zeros(1), places_B.cumsum(0, dtype=torch.int32)))
 
     @cached_property
     def _queries_B(self) -> Tensor:

@@ -228,6 +228,8 @@ def decode(
     _, heads, d = q.shape
     _, kv_heads, block_size, _ = k_cache.shape
     rows, group = batch.num_rows, heads // kv_heads
+    if not rows:
+        return
     if INTERPRETED:
         tiling = replace(tiling, bn=16, warps=1, stages=1, chunk=4, fan=3, least=16)
     wanted = _round_up(tiling.programs * multiprocessors(q.device) / kv_heads)

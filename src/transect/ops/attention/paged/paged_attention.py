@@ -46,7 +46,6 @@ from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Knobs, Op, register
 from . import decode as paged_decode
 from . import decode_hopper as paged_decode_hopper
-from . import gathered
 from . import prefill as paged_prefill
 from . import prefill_hopper as hopper
 from .batch import PagedBatch
@@ -168,14 +167,14 @@ class PagedTriton:
         sunk = sunk and paged_decode_hopper.sinks_refusal(q, k_cache, sinks) is None  # type: ignore[arg-type]
         streams = self.decode is not None and (plain or sunk)
         streams = streams and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)
-        if self.decode is not None and streams and plain and chunks is not singles and tokens <= FEW_TOKENS:
+        # The prompts' kernel does not wait by itself: without a decode row before it, it would read too early.
+        beside = chunks is not singles and singles.num_rows > 0 and tokens <= FEW_TOKENS
+        if self.decode is not None and streams and plain and beside:
             self.decode(*ones, out=out, dependent_launch=dependent_launch, beside=True)
             paged_prefill.prefill(*some, out, tiling=BESIDE_TILING, singles=False, dependent_launch=True, beside=True)
             return out
         bulk = self.bulk and plain and not self.whole and not hopper.refusal(*some)
-        if bulk and gathered.pays(q, k_cache, chunks):
-            gathered.prefill(q, k_cache, v_cache, chunks, scale, out)
-        elif bulk:
+        if bulk:
             hopper.prefill(
                 q, k_cache, v_cache, chunks.block_tables, chunks.query_starts, chunks.seq_lens, chunks.max_seq_len,
                 scale, out,
@@ -400,7 +399,7 @@ register(
         examples=_examples,
         peers={"torch, gathered": _gathered},
         cases=_cases,
-        kernels=lambda: [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels(), *gathered.kernels()],
+        kernels=lambda: [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels()],
         knobs=(Knobs("paged_attention", DECODE_CHOICES, decode_rule, _launch, dict, _size, _valid, _decodes),),
         error_ratio=3.0,
         error_note="float32 scores are multiplied by log2(e) for an approximate power of two, which rounds once more "

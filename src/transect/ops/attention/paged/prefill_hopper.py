@@ -9,12 +9,7 @@ overlap of products and softmax are those of ``packed/hopper.py``. The differenc
 * Heads of 96 are computed as 128: copies that reach past the end of a head give zeros.
 * With heads of 256 the sums of 64 rows take half of the registers, and a block has 64 keys instead of 128. Queries come
   as for 3, 5 and 7 heads, and results are stored as the tensor cores leave them: shared memory has no room left.
-* The keys of a block come as blocks of the cache from wherever the block table says. Each copy brings 64 columns, the
-  width that the copy engine swizzles. Shared memory is swizzled in units of 8 rows of 128 bytes, and a copy fills whole
-  units. So the pieces together are the tile that one large copy would have made.
-* A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are requested outside of
-  the cache, where copies give zeros. The fetching warp overwrites the rest of the last block with zeros before it says
-  that the values are there.
+* Two warps copy instead of one, out of the pages of the cache (``prefill_copies.py``).
 
 It takes no sliding window: positions before a window would need the same treatment. Rows of one query belong to the
 decode kernel. Which program computes a tile changes from run to run; the result does not.
@@ -32,7 +27,6 @@ import torch
 from torch import Tensor
 
 from ...lang.gluon_language import (
-    async_load,
     block_barrier,
     fence_async_shared,
     gl,
@@ -51,226 +45,26 @@ from ..packed.hopper import (
     COLUMNS,
     MAX_REGISTERS,
     ROWS,
-    _following,
     _mask,
     _matrix,
-    _note,
     _reach,
-    _run_of,
     _softmax,
     _walk,
     device_refusal,
 )
 from ..packed.tiling import LOG2E
 from .batch import PagedBatch
+from .prefill_copies import _HALF, _PARTS, _ROWS, HALF, PARTS, _fetch_keys, _fetch_values, _planned
 
 __all__ = ["device_refusal", "kernels", "prefill", "refusal"]
 
 HEAD_DIMS = (64, 96, 128, 256)
-HALF = 64
-"""Columns of a head that one copy brings."""
-PARTS = 2
-"""Warpgroups that compute."""
-# The same for the kernels, which read no global that is not a constant of Triton's.
-_ROWS, _HALF, _PARTS = (n if gl is None else gl.constexpr(n) for n in (ROWS, HALF, PARTS))
 
 
 @gluon_kernel
-def _find(index, starts, lengths, count, tiles, share, QUERIES: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(first token, end of its row's tokens, its position, length of the row, row, key head) of piece ``index``.
-
-    Key heads are taken ``share`` at a time. A tile of a row with one query is empty.
-    """
-    part = index // (tiles * share)
-    rest = index % (tiles * share)
-    tile = tiles - 1 - rest // share
-    head = part * share + rest % share
-    row = _run_of(tile, starts, count, QUERIES)
-    begin = gl.load(starts + row)
-    end = gl.load(starts + row + 1)
-    length = gl.load(lengths + row)
-    token = begin + (tile - begin // QUERIES - row) * QUERIES
-    position = length - end + token
-    if end - begin < 2:
-        end = begin
-    return token, end, position, length, row, head
-
-
-@gluon_kernel
-def _seek(  # type: ignore[no-untyped-def]
-    index, counter, starts, lengths, count, tiles, work, share, QUERIES: gl.constexpr, SHARED_OUT: gl.constexpr,
-):  # fmt: skip
-    """From piece ``index`` of the work on, the first that this program gets with queries in it."""
-    token = 0
-    end = 0
-    position = 0
-    length = 0
-    row = 0
-    head = 0
-    while (index < work) & (token >= end):
-        token, end, position, length, row, head = _find(index, starts, lengths, count, tiles, share, QUERIES)
-        if token >= end:
-            index = _following(counter, work, SHARED_OUT)
-    return index, token, end, position, length, row, head
-
-
-@gluon_kernel
-def _blocks(table, start, length, blocks, COLUMNS: gl.constexpr, BLOCK: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The blocks of the cache that hold the positions from ``start`` on, every thread all of them; ``blocks``, where
-    there is none, for what lies past the row's length."""
-    N: gl.constexpr = COLUMNS // BLOCK
-    n = gl.arange(0, N, layout=gl.BlockedLayout([N], [32], [1], [0]))
-    return gl.load(table + start // BLOCK + n, start + n * BLOCK < length, blocks)
-
-
-@gluon_kernel
-def _one_of(values, place):  # type: ignore[no-untyped-def]
-    n = gl.arange(0, values.shape[0], layout=values.type.layout)
-    return gl.sum(gl.where(n == place, values, 0), 0)
-
-
-@gluon_kernel
-def _gather(  # type: ignore[no-untyped-def]
-    source, wanted, left, head, pieces, full, empty, tail, tails, queue, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
-    SLOTS: gl.constexpr, VALUES: gl.constexpr,
-):  # fmt: skip
-    """Ask for the keys or values in the blocks ``wanted`` at place ``queue`` of the ring, when that is free.
-
-    ``left``: how many of their positions, and of those behind, the row has. ``tails``: how many blocks of values were
-    cleared at their end so far; returned with this one.
-    """
-    N: gl.constexpr = COLUMNS // BLOCK
-    HALVES: gl.constexpr = pieces.shape[0] // (SLOTS * N)
-    PIECE: gl.constexpr = source.block_type.nbytes
-    slot = queue % SLOTS
-    first = slot * (N * HALVES)
-    mbarrier.wait(empty.index(slot), (queue // SLOTS & 1) ^ 1)
-    cleared = -1
-    if VALUES:
-        over = left % BLOCK
-        if (left < COLUMNS) & (over > 0):
-            cleared = left // BLOCK
-            block = _one_of(wanted, cleared)
-            mbarrier.expect(tail, HALVES * PIECE)
-            for half in gl.static_range(HALVES):
-                piece = pieces.index(first + half * N + cleared)
-                async_load(source, [block, head, 0, half * _HALF], tail, piece)
-            mbarrier.wait(tail, tails & 1)
-            tails += 1
-            L: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [1, 1, 4, 8], [1, 1, 1, 1], [3, 2, 1, 0])
-            row = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
-            owned = (row < over)[None, None, :, None]
-            for half in gl.static_range(HALVES):
-                piece = pieces.index(first + half * N + cleared)
-                x = piece.load(L)
-                piece.store(gl.where(owned, x, gl.zeros_like(x)))
-            fence_async_shared()
-            block_barrier()
-    mbarrier.expect(full.index(slot), N * HALVES * PIECE, pred=cleared < 0)
-    if VALUES:
-        mbarrier.expect(full.index(slot), (N - 1) * HALVES * PIECE, pred=cleared >= 0)
-    for n in gl.static_range(N):
-        block = _one_of(wanted, n)
-        for half in gl.static_range(HALVES):
-            async_load(
-                source, [block, head, 0, half * _HALF], full.index(slot), pieces.index(first + half * N + n),
-                pred=cleared != n,
-            )  # fmt: skip
-    return tails
-
-
-@gluon_kernel
-def _gather_pairs(  # type: ignore[no-untyped-def]
-    k, v, table, wanted, start, length, head, blocks, number, pieces, full, empty, tail, tails, queue,
-    COLUMNS: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
-):  # fmt: skip
-    """``number`` times the keys before position ``start`` and the values from it on, which are in ``wanted``."""
-    for _ in range(number):
-        before = _blocks(table, start - COLUMNS, length, blocks, COLUMNS, BLOCK)
-        _gather(k, before, length, head, pieces, full, empty, tail, tails, queue, COLUMNS, BLOCK, SLOTS, False)
-        tails = _gather(
-            v, wanted, length - start, head, pieces, full, empty, tail, tails, queue + 1, COLUMNS, BLOCK, SLOTS, True
-        )
-        wanted = before
-        start -= COLUMNS
-        queue += 2
-    return wanted, start, tails, queue
-
-
-@gluon_kernel
-def _fetch(  # type: ignore[no-untyped-def]
-    q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts, lengths, count, tiles,
-    work, blocks, table_b, share, GROUP: gl.constexpr, COLUMNS: gl.constexpr, BLOCK: gl.constexpr,
-    SLOTS: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
-):  # fmt: skip
-    """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full."""
-    QUERIES: gl.constexpr = _PARTS * (_ROWS // GROUP)
-    queue = 0
-    told = 0
-    tails = 0
-    index, token, end, position, length, row, head = _seek(
-        gl.program_id(0), counter, starts, lengths, count, tiles, work, share, QUERIES, SHARED_OUT
-    )
-    while index < work:
-        buffer = told % 2
-        mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
-        _note(plan, 8 * buffer, token)
-        _note(plan, 8 * buffer + 1, end)
-        _note(plan, 8 * buffer + 2, position)
-        _note(plan, 8 * buffer + 3, length)
-        _note(plan, 8 * buffer + 4, head)
-        if COPIED:
-            mbarrier.expect(q_full.index(buffer), _PARTS * q.block_type.nbytes)
-            for part in gl.static_range(_PARTS):
-                async_load(
-                    q, [token + part * (_ROWS // GROUP), head * GROUP, 0], q_full.index(buffer),
-                    q_tiles.index(buffer * _PARTS + part),
-                )  # fmt: skip
-        else:
-            mbarrier.arrive(q_full.index(buffer))
-        _, _, _, high = _reach(position, 0, length, 0, QUERIES, COLUMNS, True, False)
-        table = tables + row * table_b
-        limit = length
-        kv_head = head
-        start = (high - 1) * COLUMNS
-        wanted = _blocks(table, start, limit, blocks, COLUMNS, BLOCK)
-        _gather(k, wanted, limit, kv_head, pieces, full, empty, tail, tails, queue, COLUMNS, BLOCK, SLOTS, False)
-        early = gl.maximum(high - 1 - AHEAD, 0)
-        wanted, start, tails, queue = _gather_pairs(
-            k, v, table, wanted, start, limit, kv_head, blocks, early, pieces, full, empty, tail, tails, queue + 1,
-            COLUMNS, BLOCK, SLOTS,
-        )  # fmt: skip
-        index, token, end, position, length, row, head = _seek(
-            _following(counter, work, SHARED_OUT), counter, starts, lengths, count, tiles, work, share, QUERIES,
-            SHARED_OUT,
-        )  # fmt: skip
-        wanted, start, tails, queue = _gather_pairs(
-            k, v, table, wanted, start, limit, kv_head, blocks, high - 1 - early, pieces, full, empty, tail, tails,
-            queue, COLUMNS, BLOCK, SLOTS,
-        )  # fmt: skip
-        tails = _gather(
-            v, wanted, limit - start, kv_head, pieces, full, empty, tail, tails, queue, COLUMNS, BLOCK, SLOTS, True
-        )
-        queue += 1
-        told += 1
-    buffer = told % 2
-    mbarrier.wait(q_empty.index(buffer), (told // 2 & 1) ^ 1)
-    _note(plan, 8 * buffer + 4, -1)
-    mbarrier.arrive(q_full.index(buffer))
-
-
-@gluon_kernel
-def _planned(plan, q_full, done):  # type: ignore[no-untyped-def]
-    """Wait for the next tile: (first token, end of its row's, its position, length, key head), -1 if there is none."""
-    ALL: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    buffer = done % 2
-    mbarrier.wait(q_full.index(buffer), done // 2 & 1)
-    token = gl.max(plan.index(8 * buffer).load(ALL), 0)
-    end = gl.max(plan.index(8 * buffer + 1).load(ALL), 0)
-    position = gl.max(plan.index(8 * buffer + 2).load(ALL), 0)
-    length = gl.max(plan.index(8 * buffer + 3).load(ALL), 0)
-    head = gl.max(plan.index(8 * buffer + 4).load(ALL), 0)
-    return token, end, position, length, head
+def _here(x):  # type: ignore[no-untyped-def]
+    """x, which the compiler knows no earlier than here: what is worked out from it takes no registers before."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon_kernel
@@ -278,7 +72,11 @@ def _attend(  # type: ignore[no-untyped-def]
     part: gl.constexpr, q, q_t, q_h, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H: gl.constexpr,
     GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
-    """The work of a warpgroup: 64 rows of every tile."""
+    """The work of a warpgroup: 64 rows of every tile.
+
+    Where rows are found is worked out before the loop over keys and once more behind it (``_here``). Kept, it would
+    leave the loop so few registers that the compiler computes the softmax of a thread's two rows one after the other.
+    """
     DP: gl.constexpr = q_tiles.shape[3]
     COLUMNS: gl.constexpr = ring.shape[1]
     MINE: gl.constexpr = _ROWS // GROUP
@@ -287,19 +85,20 @@ def _attend(  # type: ignore[no-untyped-def]
     O: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DP, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     STORE: gl.constexpr = O if DP == 256 else gl.BlockedLayout([1, 8], [256 // DP, DP // 8], [4, 1], [1, 0])
-    r = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORE))
+    rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, STORE))
     d = gl.arange(0, DP, layout=gl.SliceLayout(0, STORE))
-    own = (r < MINE * GROUP)[:, None] & (d < D)[None, :]
     zero = gl.zeros([_ROWS, COLUMNS], gl.float32, S)
     queue = 0
     done = 0
-    token, end, position, length, head = _planned(plan, q_full, done)
+    token, end, position, length, head, _ = _planned(plan, q_full, done, 4)
     while head >= 0:
-        mine = token + part * MINE + r // GROUP
         if COPIED:
             tile = q_tiles.index(done % 2 * _PARTS + part).reshape((_ROWS, DP))
         else:
             tile = q_tiles.index(part).reshape((_ROWS, DP))
+            r = _here(rows)
+            mine = token + part * MINE + r // GROUP
+            own = (r < MINE * GROUP)[:, None] & (d < D)[None, :]
             at = q + mine[:, None].to(gl.int64) * q_t + (head * GROUP + r % GROUP)[:, None] * q_h + d[None, :]
             x = gl.load(at, own & (mine < end)[:, None], 0.0)
             block_barrier()  # all warps are done with the tile before
@@ -324,12 +123,8 @@ def _attend(  # type: ignore[no-untyped-def]
         mbarrier.wait(full.index(queue % SLOTS), queue // SLOTS & 1, pred=queue + 1 < queue_end)
         # A tile may begin anywhere, so the block before the last may need a mask as well.
         acc, p, m, l, queue = _walk(
-            acc, p, m, l, queue, queue_end, high_full, high - 1, tile, ring, full, empty, i, 0, length, 0, scale2,
+            acc, p, m, l, queue, queue_end, 0, high - 1, 0, high_full, tile, ring, full, empty, i, 0, length, 0, scale2,
             SLOTS, True, False, True, S, P,
-        )  # fmt: skip
-        acc, p, m, l, queue = _walk(
-            acc, p, m, l, queue, queue_end, 0, gl.minimum(high_full, high - 1), tile, ring, full, empty, i, 0, length,
-            0, scale2, SLOTS, True, False, False, S, P,
         )  # fmt: skip
         mbarrier.arrive(q_empty.index(done % 2))
         slot = queue % SLOTS
@@ -339,20 +134,23 @@ def _attend(  # type: ignore[no-untyped-def]
         mbarrier.arrive(empty.index(slot))
         queue += 1
         acc = acc * gl.convert_layout(1.0 / l, gl.SliceLayout(1, O))[:, None]
+        r = _here(rows)
+        mine = token + part * MINE + r // GROUP
+        own = (r < MINE * GROUP)[:, None] & (d < D)[None, :]
         at = out + mine[:, None].to(gl.int64) * (H * D) + (head * GROUP + r % GROUP)[:, None] * D + d[None, :]
         gl.store(at, gl.convert_layout(acc.to(out.dtype.element_ty), STORE), own & (mine < end)[:, None])
         done += 1
-        token, end, position, length, head = _planned(plan, q_full, done)
+        token, end, position, length, head, _ = _planned(plan, q_full, done, 4)
 
 
 @partial(gluon_kernel, sizes=("count", "tiles", "work", "blocks", "table_b", "share"))
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2, q_t, q_h,
-    H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
+    q, k, v, k_runs, v_runs, out, counter, tables, starts, lengths, count, tiles, work, blocks, table_b, share, scale2,
+    q_t, q_h, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK: gl.constexpr, SLOTS: gl.constexpr,
     COLUMNS: gl.constexpr, SHARED_OUT: gl.constexpr, AHEAD: gl.constexpr, COPIED: gl.constexpr,
 ):  # fmt: skip
     """q describes ``[T, H, d]`` in boxes of 64 rows (without COPIED it points there), k and v the caches in boxes of a
-    block and half a head.
+    block and 64 columns, k_runs and v_runs in boxes of as many blocks as hold COLUMNS keys.
 
     Program n begins with piece n of ``work`` = tiles * K, and if SHARED_OUT takes its next ones from ``counter``, which
     starts at 0.
@@ -368,19 +166,19 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     )
     ring = gl.allocate_shared_memory(DTYPE, [SLOTS, COLUMNS, 1, DP], LAYOUT)
     pieces = reinterpreted(ring, DTYPE, [SLOTS * (COLUMNS // BLOCK) * (DP // _HALF), 1, 1, BLOCK, _HALF], k.layout)
+    runs = reinterpreted(ring, DTYPE, [SLOTS * (DP // _HALF), COLUMNS // BLOCK, 1, BLOCK, _HALF], k.layout)
     plan = gl.allocate_shared_memory(gl.int32, [16, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS + 1, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    tail = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for buffer in gl.static_range(2):
         mbarrier.init(q_full.index(buffer), count=1)
-        mbarrier.init(q_empty.index(buffer), count=_PARTS)
+        mbarrier.init(q_empty.index(buffer), count=_PARTS + 1)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=_PARTS)
-    mbarrier.init(tail, count=1)
+    mbarrier.init(full.index(SLOTS), count=1)  # for values of which a part is cleared
     fence_async_shared()
     gl.warp_specialize(
         [
@@ -388,12 +186,14 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
                          SLOTS, COPIED)),
             (_attend, (1, q, q_t, q_h, q_tiles, plan, ring, q_full, q_empty, full, empty, out, scale2, H, GROUP, D,
                          SLOTS, COPIED)),
-            (_fetch, (q, k, v, q_tiles, plan, pieces, q_full, q_empty, full, empty, tail, counter, tables, starts,
-                      lengths, count, tiles, work, blocks, table_b, share, GROUP, COLUMNS, BLOCK, SLOTS, SHARED_OUT,
-                      AHEAD, COPIED)),
+            (_fetch_keys, (q, k, k_runs, q_tiles, plan, pieces, runs, q_full, q_empty, full, empty, counter,
+                           tables, starts, lengths, count, tiles, work, blocks, table_b, share, GROUP, COLUMNS, BLOCK,
+                           SLOTS, SHARED_OUT, AHEAD, COPIED)),
+            (_fetch_values, (v, v_runs, plan, pieces, runs, q_full, q_empty, full, empty, tables, blocks, table_b,
+                             GROUP, COLUMNS, BLOCK, SLOTS)),
         ],
-        [4, 1],
-        [232, 40],  # registers of a thread that computes, and of one that fetches
+        [4, 1, 1],
+        [232, 40, 40],  # registers of a thread that computes, and of those that fetch
     )  # fmt: skip
 
 
@@ -468,8 +268,11 @@ def prefill(
     sizes = _sizes(d, group)
     prefill_kernel[(programs,)](
         tensor_descriptor(q, [ROWS // group, group, padded(d)], _layout(3)) if sizes["COPIED"] else q,
-        tensor_descriptor(k_cache, [1, 1, block, HALF], _layout(4)),
-        tensor_descriptor(v_cache, [1, 1, block, HALF], _layout(4)),
+        *(
+            tensor_descriptor(cache, [many, 1, block, HALF], _layout(4))
+            for many in (1, sizes["COLUMNS"] // block)
+            for cache in (k_cache, v_cache)
+        ),
         out, counter, tables, starts, lengths, len(lengths), tiles, work, blocks, tables.stride(0), share,
         scale * LOG2E, q.stride(0), q.stride(1), H=heads, GROUP=group, D=d, BLOCK=block, SHARED_OUT=shared_out,
         AHEAD=AHEAD, **sizes,
@@ -487,7 +290,8 @@ def kernels() -> Sequence[Kernel]:
         copied = sizes["COPIED"]
         box = f"tensordesc<bf16[{ROWS // group}, {group}, {padded(d)}],{_layout(3)!r}>"
         tensors = {"q": box if copied else "*bf16"}
-        tensors |= dict.fromkeys(("k", "v"), f"tensordesc<bf16[1, 1, {block}, {HALF}],{_layout(4)!r}>")
+        for names, many in ((("k", "v"), 1), (("k_runs", "v_runs"), sizes["COLUMNS"] // block)):
+            tensors |= dict.fromkeys(names, f"tensordesc<bf16[{many}, 1, {block}, {HALF}],{_layout(4)!r}>")
         pointers = {"out": "*bf16", **dict.fromkeys(("counter", "tables", "starts", "lengths"), "*i32")}
         ints = dict.fromkeys(("count", "tiles", "work", "blocks", "table_b", "share", "q_t", "q_h"), "i32")
         sizes |= {"H": 4 * group, "GROUP": group, "D": d, "BLOCK": block}

@@ -8,7 +8,8 @@ For token t of the step, with slot s(t) (``kv_cache_write.py``) and the rotation
 Inference only: no gradient. The caches change in place.
 
 Shapes: q ``[T, H, d]``, k and v ``[T, K, d]`` (views of one ``[T, (H + 2K) d]`` projection will do), cos and sin ``[T,
-d/2]`` float32, weights ``[d]``, caches ``[blocks, K, block_size, d]``. Result: the rotated q ``[T, H, d]``.
+d/2]`` float32, weights ``[d]``, or ``[H, d]`` and ``[K, d]`` where each head has its own, caches ``[blocks, K,
+block_size, d]``. Result: the rotated q ``[T, H, d]``.
 Sources: Su et al. 2021, arXiv:2104.09864; Kwon et al. 2023, arXiv:2309.06180; QK-norm: Henry et al. 2020,
 arXiv:2010.04245.
 
@@ -76,10 +77,11 @@ def _kernel(
     tables_ptr, starts_ptr, lengths_ptr, n_rows, q_heads, k_heads, n_planes, eps,
     q_token, q_head, k_token, k_head, v_token, v_head, q_out_token, q_out_head, k_out_token, k_out_head,
     cos_token, sin_token, cache_block, cache_head, cache_slot, table_stride, q_groups, k_groups, groups,
-    PAGE: tl.constexpr, SEARCH: tl.constexpr, NORM: tl.constexpr,
+    PAGE: tl.constexpr, SEARCH: tl.constexpr, NORM: tl.constexpr, OWN: tl.constexpr,
     HEADS: tl.constexpr, PLANES: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token a program: of q for the first ``q_groups``, then of k for ``k_groups``, then of v."""
+    """HEADS heads of one token a program: of q for the first ``q_groups``, then of k for ``k_groups``, then of v. OWN:
+    each head has weights of its own."""
     let_next_begin(DEPENDENT_LAUNCH)
     token = (tl.program_id(0) // groups).to(tl.int64)
     group = tl.program_id(0) % groups
@@ -91,7 +93,8 @@ def _kernel(
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
         inside = (head < q_heads) & (plane < n_planes)
         x_ptr = q_ptr + token * q_token + head * q_head + plane
-        a, b = turned_by(x_ptr, q_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
+        w_ptr = q_weight_ptr + head * (2 * n_planes) if OWN else q_weight_ptr
+        a, b = turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM, OWN)
         q_at = q_out_ptr + token * q_out_token + head * q_out_head + plane
         tl.store(q_at, a.to(q_out_ptr.dtype.element_ty), mask=inside)
         tl.store(q_at + n_planes, b.to(q_out_ptr.dtype.element_ty), mask=inside)
@@ -102,7 +105,8 @@ def _kernel(
             head = (group - q_groups) * HEADS + tl.arange(0, HEADS)[:, None]
             inside = also((head < k_heads) & (plane < n_planes), page >= 0)
             x_ptr = k_ptr + token * k_token + head * k_head + plane
-            a, b = turned_by(x_ptr, k_weight_ptr, cos, sin, plane, n_planes, inside, eps, NORM)
+            w_ptr = k_weight_ptr + head * (2 * n_planes) if OWN else k_weight_ptr
+            a, b = turned_by(x_ptr, w_ptr, cos, sin, plane, n_planes, inside, eps, NORM, OWN)
             if k_out_ptr is not None:
                 k_at = k_out_ptr + token * k_out_token + head * k_out_head + plane
                 tl.store(k_at, a.to(k_out_ptr.dtype.element_ty), mask=inside)
@@ -161,7 +165,8 @@ def triton_rotary_kv_write(
     and sin before it has ended: it must not write those.
 
     Raises:
-        ValueError: shapes, caches or batch that do not fit each other; one weight without the other.
+        ValueError: shapes, caches or batch that do not fit each other; one weight without the other, or of one for all
+            heads and one for each.
     """
     require("rotary_kv_write", q, k, v, cos, sin, *kv_cache_write.numbers(k_cache, v_cache))
     check_shapes("rotary_kv_write", q, k, cos, sin)
@@ -173,6 +178,15 @@ def triton_rotary_kv_write(
     if (q_weight is None) != (k_weight is None):
         raise ValueError("rotary_kv_write: give both q_weight and k_weight, or neither")
     tokens, heads, size = q.shape
+    kv_heads = k.shape[1]
+    own = q_weight is not None and q_weight.dim() == 2
+    if q_weight is not None and k_weight is not None:
+        wanted = ((heads, size), (kv_heads, size)) if own else ((size,), (size,))
+        if (q_weight.shape, k_weight.shape) != wanted:
+            raise ValueError(
+                f"rotary_kv_write: weights must be [d] both, or [H, d] and [K, d]; got {list(q_weight.shape)} and "
+                f"{list(k_weight.shape)}"
+            )
     where = slot_arguments("rotary_kv_write", batch, k_cache, v_cache, tokens)
     if out is None:
         out = torch.empty(q.shape, device=q.device, dtype=q.dtype)
@@ -183,7 +197,6 @@ def triton_rotary_kv_write(
     if not tokens:
         return out
     q, k, v, cos, sin = (side_by_side(x) for x in (q, k, v, cos, sin))
-    kv_heads = k.shape[1]
     norm = q_weight is not None and k_weight is not None
     knobs = config or choose("rotary_kv_write", (tokens, size, int(norm)), q.device, rule)
     held = knobs["heads"]
@@ -199,7 +212,7 @@ def triton_rotary_kv_write(
         v_token=v.stride(0), v_head=v.stride(1), q_out_token=out.stride(0), q_out_head=out.stride(1),
         k_out_token=0 if k_out is None else k_out.stride(0), k_out_head=0 if k_out is None else k_out.stride(1),
         cos_token=cos.stride(0), sin_token=sin.stride(0), q_groups=q_groups, k_groups=k_groups, groups=groups, **where,
-        NORM=norm, HEADS=held, PLANES=next_power_of_2(size // 2), DEPENDENT_LAUNCH=dependent_launch,
+        NORM=norm, OWN=own, HEADS=held, PLANES=next_power_of_2(size // 2), DEPENDENT_LAUNCH=dependent_launch,
         num_warps=knobs["warps"], **({"launch_pdl": True} if dependent_launch else {}),
     )  # fmt: skip
     return out
@@ -331,11 +344,13 @@ def _kernels() -> Sequence[Kernel]:
     arguments |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "eps": "fp32"}
     arguments |= dict.fromkeys(("tables_ptr", "starts_ptr", "lengths_ptr"), "*i32")
     arguments |= dict.fromkeys((*numbers, *strides, "table_stride", "q_groups", "k_groups", "groups"), "i32")
-    tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "DEPENDENT_LAUNCH": False, "k_out_ptr": None}
+    tile = {"PAGE": BLOCK_SIZE, "PLANES": 64, "DEPENDENT_LAUNCH": False, "k_out_ptr": None, "OWN": False}
     in_fp8 = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*fp8e4nv")
     cached = {**tile, "HEADS": 16, "SEARCH": 0, "NORM": False}
     in_int8 = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), "*i8")
+    scaled = {**tile, "HEADS": 16, "SEARCH": 0, "NORM": True, "OWN": True}
     small = [
+        Kernel("fp8, norms of heads", _kernel, arguments | in_fp8, scaled, ("n_planes", *strides), targets=("sm_90",)),
         Kernel("cache in fp8", _kernel, arguments | in_fp8, cached, ("n_planes", *strides), targets=("sm_90",)),
         Kernel("cache in int8", _kernel, arguments | in_int8, cached, ("n_planes",), targets=("sm_90",)),
     ]

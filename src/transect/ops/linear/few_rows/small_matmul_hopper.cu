@@ -32,15 +32,6 @@ constexpr int kMostStages = 16;
 template <int ROWS>
 constexpr int kBox = ROWS % 128 ? 64 : 128;  // rows of the left operand in one copy
 
-// Arrive at the barrier at the same place in block ``block`` of the cluster.
-__device__ __forceinline__ void barrier_arrive_of(uint32_t barrier, int block) {
-  asm volatile(
-      "{\n.reg .b32 at;\nmapa.shared::cluster.u32 at, %0, %1;\nmbarrier.arrive.shared::cluster.b64 _, [at];\n}" ::"r"(
-          barrier),
-      "r"(block)
-      : "memory");
-}
-
 // Of W with a gate: a box of eight rows of the gate and eight of the other factor in turn, by 64 k.
 __device__ __forceinline__ void fetch_both(uint32_t to, const CUtensorMap* map, int k, int eights, uint32_t barrier,
                                            uint64_t policy) {
@@ -48,16 +39,6 @@ __device__ __forceinline__ void fetch_both(uint32_t to, const CUtensorMap* map, 
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, "
       "%3, %4}], [%5], %6;" ::"r"(to),
       "l"(map), "r"(k), "r"(0), "r"(eights), "r"(barrier), "l"(policy)
-      : "memory");
-}
-
-__device__ __forceinline__ void fetch_for_all(uint32_t to, const CUtensorMap* map, int k, int row, uint32_t barrier,
-                                              uint16_t blocks, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], "
-      "[%1, {%2, %3}], [%4], %5, %6;" ::"r"(to),
-      "l"(map), "r"(k), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
       : "memory");
 }
 

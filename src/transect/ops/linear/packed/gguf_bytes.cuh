@@ -25,43 +25,59 @@ __device__ __forceinline__ void read_span(uint32_t (&v)[4], const __nv_bfloat16*
   for (int s = 0; s < 4; s++) v[s] = __ldcg((const unsigned*)(x + lane / 4 * 32 + lane % 4 * 2 + s * 8));
 }
 
-// A warp leaves a span at ``to``. An infinity or NaN makes the unit NaN.
-__device__ __forceinline__ void write_span(uint32_t to, const uint32_t (&v)[4], int lane) {
-  uint32_t most = 0;
-#pragma unroll
-  for (int s = 0; s < 4; s++) most = max(most, max(v[s] & 0x7FFFu, v[s] >> 16 & 0x7FFFu));
-  most = __reduce_max_sync(0xFFFFFFFFu, most);
-  const int exponent = most >> 7, kept = max(exponent, 16);         // unit and 1 / unit are then normal numbers
-  const float times = __uint_as_float((267 - kept) << 23);          // 2^(13 - (kept - 127))
-  const float unit = __uint_as_float(exponent == 255 ? 0x7FC00000u : (kept - 13) << 23);
-  uint32_t q[4][2];  // q in the lower 16 bits: so has 1.5 2^23 + q
-  int sum[2] = {};
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    q[s][0] = __float_as_uint(fmaf(__uint_as_float(v[s] << 16), times, 12582912.f));
-    q[s][1] = __float_as_uint(fmaf(__uint_as_float(v[s] & 0xFFFF0000u), times, 12582912.f));
-    sum[s / 2] += (int)(q[s][0] + q[s][1] - 2 * 0x4B400000u);
-  }
-  uint2 low, high;  // 256 high + low = q, with low from -128 on: so high is that of q + 128
-  low.x = __byte_perm(__byte_perm(q[0][0], q[2][0], 0x0040), __byte_perm(q[0][1], q[2][1], 0x0040), 0x5410);
-  low.y = __byte_perm(__byte_perm(q[1][0], q[3][0], 0x0040), __byte_perm(q[1][1], q[3][1], 0x0040), 0x5410);
-#pragma unroll
-  for (int s = 0; s < 4; s++) q[s][0] += 128, q[s][1] += 128;
-  high.x = __byte_perm(__byte_perm(q[0][0], q[2][0], 0x0051), __byte_perm(q[0][1], q[2][1], 0x0051), 0x5410);
-  high.y = __byte_perm(__byte_perm(q[1][0], q[3][0], 0x0051), __byte_perm(q[1][1], q[3][1], 0x0051), 0x5410);
+// A warp leaves two spans, each at its ``to``: one's instructions stand between the other's, or each would wait for the
+// one before. An infinity or NaN makes the unit NaN.
+__device__ __forceinline__ void write_spans(const uint32_t (&to)[2], const uint32_t (&v)[2][4], int lane) {
   const int j = lane / 4, c = lane % 4;
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + (j * 8 + c) * 8), "r"(high.x), "r"(high.y) : "memory");
-  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(to + (j * 8 + 4 + c) * 8), "r"(low.x), "r"(low.y) : "memory");
+  uint32_t most[2];
 #pragma unroll
-  for (int s = 0; s < 2; s++) {
-    sum[s] += __shfl_xor_sync(0xFFFFFFFFu, sum[s], 1);
-    sum[s] += __shfl_xor_sync(0xFFFFFFFFu, sum[s], 2);
+  for (int n = 0; n < 2; n++) {
+    uint32_t both = v[n][0] & 0x7FFF7FFFu;
+#pragma unroll
+    for (int s = 1; s < 4; s++) asm("max.u16x2 %0, %1, %2;" : "=r"(both) : "r"(both), "r"(v[n][s] & 0x7FFF7FFFu));
+    most[n] = max(both & 0xFFFFu, both >> 16);
   }
-  if (c == 0)
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to + kSpanSums + j * 8), "f"((float)sum[0]),
-                 "f"((float)sum[1])
-                 : "memory");
-  if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + kSpanUnit), "f"(unit) : "memory");
+#pragma unroll
+  for (int n = 0; n < 2; n++) most[n] = __reduce_max_sync(0xFFFFFFFFu, most[n]);
+  float unit[2];
+  uint2 low[2], high[2];  // 256 high + low = q, with low from -128 on: so high is that of q + 128
+  int sum[2][2];
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const int exponent = most[n] >> 7, kept = max(exponent, 16);  // unit and 1 / unit are then normal numbers
+    const float times = __uint_as_float((267 - kept) << 23);      // 2^(13 - (kept - 127))
+    unit[n] = __uint_as_float(exponent == 255 ? 0x7FC00000u : (kept - 13) << 23);
+    uint32_t q[4][2];  // q + 128 in the lower 16 bits: so has 1.5 2^23 + 128 + q
+    sum[n][0] = sum[n][1] = 0;
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      q[s][0] = __float_as_uint(fmaf(__uint_as_float(v[n][s] << 16), times, 12583040.f));
+      q[s][1] = __float_as_uint(fmaf(__uint_as_float(v[n][s] & 0xFFFF0000u), times, 12583040.f));
+      sum[n][s / 2] += (int)(q[s][0] + q[s][1] - 2 * 0x4B400080u);
+    }
+    auto bytes = [&](int s, uint32_t which) {
+      return __byte_perm(__byte_perm(q[s][0], q[s + 2][0], which), __byte_perm(q[s][1], q[s + 2][1], which), 0x5410);
+    };
+    low[n] = make_uint2(bytes(0, 0x0040) ^ 0x80808080u, bytes(1, 0x0040) ^ 0x80808080u);
+    high[n] = make_uint2(bytes(0, 0x0051), bytes(1, 0x0051));
+  }
+#pragma unroll
+  for (int lanes = 1; lanes <= 2; lanes *= 2)
+#pragma unroll
+    for (int n = 0; n < 2; n++)
+#pragma unroll
+      for (int s = 0; s < 2; s++) sum[n][s] += __shfl_xor_sync(0xFFFFFFFFu, sum[n][s], lanes);
+#pragma unroll
+  for (int n = 0; n < 2; n++) {
+    const uint32_t at = to[n] + (j * 8 + c) * 8;
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(high[n].x), "r"(high[n].y) : "memory");
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at + 32), "r"(low[n].x), "r"(low[n].y) : "memory");
+    if (c == 0)
+      asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to[n] + kSpanSums + j * 8), "f"((float)sum[n][0]),
+                   "f"((float)sum[n][1])
+                   : "memory");
+    if (lane == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(to[n] + kSpanUnit), "f"(unit[n]) : "memory");
+  }
 }
 
 __device__ __forceinline__ float read_float(uint32_t from) { return __uint_as_float(read4(from)); }

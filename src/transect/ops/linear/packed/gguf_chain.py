@@ -13,15 +13,14 @@ columns of 256; all but units in bfloat16. Of every 256 columns x is taken as wh
 two: digits below 2^-14 of the largest of them are lost (``gguf_bytes.cuh``). Those meet the codes in products of bytes,
 whose sums over a group are exact; the others are in float32. Inference only.
 
-Bound by bytes: 0.33 to 1.06 for each weight. It has not run on a GPU yet; thread by thread it runs on a
-processor in the tests (``tests/helpers/cuda_host``).
+Bound by bytes: 0.33 to 1.06 for each weight. Thread by thread it runs on a processor in the tests
+(``tests/helpers/cuda_host``).
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -31,11 +30,16 @@ from torch import Tensor
 from ...lang import cuda
 from ...lang.jit import multiprocessors
 from ..few_rows.cuda import SHARED, Beside
+from . import chain
+from .chain import ChainWeights
 from .gguf_layout import COLUMNS, FORMATS, ROWS, arranged_shape, dense
 
 COUNTERS = 96
 MOST_PARTS = 3
 MOST_STAGES = 8
+MOST_ROWS = 1 << 20
+WARPS = 8
+MOST_BLOCKS = 160
 SPAN = 592
 """Bytes of shared memory for 256 numbers of x."""
 
@@ -52,33 +56,6 @@ Matrix = tuple[BlockPart, ...]
 """Up to three parts, one below the other."""
 
 
-class ChainWeights(NamedTuple):
-    """The matrices in the order of the products, and the norms after the first and the third. Sixteens of rows of gate
-    and of up are in turns."""
-
-    o: Matrix
-    gate_up: Matrix
-    down: Matrix
-    qkv: Matrix
-    norms: tuple[Tensor, Tensor]
-    eps: tuple[float, float]
-    bias: Tensor | None = None
-    """What is added to q, k and v."""
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        return (self.o, self.gate_up, self.down, self.qkv)
-
-
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a block works: the fields are arguments of the launcher."""
-
-    warps: int = 16
-    stages: int = MOST_STAGES
-    """Units that a warp has asked for at a time, at most: fewer where they do not fit."""
-
-
 def size_of(matrix: Matrix) -> tuple[int, int]:
     """Rows, and columns filled up to whole units."""
     return sum(part.outputs for part in matrix), matrix[0].arranged.shape[1] * COLUMNS
@@ -92,21 +69,14 @@ def values(matrix: Matrix, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def gate_turns(h: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[..., N]`` where sixteens of both are in turns."""
-    turns = h.unflatten(-1, (-1, 2, ROWS))
-    return F.silu(turns[..., 0, :].flatten(-2)) * turns[..., 1, :].flatten(-2)
+    gate, up = chain.in_turns(h)
+    return F.silu(gate) * up
 
 
 def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
-    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
-    wide = torch.promote_types(attended.dtype, torch.float32)
-    o, gate_up, down, qkv = (values(matrix, wide) for matrix in weights.matrices)
-    first, second = (norm.to(wide) for norm in weights.norms)
-    t = attended.to(wide) @ o.T + residual.to(wide)
-    u = gate_turns(F.rms_norm(t, t.shape[1:], first, weights.eps[0]) @ gate_up.T) @ down.T + t
-    y = F.rms_norm(u, u.shape[1:], second, weights.eps[1]) @ qkv.T
-    if weights.bias is not None:
-        y = y + weights.bias.to(wide)
-    return y.to(attended.dtype), u.to(attended.dtype)
+    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider. Each of ``weights`` is
+    a ``Matrix``."""
+    return chain.reference(attended, residual, weights, values, chain.in_turns)
 
 
 def takes(x: Tensor, sizes: Sequence[tuple[int, int, bool]]) -> bool:
@@ -120,6 +90,8 @@ def refusal(matrix: Matrix) -> str | None:
     """Why the kernel does not take this matrix, or None."""
     if not 1 <= len(matrix) <= MOST_PARTS:
         return f"it takes one to {MOST_PARTS} parts"
+    if sum(part.outputs for part in matrix) >= MOST_ROWS:
+        return f"it takes fewer than {MOST_ROWS} rows"
     for arranged, name, outputs in matrix:
         if outputs % ROWS or not outputs:
             return f"rows of a matrix must be multiples of {ROWS}, not {outputs}"
@@ -183,17 +155,18 @@ class _Product(NamedTuple):
         return -(-total // (blocks * min(units))) + 2 * len(units)
 
 
-def fitting(tiling: Tiling, slot: int, most_k: int, most_sixteens: int) -> Tiling | None:
-    """The tiling with as many of its stages as fit; None: not even two do.
+def fitting(wanted: int, slot: int, most_k: int, most_sixteens: int) -> int | None:
+    """The number of stages that fit, ``wanted`` at most; None: not even two do.
 
     Args:
+        wanted: units that a warp has asked for at a time, at most.
         slot: bytes of the largest unit.
         most_k: the most columns of a matrix.
         most_sixteens: the most sixteens of rows that a block has of one.
     """
-    left = SHARED - 2048 - most_k // COLUMNS * SPAN - 64 * (most_sixteens + tiling.warps)
-    stages = min(tiling.stages, left // (tiling.warps * slot))
-    return Tiling(tiling.warps, stages) if stages >= 2 else None
+    left = SHARED - 4096 - most_k // COLUMNS * SPAN - 64 * (most_sixteens + WARPS)
+    stages = min(wanted, left // (WARPS * slot))
+    return stages if stages >= 2 else None
 
 
 class GGUFChain:
@@ -208,7 +181,7 @@ class GGUFChain:
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._launch = cuda.bind_on_hopper("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiiii" + "p", device)
+        self._launch = cuda.bind_on_hopper("gguf_chain", "transect_gguf_chain", "pppp" + "iiiiiii" + "p", device)
         self._meetings = torch.zeros(COUNTERS, dtype=torch.int32, device=device or "cuda")
 
     def __call__(
@@ -220,7 +193,7 @@ class GGUFChain:
         *,
         gated: bool = False,
         dependent_launch: bool = False,
-        tiling: Tiling | None = None,
+        stages: int = MOST_STAGES,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """x ``[1, K]`` -> (result ``[1, N]``, scaled, squares) as of ``CudaRows.beside``; ``gated``: sixteens of rows
         are gate and up in turns, the result is ``silu(gate) * up [1, N / 2]``.
@@ -243,7 +216,7 @@ class GGUFChain:
         product = _Product(
             matrix, x, out, gated, norm.residual, norm.scale, bias, norm.squares, scaled, squares, norm.eps
         )
-        self._run([product], dependent_launch, tiling)
+        self._run([product], dependent_launch, stages)
         return out, scaled, squares
 
     def chain(
@@ -253,7 +226,7 @@ class GGUFChain:
         weights: ChainWeights,
         *,
         dependent_launch: bool = False,
-        tiling: Tiling | None = None,
+        stages: int = MOST_STAGES,
     ) -> tuple[Tensor, Tensor]:
         """y ``[1, N]`` and u ``[1, D]``.
 
@@ -282,7 +255,7 @@ class GGUFChain:
                      squares=squares[1]),
             _Product(weights.qkv, second[1], out, bias=weights.bias, x_squares=squares[1], eps=eps[1]),
         ]  # fmt: skip
-        self._run(products, dependent_launch, tiling)
+        self._run(products, dependent_launch, stages)
         return out, second[0]
 
     @staticmethod
@@ -295,25 +268,24 @@ class GGUFChain:
             return "the bias must be bfloat16 and contiguous"
         return None
 
-    def _run(self, products: Sequence[_Product], dependent: bool, tiling: Tiling | None) -> None:
+    def _run(self, products: Sequence[_Product], dependent: bool, wanted: int) -> None:
         x = products[0].x
-        blocks = multiprocessors(x.device)
+        blocks = min(multiprocessors(x.device), MOST_BLOCKS)
         slot = max(FORMATS[part.name].unit for product in products for part in product.matrix)
         most_k = max(size_of(product.matrix)[1] for product in products)
         most = max(product.most_sixteens(blocks) for product in products)
-        wanted = [tiling] if tiling is not None else [Tiling(warps) for warps in (Tiling().warps, 8, 4)]
-        found = next((t for each in wanted if (t := fitting(each, slot, most_k, most)) is not None), None)
-        if found is None:
+        stages = fitting(wanted, slot, most_k, most)
+        if stages is None:
             raise ValueError(f"gguf_chain.cu: x of {most_k} columns and units of {slot} bytes do not fit")
         tensors = [tensor for product in products for tensor in product.tensors]
         sizes = [size for product in products for size in product.sizes]
-        addresses = (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))
+        pointers = chain.addresses(tensors)
         numbers, eps = (ctypes.c_int * len(sizes))(*sizes), (ctypes.c_float * len(products))(*(p.eps for p in products))
         code = self._launch(
-            ctypes.addressof(addresses), ctypes.addressof(numbers), ctypes.addressof(eps), self._meetings.data_ptr(),
-            len(products), most_k, most, slot, blocks, found.warps, found.stages, int(dependent),
+            ctypes.addressof(pointers), ctypes.addressof(numbers), ctypes.addressof(eps), self._meetings.data_ptr(),
+            len(products), most_k, most, slot, blocks, stages, int(dependent),
             torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         if code:
             shapes = ", ".join("{} x {}".format(*size_of(product.matrix)) for product in products)
-            raise RuntimeError(f"gguf_chain.cu: the launch of {found} for {shapes} returned {code}")
+            raise RuntimeError(f"gguf_chain.cu: the launch with {stages} stages for {shapes} returned {code}")

@@ -1,5 +1,5 @@
 // Block types of GGUF files as gguf_layout.py arranges them: how many bytes a unit of 16 rows by 256 k has, and how a
-// lane takes its codes apart. For gguf_rows.cu and gguf_tiles.cu.
+// lane takes its codes apart. For gguf_rows.cu and block_tiles.cuh.
 //
 // Codes become bfloat16 without arithmetic: a whole number c below 256 is the bits of c 2^-133, below the normal range.
 
@@ -15,9 +15,14 @@ namespace gguf {
 using few_rows::read16;
 using hopper::read8;
 
-enum Type { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kMXFP4 };
+// The last three are no types of GGUF files, but 4 bits in groups of 128, 64 and 32 in the order of int4_packing.py;
+// int4_tiles.cu alone takes them.
+enum Type { kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ8_0, kQ2_K, kQ3_K, kQ4_K, kQ5_K, kQ6_K, kIQ4_NL, kMXFP4, kInt4, kInt4_64, kInt4_32 };
 
 constexpr int kUnitK = 256;
+
+__host__ __device__ constexpr int int4_group(Type t) { return t == kInt4 ? 128 : t == kInt4_64 ? 64 : t == kInt4_32 ? 32 : 0; }
+__host__ __device__ constexpr int int4_chunk(Type t) { return 1024 + 64 * 128 / int4_group(t); }  // bytes of 16 rows by 128 k
 
 // As of ``BlockFormat``.
 __host__ __device__ constexpr int low_bits(Type t) { return t == kQ8_0 ? 8 : t == kQ2_K || t == kQ3_K ? 2 : 4; }
@@ -35,7 +40,7 @@ __host__ __device__ constexpr int scale_bytes(Type t) {
   return 128 * groups_of_32(t) * (has_minimum(t) ? 2 : 1) * (byte_scales(t) ? 1 : 2);
 }
 __host__ __device__ constexpr int unit_bytes(Type t) {
-  return code_bytes(t) + scale_bytes(t) + (byte_scales(t) ? (has_minimum(t) ? 64 : 32) : 0);
+  return int4_group(t) ? 2 * int4_chunk(t) : code_bytes(t) + scale_bytes(t) + (byte_scales(t) ? (has_minimum(t) ? 64 : 32) : 0);
 }
 
 __device__ __forceinline__ uint32_t read4(uint32_t from) {
@@ -103,8 +108,8 @@ __device__ __forceinline__ void read_behind(float2& scale, float2& minimum, uint
   minimum = has_minimum(F) ? two_floats<false>(read4(at + 4)) : make_float2(0, 0);
 }
 
-// Whether codes of the upper eight of sixteen columns are left four bits up, where they stand for 16 c: a shift less for
-// every other pair.
+// Whether codes of the upper eight of sixteen columns are left four bits up, where they stand for 16 c: a shift less
+// for every other pair.
 __host__ __device__ constexpr bool left_up(Type t) { return low_bits(t) == 4 && high_bits(t) == 0 && !is_chosen(t); }
 
 // What a lane holds of a unit: its codes of 32 columns as pairs of bfloat16.

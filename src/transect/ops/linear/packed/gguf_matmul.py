@@ -3,10 +3,9 @@ r"""Product with a weight in a block type of GGUF files, in the file's own bits.
     y_to = sum_i x_ti W_oi + b_o        W_oi = scale (code - offset)  or  scale code + minimum, by groups of 16 or 32 i
 
 ``gguf_layout.py`` says how the bits lie. On Hopper the weight is read in its own bits and decoded in registers: for up
-to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``gguf_tiles.MOST_ROWS`` by
+to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``block_tiles.MOST_ROWS`` by
 ``gguf_tiles.cu``. More rows, and other GPUs, rebuild the matrix in the activations' dtype for the time of the product
-(``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch, where
-it is asked for: it has not run on a GPU yet.
+(``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch.
 
 Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``FORMATS``, outputs O, bias ``[O]`` or None,
 result ``[T, O]`` in x's dtype. Inference only: no gradient.
@@ -31,7 +30,7 @@ from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
-from . import gguf_chain, gguf_rows, gguf_tiles
+from . import block_tiles, gguf_chain, gguf_rows, gguf_tiles
 from .gguf_layout import COLUMNS, FORMATS, BlockFormat, arrange, dense
 
 log = logging.getLogger(__name__)
@@ -146,14 +145,11 @@ class Products:
     """``reference`` on a device, whichever way is quicker for the number of rows; resolved once.
 
     ``dependent``: launches begin while the kernel before still ends. ``chained``: ``gguf_chain.cu`` takes one row.
-    ``grouped``: experts in any type are decoded in the grouped product, not only in those that a GPU has run.
     """
 
-    def __init__(
-        self, device: torch.device | str, *, dependent: bool = False, chained: bool = False, grouped: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device | str, *, dependent: bool = False, chained: bool = False) -> None:
         device = torch.device(device)
-        self.dependent, self.grouped = dependent, grouped
+        self.dependent = dependent
         self._rows: gguf_rows.GGUFRows | None = None
         self.chain: gguf_chain.GGUFChain | None = None
         self._tiles: gguf_tiles.GGUFTiles | None = None
@@ -173,7 +169,7 @@ class Products:
             return None
         if len(x) <= gguf_rows.MOST_ROWS:
             return self._rows
-        if len(x) > gguf_tiles.MOST_ROWS or gguf_tiles.refusal(x, arranged, name, outputs, bias) is not None:
+        if len(x) > block_tiles.MOST_ROWS or gguf_tiles.refusal(x, arranged, name, outputs, bias) is not None:
             return None
         return self._tiles
 
@@ -206,9 +202,10 @@ class Products:
         alone = self._alone(x, arranged, name, outputs, gated=True)
         if alone is not None:
             return alone
-        if self._rows is None or self.kernel(x, arranged, name, outputs) is not self._rows:
+        kernel = self.kernel(x, arranged, name, outputs)
+        if kernel is None or (kernel is self._tiles and block_tiles.refusal(outputs, None, gated=True)):
             return None
-        return self._rows(x, arranged, name, outputs, gated=True, dependent_launch=self.dependent)
+        return kernel(x, arranged, name, outputs, gated=True, dependent_launch=self.dependent)
 
 
 def triton_gguf_matmul(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:

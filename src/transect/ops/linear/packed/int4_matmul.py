@@ -21,14 +21,15 @@ Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 
 All ways read the same order of the weight, so one copy of it is enough. ``way`` chooses what was quicker on an H200 in
 a chain of launches (``benchmarks/ops_int4.py``):
 
-* ``int4_matmul.cu`` (``int4_rows.py``) runs up to 16 rows, and up to 64 of narrow weights. For up to 8 rows of weights
+* ``int4_matmul.cu`` (``int4_rows.py``) runs up to 16 rows, and up to 32 of narrow weights. For up to 8 rows of weights
   below about 30 MB, X may be rounded to whole numbers of 16 bits, in units of at most 2^-14 of the largest of 128 k
   (``int4_whole.cuh``): products of bytes are then exact, and what X loses is far below the rounding of the bfloat16
   result. For 9 to 16 rows it multiplies codes as subnormal numbers, exactly too; X must be below 2^64 there, and loses
   digits below 2^-57.
-* ``int4_matmul_hopper.cu`` (``int4_hopper.py``) runs heads, and 17 to 64 rows of wide weights, which are bound by
-  instructions and products.
-* From 65 rows of a half type on, W is rebuilt and cuBLAS multiplies.
+* ``int4_matmul_hopper.cu`` (``int4_hopper.py``) runs heads of up to 16 rows.
+* ``int4_tiles.cu`` (``int4_tiles.py``) runs 17 to 512 rows, 33 and more of narrow weights: it rounds each weight to
+  bfloat16, in registers.
+* For more rows of a half type W is rebuilt and cuBLAS multiplies; elsewhere than on Hopper from 65 rows on.
 * The Triton kernel of ``triton.py`` runs other dtypes and GPUs.
 
 Source: the formats of GPTQ (Frantar et al. 2022, arXiv:2210.17323) and AWQ (Lin et al. 2023, arXiv:2306.00978), with
@@ -56,13 +57,13 @@ from ...lang.jit import (
 )
 from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Knobs, Op, Unavailable, register
-from . import int4_hopper, int4_rows
+from . import block_tiles, int4_hopper, int4_rows, int4_tiles
 from .int4_packing import CHUNK, arrange, group_of, pack, taken_apart
 from .triton import TRITON_CHOICES, by_triton, kernels, launcher, rebuilt, triton_rule
 
 log = logging.getLogger(__name__)
 DENSE_ROWS = 65
-"""From this number of rows on it is quicker to rebuild W and multiply by it."""
+"""From this number of rows on it is quicker to rebuild W and multiply by it, where there are no tiles of it."""
 
 
 def reference(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
@@ -81,18 +82,24 @@ def dense(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 def way(m: int, n: int) -> str:
     """The quickest way on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows`` (``int4_matmul.cu``),
-    ``hopper`` (``int4_matmul_hopper.cu``) or ``rebuilt``."""
-    if m >= DENSE_ROWS:
+    ``hopper`` (``int4_matmul_hopper.cu``), ``tiles`` (``int4_tiles.cu``) or ``rebuilt``."""
+    if m > block_tiles.MOST_ROWS:
         return "rebuilt"
-    return "hopper" if n >= 65536 or (m > 16 and n >= 16384) else "rows"
+    if m > 32 or (m > 16 and n >= 16384):
+        return "tiles"
+    return "hopper" if n >= 65536 else "rows"
 
 
-def _cuda_kernels(device: torch.device) -> dict[str, Callable[..., Tensor]]:
+Kernel = int4_rows.CudaCodes | int4_hopper.HopperCodes | int4_tiles.Int4Tiles
+
+
+def _cuda_kernels(device: torch.device) -> dict[str, Kernel]:
     """Those of Hopper by their names in ``way``; none elsewhere, or where they cannot be built, which is logged."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return {}
     try:
-        return {"rows": int4_rows.CudaCodes(), "hopper": int4_hopper.HopperCodes()}
+        few, heads, many = int4_rows.CudaCodes(), int4_hopper.HopperCodes(), int4_tiles.Int4Tiles(device)
+        return {"rows": few, "hopper": heads, "tiles": many}
     except Unavailable as error:
         log.warning("int4_matmul runs its Triton kernel, which is slower: %s", error)
         return {}
@@ -106,16 +113,19 @@ def rows_kernel(device: torch.device) -> int4_rows.CudaCodes | None:
 
 def gated_launcher() -> Callable[..., Tensor | None]:
     """A new ``(x, weight, n, *, dependent_launch=False)`` -> ``silu(gate) * up [M, n / 2]`` in one kernel, of a weight
-    whose sixteens of rows are gate and up in turn; None where no kernel does that (see ``CudaCodes.gated``)."""
-    built: dict[torch.device, int4_rows.CudaCodes | None] = {}
+    whose sixteens of rows are gate and up in turn; None where no kernel does that (see ``CudaCodes.gated`` and
+    ``Int4Tiles``)."""
+    built: dict[torch.device, dict[str, Kernel]] = {}
 
     def call(x: Tensor, weight: Tensor, n: int, *, dependent_launch: bool = False) -> Tensor | None:
-        if x.device not in built:
-            built[x.device] = rows_kernel(x.device)
-        kernel = built[x.device]
-        if kernel is None or way(x.shape[0], n) != "rows":
-            return None
-        return kernel.gated(x, weight, n, dependent_launch=dependent_launch)
+        if x.device not in built:  # at the first call, which no graph captures, whatever its number of rows
+            built[x.device] = _cuda_kernels(x.device)
+        kernel = built[x.device].get(way(x.shape[0], n))
+        if isinstance(kernel, int4_tiles.Int4Tiles) and not int4_tiles.refusal(x, weight, n, gated=True):
+            return kernel(x, weight, n, gated=True, dependent_launch=dependent_launch)
+        if isinstance(kernel, int4_rows.CudaCodes):
+            return kernel.gated(x, weight, n, dependent_launch=dependent_launch)
+        return None
 
     return call
 
@@ -128,20 +138,23 @@ def best_launcher() -> Callable[..., Tensor]:
     If the CUDA kernels cannot be built, the log says so once.
     """
     by_tiles = launcher()
-    built: dict[torch.device, dict[str, Callable[..., Tensor]]] = {}
+    built: dict[torch.device, dict[str, Kernel]] = {}
 
     def call(
         x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False
     ) -> Tensor:
         """``reference`` on the GPU; ``dependent_launch`` means the same as in ``CudaRows``."""
-        chosen = way(x.shape[0], n)
-        if chosen == "rebuilt" and x.element_size() == 2:
-            return rebuilt(x, weight, n, bias)
-        if x.device not in built:
+        if x.device not in built:  # at the first call, which no graph captures, whatever its number of rows
             built[x.device] = _cuda_kernels(x.device)
-        kernel = built[x.device].get(chosen)
-        if kernel is not None and not int4_rows.cuda_refusal(x, weight, n, bias):
+        m, kernels = x.shape[0], built[x.device]
+        kernel = kernels.get(way(m, n))
+        if isinstance(kernel, int4_tiles.Int4Tiles) and n % 8 and m < DENSE_ROWS:
+            kernel = kernels["rows"]
+        refusal = int4_tiles.refusal if isinstance(kernel, int4_tiles.Int4Tiles) else int4_rows.cuda_refusal
+        if kernel is not None and not refusal(x, weight, n, bias):
             return kernel(x, weight, n, bias, dependent_launch=dependent_launch)
+        if m >= DENSE_ROWS and x.element_size() == 2:
+            return rebuilt(x, weight, n, bias)
         return by_tiles(x, weight, n, bias)
 
     return call
@@ -274,6 +287,14 @@ register(
             "cuda_dependent": _in_cuda(int4_rows.CudaCodes, "int4_matmul.cu", dependent_launch=True),
             "hopper": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=False),
             "hopper_dependent": _in_cuda(int4_hopper.HopperCodes, "int4_matmul_hopper.cu", dependent_launch=True),
+            "tiles": Implementation(
+                "cuda",
+                lambda: partial(int4_tiles.Int4Tiles(), dependent_launch=True),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refusal=int4_tiles.refusal,
+                source="int4_tiles.cu",
+            ),
         },
         examples=_examples,
         peers={

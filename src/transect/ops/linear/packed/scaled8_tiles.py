@@ -131,10 +131,10 @@ def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling:
         return Tiling(16, 16, BLOCK if blocks else 32, split, swap=m < 32, warps=4, flat=split == 1)
     wide, deep, long = n >= 16384, k >= 8192, BLOCK if blocks else 256
     if m <= 64:
-        bm = 16 if m <= 16 else 32 if m <= 32 else 64
+        # Also for fewer rows: warpgroups multiply no fewer than 64, and single warps multiply fp8 as float16.
         if wide:
-            return Tiling(bm, 64, 128, warps=4, stages=6)
-        return Tiling(bm, 128, 128, 4, warps=4, stages=5) if deep else Tiling(bm, 64, long, warps=4)
+            return Tiling(64, 64, 128, warps=4, stages=6)
+        return Tiling(64, 128, 128, 4, warps=4, stages=5) if deep else Tiling(64, 64, long, warps=4)
     if m <= 128:
         if wide or deep:
             return Tiling(128, 128, 128, 1 if wide else 4)
