@@ -12,8 +12,12 @@ from pathlib import Path
 import effort
 import pytest
 import quick_interpreter
+import unwritten_memory
 from hypothesis import HealthCheck, settings
 from remembered import Remembered
+
+# A test that reads what nobody wrote fails each time, not seldom.
+unwritten_memory.fill_with_nan()
 
 # A test fails by what it finds, not by how busy the machine is.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

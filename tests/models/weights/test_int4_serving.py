@@ -9,7 +9,10 @@ from transect.ops.activation import swiglu
 
 def _weight(outputs: int, inputs: int, seed: int, bias: bool = False) -> ServingInt4:
     made = ServingInt4(outputs, inputs, bias, products=Int4Products.on("cpu"), dtype=torch.float32)
-    made.load(torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(seed)), Staging(torch.device("cpu")))
+    numbers = torch.Generator().manual_seed(seed)
+    made.load(torch.randn(outputs, inputs, generator=numbers), Staging(torch.device("cpu")))
+    if made.bias is not None:
+        made.bias.data.normal_(generator=numbers)
     return made
 
 
