@@ -258,6 +258,37 @@ async def test_an_id_in_use_is_refused_and_the_first_goes_on(engine):
     assert len((await last(first)).outputs[0].token_ids) == 30
 
 
+@pytest.mark.parametrize("async_scheduling", [False, True])
+async def test_an_id_may_be_used_again_as_soon_as_its_request_has_been_left(tiny, async_scheduling):
+    """The engine still answers the first request, and its abort, when the second one of that name has been sent."""
+    async with own_engine(tiny, async_scheduling=async_scheduling) as engine:
+        alone = (await last(engine.generate(PROMPTS[1], endless(max_tokens=9), "other"))).outputs[0]
+        for after in range(1, 4):
+            first = engine.generate(PROMPTS[0], endless(), "same")
+            for _ in range(after):
+                await anext(first)
+            await first.aclose()
+            again = (await last(engine.generate(PROMPTS[1], endless(max_tokens=9), "same"))).outputs[0]
+            assert (again.token_ids, again.finish_reason) == (alone.token_ids, "length")
+        await assert_idle(engine)
+
+
+async def test_a_refusal_is_of_the_request_that_it_was_said_of(tiny):
+    async with own_engine(tiny, max_num_seqs=1, max_queue=1, max_num_batched_tokens=64) as engine:
+        running, waiting = (engine.generate(PROMPTS[0], endless()) for _ in range(2))
+        await anext(running)
+        in_queue = asyncio.create_task(anext(waiting))
+        while (await engine.stats()).waiting < 1:
+            await asyncio.sleep(0.01)
+        refused = asyncio.create_task(last(engine.generate(PROMPTS[2], endless(), "same")))
+        await asyncio.sleep(0)
+        refused.cancel()
+        in_queue.cancel()
+        await asyncio.gather(refused, in_queue, return_exceptions=True)
+        await running.aclose()
+        assert len((await last(engine.generate(PROMPTS[1], endless(max_tokens=3), "same"))).outputs[0].token_ids) == 3
+
+
 async def test_a_full_queue_is_queue_full_and_shutdown_ends_streams_and_may_be_repeated(tiny):
     async with own_engine(tiny, max_num_seqs=1, max_queue=1, max_num_batched_tokens=64) as engine:
         running = engine.generate(PROMPTS[0], endless())

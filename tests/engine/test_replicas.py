@@ -65,6 +65,15 @@ async def test_news_of_a_request_come_from_the_replica_that_has_it():
     assert await asyncio.gather(run(), run()) == [["first"] * 3, ["second"] * 3]
 
 
+async def test_an_id_in_use_is_refused_whichever_replica_has_it():
+    engines = Replicas(EngineConfig(model="m", data_parallel_size=2), [Fake("first"), Fake("second")])
+    first = engines.generate([1, 2, 3], SamplingParams(), "same")
+    await anext(first)
+    with pytest.raises(ValueError, match="already running"):
+        await anext(engines.generate([1], SamplingParams(), "same"))
+    assert [found async for found in first] == ["first"] * 2
+
+
 async def test_a_full_replica_passes_requests_on():
     fakes = Fake("first"), Fake("second")
 

@@ -83,11 +83,12 @@ class AsyncEngine:
         self._processor = OutputProcessor(text.tokenizer)
         self._sending: set[asyncio.Future[Any]] = set()
         """Messages that wait for the engine process to be there."""
-        self._streams: dict[str, Mailbox[Update | Exception]] = {}
+        self._streams: dict[str, tuple[int, Mailbox[Update | Exception]]] = {}
+        """By request the number of its submit, and who waits for its news."""
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
-        """Submits that have been sent, and those that the engine has read."""
+        """The number of the newest submit, and of the newest that the engine has read."""
         self._death: str | None = None
         self._heard = time.monotonic()
         self._idle = asyncio.Event()
@@ -294,15 +295,17 @@ class AsyncEngine:
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
         self._check_room()
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
         self._processor.add(request_id, prompt, ids, **text_options(params))
         mailbox: Mailbox[Update | Exception] = Mailbox()
-        self._streams[request_id] = mailbox
+        self._submitted += 1
+        self._streams[request_id] = self._submitted, mailbox
         self._idle.clear()
         left = params.n
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-            self._submitted += 1
-            await self._send(wire.Submit(request_id, ids, fields, priority, pooling))
+            await self._send(wire.Submit(request_id, ids, fields, self._submitted, priority, pooling))
             while left:
                 for item in together(await mailbox.take()):
                     if isinstance(item, Exception):
@@ -318,11 +321,10 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
-        mailbox = self._streams.get(request_id)
-        if mailbox is None:
+        if request_id not in self._streams:
             return
         for update in self._processor.finish(request_id):
-            mailbox.put(update)
+            self._streams[request_id][1].put(update)
         if self._death is None:
             await self._send(wire.Abort(request_id))
 
@@ -425,7 +427,7 @@ class AsyncEngine:
                 case wire.Refused():
                     self._refuse(message)
                 case wire.Taken():
-                    self._taken = message.submits
+                    self._taken = message.number
                 case wire.Stats():
                     waiter = self._stats_waiters.pop(0)
                     if not waiter.done():
@@ -443,31 +445,31 @@ class AsyncEngine:
         if not receiver.cancelled() and receiver.exception() is not None:
             self._die(f"its messages could not be read: {receiver.exception()!r}")
 
+    def _waiter(self, request_id: str) -> Mailbox[Update | Exception] | None:
+        """Who waits for what the engine says of a request. Nobody, where it is of an earlier one of the same name: the
+        engine had not read this one when it said that."""
+        number, mailbox = self._streams.get(request_id, (0, None))
+        return mailbox if number <= self._taken else None
+
     def _take(self, output: EngineOutput) -> None:
         """Turn an output into text. Should that fail, it is the end of this request, and nothing else is disturbed."""
+        mailbox = self._waiter(output.request_id)
+        if mailbox is None or output.finish_reason == "abort":  # the answer to an abort: what it ended has ended here
+            return
         try:
             update = self._processor.process(output)
         except Exception as error:
-            mailbox = self._streams.get(output.request_id)
-            if mailbox is not None:
-                mailbox.put(error)
-        else:
-            self._deliver(update)
-
-    def _deliver(self, update: Update | None) -> None:
-        if update is None:
+            mailbox.put(error)
             return
-        for request_id, choice in update.aborts:
+        for request_id, choice in update.aborts if update is not None else ():
             self._send_soon(wire.Abort(request_id, choice))
-        if update.token_ids or update.text or update.finished:
-            mailbox = self._streams.get(update.request_id)
-            if mailbox is not None:
-                mailbox.put(update)
+        if update is not None and (update.token_ids or update.text or update.finished):
+            mailbox.put(update)
 
     def _refuse(self, message: wire.Refused) -> None:
-        self._processor.finish(message.request_id)
-        mailbox = self._streams.get(message.request_id)
+        mailbox = self._waiter(message.request_id)
         if mailbox is not None:
+            self._processor.finish(message.request_id)
             full = message.queue_full
             mailbox.put(ValueError(message.message) if full is None else QueueFull(*full))
 
@@ -484,7 +486,7 @@ class AsyncEngine:
         if self._death is not None:
             return
         self._death = reason
-        for request_id, mailbox in self._streams.items():
+        for request_id, (_, mailbox) in self._streams.items():
             self._processor.finish(request_id, "error", reason)
             mailbox.put(EngineDeadError(reason))
         for waiter in self._stats_waiters:

@@ -128,7 +128,8 @@ class _Loop:
         self._sending = threading.Lock()
         self._failed = False
         self._last_sent = 0.0
-        self._submits = 0
+        self._read = 0
+        """Number of the newest submit."""
         self._decided: list[bytes] = []
         """Records of the decision log that the other process has not got yet."""
         if self._core.decisions is not None:
@@ -164,12 +165,12 @@ class _Loop:
                 self._take_messages()
 
     def _take_messages(self) -> None:
-        before = self._submits
+        before = self._read
         try:
             self._take_waiting()
         finally:
-            if self._submits > before:
-                self._send(wire.Taken(self._submits))
+            if self._read > before:
+                self._send(wire.Taken(self._read))
 
     def _take_waiting(self) -> None:
         while True:
@@ -190,7 +191,7 @@ class _Loop:
                     self._stopping = True
 
     def _submit(self, message: wire.Submit) -> None:
-        self._submits += 1
+        self._read = message.number
         try:
             self._grammars.add(
                 Request(
@@ -203,6 +204,7 @@ class _Loop:
                 )
             )
         except (QueueFull, ValueError) as error:
+            self._send(wire.Taken(self._read))
             self._refuse(message.request_id, error)
 
     def _refuse(self, request_id: str, error: Exception) -> None:

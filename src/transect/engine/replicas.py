@@ -112,6 +112,8 @@ class Replicas:
         open_ones = self.alive()
         if not open_ones:
             raise EngineDeadError(self.engines[0].death or "all replicas have ended")
+        if request_id in self._where:
+            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
         most = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
         while True:
             ticket = self._router.send(prompt_token_ids, most, open_ones)

@@ -16,6 +16,8 @@ class Submit(msgspec.Struct, tag="submit"):
     prompt_token_ids: list[int]
     params: dict[str, Any]
     """The fields of ``SamplingParams``, validated again on arrival."""
+    number: int = 0
+    """Counts the submits of the sender, from 1 on."""
     priority: int = 0
     pooling: str | None = None
 
@@ -75,10 +77,10 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class Taken(msgspec.Struct, tag="taken"):
-    """``submits``: how many ``Submit`` have been read so far. Those beyond it lie in the socket, where nobody counts
-    them but their sender."""
+    """``number`` of the newest ``Submit`` that has been read; sent before anything is said of that request. Those beyond
+    it lie in the socket, where nobody counts them but their sender."""
 
-    submits: int
+    number: int
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
