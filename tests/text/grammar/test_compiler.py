@@ -1,12 +1,15 @@
 """Compiling beside the steps: what comes again is kept, what takes too long is ended, and masks of many answers."""
 
 import random
+import signal
+import time
 
 import numpy as np
 import pytest
 from byte_grammar import SIZE, constraint, random_answer, vocabulary
 
-from transect.text.grammar.checker import Checker
+from transect.text.grammar import checker as checking
+from transect.text.grammar.checker import Checker, trial
 from transect.text.grammar.compiler import GrammarCompiler
 from transect.text.grammar.constraint import MaskFiller
 from transect.text.grammar.params import StructuredOutputsParams
@@ -17,6 +20,12 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"(a|b)*a(a|b){{{n}}}"} for n
 
 def grammar(**form) -> str:
     return grammar_of(StructuredOutputsParams(**form))
+
+
+@pytest.fixture(autouse=True)
+def busy(monkeypatch):
+    """However busy the machine is that runs these."""
+    monkeypatch.setattr(checking, "BUSY", 60)
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +49,45 @@ def test_a_grammar_that_takes_too_much_memory_is_ended(checker):
         assert "takes more than 8 MiB" in small.check(grammar(json=ENDLESS))
     finally:
         small.close()
+
+
+class Waits:
+    """A matcher whose masks take 20 ms, in which it works or waits for a processor."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def unsafe_compute_mask_ptr(self, pointer, nbytes):
+        end = self.clock() + 0.02
+        while self.clock() < end:
+            time.sleep(0.001 * (self.clock is time.perf_counter))
+
+    def is_error(self):
+        return False
+
+    def is_stopped(self):
+        return True
+
+
+def test_a_mask_is_slow_by_the_work_that_it_is_and_not_by_what_else_runs(monkeypatch):
+    monkeypatch.setattr(checking, "SLOWEST_MASK_S", 0.01)
+    assert "takes too long to see" in trial(Waits(time.thread_time), 1)
+    assert trial(Waits(time.perf_counter), 1) is None
+
+
+def test_a_grammar_is_not_refused_for_good_because_the_machine_was_busy(monkeypatch):
+    compiler = GrammarCompiler(vocabulary)
+    try:
+        compiler.compile(StructuredOutputsParams(regex="a"))
+        (checker,) = compiler._checkers
+        monkeypatch.setattr(checking, "BUSY", 0.01)
+        checker._process.send_signal(signal.SIGSTOP)
+        with pytest.raises(ValueError, match="guided_regex cannot be used: the machine is too busy"):
+            compiler.compile(StructuredOutputsParams(regex="b", field="guided_regex"))
+        monkeypatch.undo()
+        assert compiler.compile(StructuredOutputsParams(regex="b")).accept(ord("b")) is None
+    finally:
+        compiler.close()
 
 
 def test_ebnf_is_translated_where_it_can_be_ended(checker):

@@ -74,6 +74,10 @@ def explain(error: str) -> str:
     return line
 
 
+class Busy(ValueError):
+    """The machine had other things to do, which says nothing about a grammar."""
+
+
 class Checker:
     """One such process, started when it is first needed; for one thread.
 
@@ -90,9 +94,15 @@ class Checker:
         self._resting = 0
 
     def check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, or None."""
+        """What is wrong with a grammar, or None.
+
+        Raises:
+            Busy: nobody knows.
+        """
         try:
             self._ask(_CHECK, grammar)
+        except Busy:
+            raise
         except ValueError as error:
             return str(error)
         return None
@@ -151,9 +161,12 @@ class Checker:
     def _answer(self, process: subprocess.Popen[bytes]) -> bytes:
         latest, most = time.monotonic() + BUSY * self._seconds, _processor_seconds(process.pid) + self._seconds
         while not _readable(process, POLL_S):
-            if _processor_seconds(process.pid) > most or time.monotonic() > latest:
+            if _processor_seconds(process.pid) > most:
                 self.close()
                 raise ValueError(f"compiling it takes longer than {self._seconds:g} s: make it simpler")
+            if time.monotonic() > latest:
+                self.close()
+                raise Busy("the machine is too busy to compile it now: send the request again")
             if _memory(process.pid) > self._resting + self._nbytes:
                 self.close()
                 raise ValueError(f"compiling it takes more than {self._nbytes >> 20} MiB: make it simpler")
@@ -199,7 +212,7 @@ def _read(pipe: IO[bytes] | None) -> bytes:
 
 
 def trial(matcher: Any, words: int) -> str | None:
-    """Draw tokens as chance has it; complains where a mask takes too long or cannot be made."""
+    """Draw tokens as chance has it; complains where a mask takes too much processor time or cannot be made."""
     import random
 
     import numpy as np
@@ -207,11 +220,11 @@ def trial(matcher: Any, words: int) -> str | None:
     mask = np.zeros(words, np.int32)
     chance = random.Random(0)
     for _ in range(TRIAL_TOKENS):
-        began = time.perf_counter()
+        began = time.thread_time()
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             return explain(matcher.get_error())
-        if time.perf_counter() - began > SLOWEST_MASK_S:
+        if time.thread_time() - began > SLOWEST_MASK_S:
             return "it takes too long to see which tokens may come next: make it simpler"
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
         if matcher.is_stopped() or not len(allowed):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from .checker import Checker, compile_matcher
+from .checker import Busy, Checker, compile_matcher
 from .constraint import GrammarConstraint
 from .params import StructuredOutputsParams
 from .sources import from_ebnf, grammar_of, is_ebnf
@@ -65,7 +65,10 @@ class GrammarCompiler:
             if found is not None:
                 self._known.move_to_end(grammar)
         if found is None:
-            found = self._compile(grammar, vocabulary, tokenizer)
+            try:
+                found = self._compile(grammar, vocabulary, tokenizer)
+            except Busy as error:
+                raise ValueError(f"{params.field} cannot be used: {error}") from None
             self._keep(grammar, found)
         if isinstance(found, str):
             raise ValueError(f"{params.field} cannot be used: {found}")
