@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from transect.server import responses
+
 ADD = {
     "type": "function",
     "function": {
@@ -136,6 +138,13 @@ async def test_a_response_goes_on_from_one_that_is_kept(client, engine):
     assert (await client.get(f"/v1/responses/{unkept['id']}")).status_code == 404
 
 
+async def test_all_that_is_kept_of_a_response_counts(client, monkeypatch):
+    monkeypatch.setattr(responses, "MOST_BYTES", 4000)
+    small, large = {"input": "x"}, {"input": "x", "metadata": {"note": "y" * 1500}}
+    kept = [(await client.post("/v1/responses", json=body)).json()["id"] for body in (small, large, large)]
+    assert [(await client.get(f"/v1/responses/{name}")).status_code for name in kept] == [404, 404, 200]
+
+
 async def test_messages_whole_and_streamed(client, engine):
     engine.reply = CALLS
     tool = {"name": "add", "input_schema": ADD["function"]["parameters"]}
@@ -158,6 +167,21 @@ async def test_messages_whole_and_streamed(client, engine):
     counted = (await client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
     usage = whole["usage"]
     assert counted == usage["input_tokens"] + usage["cache_read_input_tokens"]
+
+
+@pytest.mark.parametrize("content", ["So: ", [{"type": "text", "text": "So: "}]])
+async def test_an_answer_goes_on_with_the_turn_that_begins_it(client, engine, content):
+    """As Anthropic's API has it: the answer is what follows."""
+    seen = []
+    stream = engine.stream
+    engine.stream = lambda ids, *args, **options: seen.append(bytes(ids).decode()) or stream(ids, *args, **options)
+    body = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]}
+    whole = (await client.post("/v1/messages", json={**body, "max_tokens": 5})).json()
+    assert whole["content"] == [{"type": "text", "text": "Hello"}]
+    await events(client, "/v1/messages", {**body, "max_tokens": 5})
+    assert seen == ["[user]x[assistant]So: "] * 2
+    counted = (await client.post("/v1/messages/count_tokens", json=body)).json()["input_tokens"]
+    assert counted == len(seen[0])
 
 
 MESSAGE = {"max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}

@@ -284,6 +284,10 @@ async def test_client_that_goes_away_ends_its_request(app, engine, stream):
     await call(app, {**PROMPT, "prompt": ["HANG", "HANG"], "stream": stream}, leave)
     assert not engine.running and len(engine.aborted) == 2
     assert app.state.serving.in_flight == 0
+    counted = app.state.serving.metrics.finished.collect()[0].samples
+    assert [(each.labels["finish_reason"], each.value) for each in counted if each.name.endswith("_total")] == [
+        ("abort", 2.0)
+    ]
 
 
 async def test_unexpected_exception_is_a_plain_500(client, engine, monkeypatch):

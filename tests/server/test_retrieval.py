@@ -6,10 +6,14 @@ import contextlib
 import math
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
 
+from transect.engine.waiting_queue import QueueFull
 from transect.server import retrieval
+from transect.server.app import create_app
+from transect.server.serving import ServerOptions
 
 MODEL = "fake-model"
 
@@ -61,6 +65,25 @@ async def test_many_texts_run_in_groups(client, engine):
     watching.cancel()
     assert [vector[0] for vector in found] == [1 + i % 7 for i in range(300)]
     assert 1 < most <= 64
+
+
+async def test_one_request_does_not_fill_the_queue_by_itself(engine, monkeypatch):
+    """Neither with texts nor with beams."""
+    stream = engine.stream
+
+    async def bounded(prompt_token_ids, params, request_id, **options):
+        if len(engine.running) >= 4:
+            raise QueueFull(4, 1.0)
+        async for update in stream(prompt_token_ids, params, request_id, **options):
+            yield update
+
+    monkeypatch.setattr(engine, "stream", bounded)
+    app = create_app(engine, ServerOptions(model_names=("fake-model",), max_prompts=4))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://s") as client:
+        assert len((await vectors(client, input=["x"] * 9))[0]) == 9
+        body = {"prompt": ["a", "b", "c"], "use_beam_search": True, "n": 2, "max_tokens": 3}
+        answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 6
 
 
 @pytest.mark.parametrize(

@@ -77,8 +77,8 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class Taken(msgspec.Struct, tag="taken"):
-    """``number`` of the newest ``Submit`` that has been read; sent before anything is said of that request. Those beyond
-    it lie in the socket, where nobody counts them but their sender."""
+    """``number`` of the newest ``Submit`` that has been read; sent before anything is said of that request. Those
+    beyond it lie in the socket, where nobody counts them but their sender."""
 
     number: int
 

@@ -146,10 +146,9 @@ async def responses(request: Request, body: ResponsesRequest) -> Response:
 
 
 @api.get("/v1/responses/{response_id}", tags=["OpenAI"])
-async def response_by_id(request: Request, response_id: str) -> dict[str, Any]:
+async def response_by_id(request: Request, response_id: str) -> Response:
     """An answer that is kept."""
-    found: dict[str, Any] = request.app.state.responses.find(response_id)[0]
-    return found
+    return Response(request.app.state.responses.find(response_id)[0], media_type="application/json")
 
 
 @api.delete("/v1/responses/{response_id}", tags=["OpenAI"])

@@ -13,7 +13,7 @@ from ..text.outputs import RequestMetrics, RequestOutput
 from . import request_log
 from .deadline import Deadline
 from .errors import ApiError, bad_value
-from .generation import Generation, Prompt
+from .generation import Prompt, whole_in_groups
 from .protocol import FIELDS, SamplingBody
 from .replies import PromptDetails, Usage
 from .serving import Serving
@@ -147,8 +147,7 @@ class Beams:
             for beam in search.beams
         ]
         params = self._params.step_params().with_(stop=None, stop_token_ids=None)
-        generation = Generation(self._serving, longer, params, self._priority, self._deadline)
-        results = iter(await generation.whole())
+        results = iter(await whole_in_groups(self._serving, longer, params, self._priority, self._deadline))
         for search in searches:
             if search.beams:
                 search.advance([_position(next(results)) for _ in search.beams])

@@ -111,8 +111,8 @@ class Conversation:
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
 
-    async def start(self, template_kwargs: dict[str, Any] | None = None, priority: int = 0) -> Generation:
-        """Submit; a refusal is raised here.
+    async def start(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> Generation:
+        """Submit; a refusal is raised here. ``goes_on``: with the last message, which is the beginning of the answer.
 
         Raises:
             ApiError: the conversation or the parameters are at fault, or the engine refuses.
@@ -120,14 +120,20 @@ class Conversation:
         async with self.deadline:
             room = self.params.max_tokens or 1
             prompt = await chat_prompt(
-                self.serving, self.messages, room=room, template_kwargs=template_kwargs, use=self.use
+                self.serving,
+                self.messages,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                room=room,
+                template_kwargs=template_kwargs,
+                use=self.use,
             )
         self._answers = Answers(self.serving, self.use, prompt.text or "")
         try:
             params = self._answers.params(self.params)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
-        self.generation = Generation(self.serving, [prompt], params, priority, self.deadline)
+        self.generation = Generation(self.serving, [prompt], params, 0, self.deadline)
         await self.generation.start()
         return self.generation
 

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from .tracing import RequestSpan
 
 
+GROUP = 64
+"""Engine requests of one HTTP request at the same time, where they are many and short."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """A prompt as text (None where it came as token ids) and as token ids."""
@@ -204,6 +208,9 @@ class Generation:
             raise ApiError(503, f"the engine has stopped: {error}", code="engine_dead") from None
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
+        except (GeneratorExit, asyncio.CancelledError):
+            timer.left()
+            raise
 
     async def _merged(self) -> AsyncGenerator[Event, None]:
         """All engine requests of this one, in the order of their news."""
@@ -252,6 +259,28 @@ class Generation:
         if update.finish_reason == "abort":
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
         return Event(index, index * self.params.n + update.index, update)
+
+
+async def whole_in_groups(
+    serving: Serving,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    priority: int,
+    deadline: Deadline,
+    pooling: Pooling | None = None,
+) -> list[RequestOutput]:
+    """Results of any number of prompts, in their order: those of one HTTP request fill the queue neither for others
+    nor for each other.
+
+    Raises:
+        ApiError: see ``Generation``.
+    """
+    size = min(GROUP, serving.options.max_prompts)
+    results: list[RequestOutput] = []
+    for start in range(0, len(prompts), size):
+        group = prompts[start : start + size]
+        results += await Generation(serving, group, params, priority, deadline, pooling=pooling).whole()
+    return results
 
 
 async def _watched(span: RequestSpan, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:

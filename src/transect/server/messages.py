@@ -27,8 +27,15 @@ async def count_tokens(serving: Serving, body: CountRequest) -> int:
     Raises:
         ApiError: the messages are at fault.
     """
-    use = body.tool_use()
-    prompt = await chat_prompt(serving, body.conversation(), template_kwargs=body.template_kwargs(), use=use)
+    goes_on = body.begins_the_answer
+    prompt = await chat_prompt(
+        serving,
+        body.conversation(),
+        add_generation_prompt=not goes_on,
+        continue_final_message=goes_on,
+        template_kwargs=body.template_kwargs(),
+        use=body.tool_use(),
+    )
     return len(prompt.token_ids)
 
 
@@ -47,7 +54,7 @@ class Messages:
 
     async def whole(self) -> Raw:
         """The answer in one piece."""
-        await self.conversation.start(self.body.template_kwargs())
+        await self._start()
         blocks = await self.conversation.whole()
         ending = self._ending()
         message = {**self._message(), "content": [_block(block) for block in blocks], **ending}
@@ -56,8 +63,11 @@ class Messages:
 
     async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the events to come."""
-        await self.conversation.start(self.body.template_kwargs())
+        await self._start()
         return self._events()
+
+    async def _start(self) -> None:
+        await self.conversation.start(self.body.template_kwargs(), goes_on=self.body.begins_the_answer)
 
     async def _events(self) -> AsyncIterator[bytes]:
         begun = False

@@ -49,6 +49,13 @@ class CountRequest(Body):
             found += _messages(turn, f"messages[{number}]")
         return found
 
+    @property
+    def begins_the_answer(self) -> bool:
+        """The last turn is the assistant's and holds text alone: the answer goes on with it."""
+        last = self.messages[-1]
+        texts = isinstance(last.content, str) or all(block.get("type") == "text" for block in last.content)
+        return last.role == "assistant" and texts
+
     def tool_use(self) -> ToolUse | None:
         """The tools that may be called.
 

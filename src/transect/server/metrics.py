@@ -196,6 +196,7 @@ class RequestTimer:
         self, metrics: Metrics, arrival: float, prompt_tokens: int, choices: int = 1, max_tokens: int | None = None
     ) -> None:
         self._choices, self._max_tokens = choices, max_tokens
+        self._running = choices
         self._metrics, self._arrival, self._prompt_tokens = metrics, arrival, prompt_tokens
         self._started = False
         self._first = 0.0
@@ -225,7 +226,13 @@ class RequestTimer:
 
     def choice_finished(self, reason: str) -> None:
         """A choice had its terminal event."""
+        self._running -= 1
         self._metrics.finished.labels(reason).inc()
+
+    def left(self) -> None:
+        """Nobody waits for the choices that still run: their client is gone, or their time was over."""
+        if self._running:
+            self._metrics.finished.labels("abort").inc(self._running)
 
     def request_finished(self, now: float) -> None:
         """The last choice ended."""

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
+
 from .blocks import Block, Conversation, News
 from .deadline import Deadline
 from .errors import ApiError
@@ -16,27 +18,32 @@ from .serving import Serving
 from .sse import Raw, named_event
 
 MOST_KEPT = 512
-MOST_CHARACTERS = 32 * 1024 * 1024
-"""The limit of all conversations that are kept, together."""
+MOST_BYTES = 32 * 1024 * 1024
+"""The limit of all answers and conversations that are kept, together, as JSON."""
 
 
 class ResponseStore:
     """Answers and the conversations that led to them; the oldest go first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[dict[str, Any], list[ChatMessage], int]] = OrderedDict()
-        self._characters = 0
+        self._kept: OrderedDict[str, tuple[bytes, list[ChatMessage], int]] = OrderedDict()
+        self._bytes = 0
 
     def keep(self, response: dict[str, Any], messages: list[ChatMessage]) -> None:
         """Remember an answer, with the whole conversation up to and including it."""
-        size = sum(len(message.content or "") for message in messages) + 200 * len(messages)
-        self._kept[response["id"]] = (response, messages, size)
-        self._characters += size
-        while len(self._kept) > MOST_KEPT or self._characters > MOST_CHARACTERS:
-            self._characters -= self._kept.popitem(last=False)[1][2]
+        answer = msgspec.json.encode(response)
+        size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
+        self._kept[response["id"]] = (answer, messages, size)
+        self._bytes += size
+        while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
+            self._bytes -= self._kept.popitem(last=False)[1][2]
 
-    def find(self, response_id: str) -> tuple[dict[str, Any], list[ChatMessage]]:
-        """Raises ApiError, 404, where it is not remembered."""
+    def find(self, response_id: str) -> tuple[bytes, list[ChatMessage]]:
+        """An answer as JSON, and the conversation up to and including it.
+
+        Raises:
+            ApiError: 404 where it is not remembered.
+        """
         found = self._kept.get(response_id)
         if found is None:
             message = f"the response {response_id[:80]!r} is not kept by this server: send the conversation as input"
@@ -46,7 +53,7 @@ class ResponseStore:
     def forget(self, response_id: str) -> None:
         """Raises ApiError, 404, where it is not remembered."""
         self.find(response_id)
-        self._characters -= self._kept.pop(response_id)[2]
+        self._bytes -= self._kept.pop(response_id)[2]
 
 
 class Responses:

@@ -21,7 +21,7 @@ from .body import JsonRoute
 from .deadline import Deadline
 from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError, bad_value
-from .generation import Generation, Prompt
+from .generation import Prompt, whole_in_groups
 from .prompts import check_length, completion_prompts, encode
 from .protocol import FIELDS
 from .retrieval_protocol import (
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 MAX_INPUTS = 2048
 """Texts or pairs in one request, as OpenAI's."""
-GROUP = 64
-"""Engine requests of one HTTP request at the same time."""
 GONE = Response(status_code=499)
 NO_DATA = b'"data":[]'
 """Stands in an answer before anything that a client has chosen."""
@@ -67,11 +65,7 @@ class _Work:
         self, prompts: Sequence[Prompt], params: SamplingParams, pool: pooling.Pooling | None = None
     ) -> list[RequestOutput]:
         """Their results, in order."""
-        results: list[RequestOutput] = []
-        for start in range(0, len(prompts), GROUP):
-            group = prompts[start : start + GROUP]
-            generation = Generation(self.serving, group, params, self.priority, self.deadline, pooling=pool)
-            results += await generation.whole()
+        results = await whole_in_groups(self.serving, prompts, params, self.priority, self.deadline, pool)
         self.tokens = sum(len(prompt.token_ids) for prompt in prompts)
         request_log.note(prompt_tokens=self.tokens, completion_tokens=0)
         return results

@@ -171,3 +171,5 @@ def test_a_template_without_tools_is_taught():
     assert others[1]["content"] == 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert "2" in others[2]["content"]
     assert taught(messages[1:], None)[0] == {"role": "user", "content": "x"}
+    parts = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    assert taught([parts, *messages[1:]], tool_use(TOOLS, "required"))[0] == first

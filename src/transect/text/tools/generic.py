@@ -38,7 +38,7 @@ def taught(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[d
     text = f"{_TEACHING}{listing}\n{_RULES[use.mode].format(name=use.name)}"
     if plain and plain[0]["role"] == "system":
         first = plain[0]
-        return [{**first, "content": f"{first.get('content') or ''}\n\n{text}".lstrip()}, *plain[1:]]
+        return [{**first, "content": f"{_text(first.get('content'))}\n\n{text}".lstrip()}, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
 
 
