@@ -28,6 +28,7 @@ import explain_sums
 import explain_tables
 import format_tables
 import formats_quality
+import gpu_queue
 import grammars
 import hostile_schemas
 import http_vs_offline
@@ -349,6 +350,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "train-gpu-memory": gpu_training(train_tables.memory),
     "train-parallel": lambda: train_tables.spread(*map(_load, TRAINED_ON_TWO)),
     "train-predicted": lambda: train_tables.predicted(*map(_load, TRAINED_ON_TWO)),
+    "gpu-queue": lambda: gpu_queue.table(gpu_queue.queue()),
     "train-slow-links": lambda: train_tables.slow_links(_load("cpu/onebit.json")),
 }
 

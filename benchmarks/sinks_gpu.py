@@ -1,0 +1,120 @@
+"""Decode steps of gpt-oss-20b's shape on one GPU, with each kernel that its decode rows can attend by, in turns.
+
+    python benchmarks/sinks_gpu.py [--rows 1,16,64] [--context 2048] [--out FILE]
+
+``tiles``: the kernel that reads the cache in tiles, the default; ``streamed``: the one that streams it
+(``GPUOptions(streamed_sinks=True)``). Random weights in bfloat16. The first tokens of both are compared: draws are
+greedy, and only a tie may part them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import record
+from serve_load import model_folder
+from transect.bench.offline import decode_steps
+from transect.engine.gpu.options import GPUOptions
+from transect.engine.llm import LLM
+from transect.engine.sampling_params import SamplingParams
+
+CONFIG = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "vocab_size": 201088,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+    "rms_norm_eps": 1e-5,
+    "swiglu_limit": 7.0,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 199998,
+    "eos_token_id": 200002,
+}
+"""Of openai/gpt-oss-20b."""
+WAYS = {"tiles": False, "streamed": True}
+TOKENS = 16
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 10000, (count, length), generator=generator).tolist()
+
+
+def engines(folder: Path, context: int, config: dict[str, Any]) -> dict[str, LLM]:
+    """One for each way, side by side, on the same weights."""
+    (folder / "shape").mkdir()
+    (folder / "shape" / "config.json").write_text(json.dumps(config))
+    model = str(model_folder(str(folder / "shape"), folder / "gpt-oss-20b"))
+    settings: dict[str, Any] = {"load_format": "dummy", "max_model_len": context + 512, "enable_prefix_caching": False}
+    # Two engines share the GPU, so each gets the cache that it needs and no more.
+    settings |= {"kv_cache_tokens": 64 * (context + 512), "max_num_seqs": 64, "seed": 0}
+    return {name: LLM(model, gpu=GPUOptions(streamed_sinks=asked), **settings) for name, asked in WAYS.items()}
+
+
+def drawn(llm: LLM, given: list[list[int]]) -> list[list[int]]:
+    """The first tokens."""
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    return [list(each.outputs[0].token_ids) for each in llm.generate(given, params)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,16,64")
+    parser.add_argument("--context", type=int, default=2048, help="tokens of a prompt")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "sinks.json")
+    options = parser.parse_args()
+    result: dict[str, Any] = {
+        "command": "python benchmarks/sinks_gpu.py",
+        "environment": record.environment(("torch", "triton")),
+        "gpu": torch.cuda.get_device_name(),
+        "context": options.context,
+        "rows": {},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        made = engines(Path(folder), options.context, CONFIG)
+    tokens = {name: drawn(llm, prompts(4, 300, 0)) for name, llm in made.items()}
+    same = sum(a == b for one, other in zip(*tokens.values(), strict=True) for a, b in zip(one, other, strict=True))
+    result["same_tokens"], result["tokens"] = same, 4 * TOKENS
+    print(f"{same} of {4 * TOKENS} tokens are the same", flush=True)
+    for count in map(int, options.rows.split(",")):
+        times: dict[str, list[float]] = {name: [] for name in made}
+        for run in range(options.runs):
+            for name, llm in made.items():
+                spare = -(-count * options.context // 8192) + 16
+                times[name].append(decode_steps(llm, prompts(count, options.context, run), 48, spare).per_token)
+        result["rows"][str(count)] = {name: record.summary(each) for name, each in times.items()}
+        shown = ", ".join(
+            f"{name} {found['median'] * 1e3:.3f} ms" for name, found in result["rows"][str(count)].items()
+        )
+        print(f"{count} rows: {shown}", flush=True)
+        record.write(options.out, result)
+
+
+if __name__ == "__main__":
+    main()
