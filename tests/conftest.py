@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import effort
@@ -25,6 +27,9 @@ settings.load_profile("patient")
 
 # Test processes share the machine: threads that wait for each other would spin. Set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tables are as wide as where nobody says how wide: some shells tell every program of their terminal.
+os.environ.pop("COLUMNS", None)
 
 # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -133,6 +138,13 @@ def one_thread() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.get_num_threads() > 1:
         torch.set_num_threads(1)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder for sockets, whose paths have 107 bytes at most; ``tmp_path`` may have as many."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -46,7 +46,7 @@ def test_a_chapter_can_be_followed(page: str, tiny: Path, tmp_path: Path, monkey
     ran = 0
     try:
         for kind, title, text in FENCE.findall((ROOT / page).read_text()):
-            text = text.replace("smollm2-135m", str(tiny))
+            text = text.replace("smollm2-135m", shlex.quote(str(tiny)) if kind == "bash" else str(tiny))
             if title:
                 (tmp_path / title).write_text(text)
             for line in text.splitlines() if kind == "bash" else ():

@@ -29,7 +29,7 @@ def test_nobody_goes_first_in_every_round_and_nobody_waits_for_one_that_failed(t
     assert not seen  # one still warms up
     Turns(path, "failed").leave()
     for thread in threads:
-        thread.join(10)
+        thread.join(200)
     assert seen == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
 
 

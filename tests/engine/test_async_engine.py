@@ -47,9 +47,10 @@ async def engine(tiny, sockets):
 
 
 @pytest.fixture(scope="module")
-def sockets(tmp_path_factory):
-    """Where the engine's socket was while it started."""
-    return tmp_path_factory.mktemp("sockets")
+def sockets():
+    """Where the engine's socket was while it started: a short path, as sockets want it."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @contextlib.asynccontextmanager
@@ -321,7 +322,7 @@ async def test_a_stopped_engine_does_not_unbind_the_queue(engine, monkeypatch):
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         with pytest.raises(QueueFull) as refused:
-            await asyncio.wait_for(last(engine.generate([1], endless(max_tokens=3))), 5)
+            await asyncio.wait_for(last(engine.generate([1], endless(max_tokens=3))), PATIENCE_S)
         assert refused.value.retry_after > 0
     finally:
         os.kill(engine.pid, signal.SIGCONT)

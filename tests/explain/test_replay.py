@@ -14,7 +14,8 @@ from transect.engine.decisions import Added, Done, Planned, read_records
 from transect.explain.log import build
 from transect.explain.replay import replay
 
-SEEN = {"decisions": 0}
+SEEN: list[int] = []
+"""The decisions of each run."""
 
 
 def logged(workload: Workload):
@@ -30,7 +31,7 @@ def check(workload: Workload) -> None:
     found = replay(log)
     assert found.difference is None, str(found.difference)
     assert found.decisions == sum(isinstance(event, Planned) for event in log.events)
-    SEEN["decisions"] += found.decisions
+    SEEN.append(found.decisions)
 
 
 @examples(20, 300)
@@ -59,9 +60,9 @@ def test_every_decision_of_static_batches_again(workload: Workload):
 
 def test_enough_decisions_were_compared():
     """After the tests above, in this process: hundreds, and ten thousand with --prove."""
-    if not SEEN["decisions"]:
-        pytest.skip("the tests above ran elsewhere")
-    assert SEEN["decisions"] >= (10_000 if proving() else 300)
+    if len(SEEN) < (850 if proving() else 63):
+        pytest.skip("some of the tests above ran elsewhere")
+    assert sum(SEEN) >= (10_000 if proving() else 300)
 
 
 @pytest.mark.parametrize("lag", [0, 1])

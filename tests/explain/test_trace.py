@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import subprocess
+import sys
 import sysconfig
 import tracemalloc
 
@@ -351,6 +354,27 @@ def test_the_commands(gpu_trace, tmp_path, capfd):
         "--trace is no option of transect explain run"
         in run_here("explain", "run", "--trace", "t", "--", "python", "x").stderr
     )
+
+
+def test_torchs_own_log_stays_out_of_what_a_program_says(tmp_path):
+    """In a process of its own: who profiles first sets how much torch logs for good."""
+    script = tmp_path / "script.py"
+    script.write_text("import torch\ntorch.ones(2) + 1\n")
+    environment = {name: value for name, value in os.environ.items() if name != "KINETO_LOG_LEVEL"}
+    command = [
+        sys.executable,
+        "-m",
+        "transect",
+        "explain",
+        "run",
+        "--preset",
+        "cpu-8-cores",
+        "--",
+        "python",
+        str(script),
+    ]
+    done = subprocess.run([*command, str(script)], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0 and "profiler_start" not in done.stderr
 
 
 def test_values_that_make_no_sense_stop_nothing(tmp_path):

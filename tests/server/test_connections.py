@@ -33,7 +33,7 @@ def serving(engine):
 
         async def conduct():
             try:
-                await asyncio.wait_for(during(sock.getsockname()[1]), 20)
+                await asyncio.wait_for(during(sock.getsockname()[1]), 200)
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 

@@ -47,7 +47,7 @@ class Recording:
     def encode(self, text, add_special_tokens=False, parse_special=False):
         self.texts.append((len(text), add_special_tokens, parse_special, threading.current_thread()))
         self.started.set()
-        assert self.go.wait(20)
+        assert self.go.wait(200)
         return [1] * (len(text) + add_special_tokens)
 
 

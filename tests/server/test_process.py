@@ -150,8 +150,8 @@ def test_no_torch_in_the_server_process():
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 
-def test_a_unix_socket(engine, tmp_path):
-    path = str(tmp_path / "socket")
+def test_a_unix_socket(engine, short_path):
+    path = str(short_path / "socket")
     sock = bind_unix(path)
     assert os.stat(path).st_mode & 0o777 == 0o600
 
@@ -166,19 +166,19 @@ def test_a_unix_socket(engine, tmp_path):
     bind_unix(path).close()  # nobody listens there any more
 
 
-def test_a_unix_socket_that_cannot_be_had(tmp_path):
-    file = tmp_path / "file"
+def test_a_unix_socket_that_cannot_be_had(short_path):
+    file = short_path / "file"
     file.write_text("x")
     with pytest.raises(ValueError, match=r"cannot be bound .* in use"):
         bind_unix(str(file))
     assert file.read_text() == "x"
-    taken = str(tmp_path / "taken")
+    taken = str(short_path / "taken")
     with bind_unix(taken) as sock:
         sock.listen()
         with pytest.raises(ValueError, match="cannot be bound"):
             bind_unix(taken)
     with pytest.raises(ValueError, match="--uds"):
-        bind_unix(str(tmp_path / "no" / "folder"))
+        bind_unix(str(short_path / "no" / "folder"))
 
 
 def test_tls(engine, tmp_path, monkeypatch):

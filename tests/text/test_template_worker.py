@@ -7,11 +7,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from transect.text import template_worker
 from transect.text.chat_template import ChatTemplate
 from transect.text.template_worker import TemplateApart, TemplateWorker
 
@@ -85,9 +87,26 @@ def test_close_ends_a_rendering():
     thread = threading.Thread(target=render)
     thread.start()
     pid = worker.pid
+    until = time.monotonic() + 200
+    while not worker._ready and time.monotonic() < until:
+        time.sleep(0.01)
     worker.close()
-    thread.join(20)
+    thread.join(200)
     assert raised and gone(pid)
+
+
+def test_close_may_come_between_two_messages(monkeypatch):
+    worker = TemplateWorker()
+    worker.start(PLAIN)
+    read = template_worker._read
+
+    def late(pipe):
+        worker.close()
+        return read(pipe)
+
+    monkeypatch.setattr(template_worker, "_read", late)
+    with pytest.raises(ValueError, match="asks for too much"):
+        worker.render(PLAIN, USER)
 
 
 def test_a_worker_that_is_forgotten_leaves_no_process():

@@ -62,7 +62,7 @@ def test_killed_at_random_moments_whatever_is_there_is_whole(tmp_path) -> None:
         command = [sys.executable, str(script), str(run), "500000", str(step)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None and process.stdout.readline() == "ready\n"
-            time.sleep(rng.uniform(0.0, 0.25))
+            time.sleep(rng.uniform(0.0, 0.2 + 0.05 * kills))  # longer and longer: a disk may be slow
             process.send_signal(signal.SIGKILL)
         partials += len(list(run.glob(".partial-*")))
         for path in list_steps(run):
@@ -70,8 +70,9 @@ def test_killed_at_random_moments_whatever_is_there_is_whole(tmp_path) -> None:
             assert found.state["n"] == found.step
             assert (path / "model.txt").read_text() == str(found.step)
             assert bool((found.tensors["a"] == found.step).all())
-        if list_steps(run):
-            assert (run / "last").resolve() == list_steps(run)[-1] or (run / "last").resolve() in list_steps(run)
+        if steps := list_steps(run):
+            first_without_links = len(steps) == 1 and not (run / "last").is_symlink()
+            assert first_without_links or (run / "last").resolve() in steps
             step = newest(run).step + 1
     assert step > 1
     (run / ".partial-link-1").symlink_to("step-00000001")  # a kill just before the link would have got its name

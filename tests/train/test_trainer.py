@@ -195,7 +195,7 @@ def test_a_run_that_stops_waits_for_the_checkpoint_that_is_being_written(tmp_pat
 
     def slow(*arguments) -> None:
         began.set()
-        stopping.wait(5)
+        stopping.wait(200)
         write(*arguments)
 
     write = checkpoint.write
@@ -205,7 +205,7 @@ def test_a_run_that_stops_waits_for_the_checkpoint_that_is_being_written(tmp_pat
 
     def step():
         if trainer.steps_done == 2:
-            assert began.wait(5)
+            assert began.wait(200)
             with torch.no_grad():
                 trainer.model.norm.weight.fill_(float("nan"))
             threading.Timer(0.05, stopping.set).start()

@@ -120,7 +120,7 @@ class EnergyMeter:
 
     def __enter__(self) -> Self:
         self._before = self._counters()
-        self._start = time.perf_counter()
+        self._start = self._end = time.perf_counter()
         if self._before is None:
             self._stop.clear()
             self._sampled = 0.0
@@ -129,7 +129,8 @@ class EnergyMeter:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        seconds = time.perf_counter() - self._start
+        self._end = time.perf_counter()
+        seconds = self._end - self._start
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
@@ -151,11 +152,11 @@ class EnergyMeter:
         return total
 
     def _sample(self) -> None:
-        """Integrate the power by trapezoids between samples, the last one at the end."""
-        watts, then = self._watts(), time.perf_counter()
+        """Integrate the power by trapezoids between samples, from the start to the end, however late this thread is."""
+        watts, then = self._watts(), self._start
         while True:
             stopped = self._stop.wait(self._sample_s)
-            power, now = self._watts(), time.perf_counter()
+            power, now = self._watts(), self._end if stopped else time.perf_counter()
             self._sampled += (watts + power) / 2 * (now - then)
             watts, then = power, now
             if stopped:

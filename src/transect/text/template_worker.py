@@ -97,7 +97,7 @@ class TemplateWorker:
                 self._start(template)
                 self._send(asked)
                 reply = self._receive()
-            except (OSError, EOFError):
+            except (OSError, EOFError, ValueError):  # of a pipe that ``close`` has closed
                 self.close()
                 raise ValueError(
                     "the chat template asks for too much: it was ended after "

@@ -257,7 +257,7 @@ def test_a_broken_compiler_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_a_users_flags_come_last_and_make_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text(
-        f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\necho fake 1\nfor last; do true; done\n'
+        f'#!/bin/sh\necho "$@" >> "{tmp_path}/calls"\necho fake 1\nfor last; do true; done\n'
         '[ "$last" = --version ] || : > "$last"\n'
     )
     compiler.chmod(0o755)
