@@ -249,6 +249,8 @@ def main() -> None:
         _read(stdin), type=tuple[list[bytes], list[int], list[int], int]
     )
     tokenizer = Vocabulary(tokens, special, eos, size).make()
+    import numpy  # noqa: F401  (the first grammar's trial would pay for it)
+
     _write(stdout, b"")
     with contextlib.suppress(EOFError):
         while True:
