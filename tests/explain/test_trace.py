@@ -407,6 +407,73 @@ def test_values_that_make_no_sense_stop_nothing(tmp_path):
     assert "\x1b" not in str(found) and str(found).encode() and page(found).encode()
 
 
+def loop(tmp_path, cpu_events, kernels=True, kind="cpu_op", steps=20, length=10_000):
+    """Steps of 10 ms, each with these events and then a product of 100 us."""
+    events = []
+    for number in range(steps):
+        begin = float(length) * number
+        events += [event(kind, name, begin + at, lasting) for name, at, lasting in cpu_events]
+        mm = launched("aten::mm", [[64, 64], [64, 64]], ["float", "float"], begin + length - 200, 100, number + 1)
+        events += mm if kernels else mm[:1]
+    return explain_trace(read_trace(write(tmp_path / "loop.json", events)), preset("h200").ceilings())
+
+
+LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("loading", [30, 6000])
+def test_a_loader_has_only_its_own_part_of_a_gap(tmp_path, kernels, loading):
+    """The rest of the gap, in which Python computes before the step, is Python's."""
+    parts = loop(tmp_path, [(LOADER, 0, loading)], kernels, "user_annotation").split.parts
+    assert parts["loading"] == pytest.approx(19 * loading * 1e-6)  # the trace begins with an operator
+    assert parts["host"] + parts["unexplained"] >= 0.9 * 19 * (9700 - loading) * 1e-6
+
+
+def test_calling_what_was_compiled_is_no_compilation(tmp_path):
+    """Every call looks its graph up; compiled code calls operators of inductor's."""
+    calls = [("TorchDynamo Cache Lookup", 0, 400), ("inductor::_alloc_from_pool", 500, 300)]
+    for kernels in (True, False):
+        found = loop(tmp_path, calls, kernels)
+        assert not found.split.parts["recompilation"], str(found)
+        assert all(each.kind != "recompilation" for each in found.findings)
+
+
+def test_python_of_compiled_code_is_no_compiler():
+    """Files of dynamo's and inductor's stand in the stack of every call."""
+    site = f"{sysconfig.get_paths()['purelib']}/torch"
+    running = [
+        Frame("/tmp/torchinductor_me/ab/cab.py", "call", 12),
+        Frame(f"{site}/_inductor/output_code.py", "__call__", 600),
+        Frame(f"{site}/_dynamo/eval_frame.py", "_fn", 700),
+        Frame("train.py", "step", 3),
+    ]
+    doing = doing_of(tuple(running))
+    assert doing.part == "host" and doing.frame == running[-1]
+    compiling = [Frame(f"{site}/_inductor/graph.py", "run", 9), Frame(f"{site}/_inductor/compile_fx.py", "inner", 5)]
+    assert doing_of((*compiling, *running[2:])).part == "recompilation"
+
+
+def test_a_graphs_kernels_are_no_operators(tmp_path):
+    """What a CUDA graph replays was launched by no operator; the numbers of its launches are not those of operators."""
+    events = launched("aten::mm", [[4096, 4096], [4096, 4096]], ["float", "float"], 0, 50, 5)
+    events.append(event("cuda_runtime", "cudaGraphLaunch", 100, 20, correlation=5))
+    events += [event("kernel", "replayed", 200 + 60 * number, 50, tid=7, correlation=5) for number in range(4)]
+    found = explain_trace(read_trace(write(tmp_path / "graph.json", events)), preset("h200").ceilings())
+    assert found.split.parts["unrated"] == pytest.approx(200e-6)
+    assert {op.operator for op in found.split.ops if op.key.name == "replayed"} == {""}
+
+
+def test_the_main_thread_is_not_the_one_of_the_backward_pass(tmp_path):
+    """Autograd's thread nests its operators deeper, and so has more of their time."""
+    events = launched("aten::mm", [[64, 64], [64, 64]], ["float", "float"], 0, 50, 1)
+    for name in ("autograd::engine::evaluate_function: MmBackward0", "MmBackward0", "aten::mm"):
+        events.append(event("cpu_op", name, 100, 300, tid=2))
+    trace = read_trace(write(tmp_path / "threads.json", events))
+    main = next(int(trace.lane[i]) for i in range(len(trace.ts)) if trace.key_of(i).shapes)
+    assert explain_trace(trace, preset("h200").ceilings()).split.lane == main
+
+
 def test_pythons_own_functions_are_read_in_one_pass(tmp_path):
     """A trace with_stack has more of them than operators."""
     steps = 2000

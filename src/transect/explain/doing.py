@@ -28,6 +28,7 @@ LIBRARY = (
     "/dist-packages/",
     "<frozen",
     "/torch/",
+    "/torchinductor_",
     OURS,
 )
 """Files of these are not the user's."""
@@ -45,7 +46,16 @@ WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|
 """Libraries that a line which logs may be in."""
 NATIVE = "/transect/ops/cpu/"
 """Files of these call C++ kernels, which no profiler sees."""
-COMPILER_FILES = ("_dynamo/convert_frame", "_dynamo/symbolic_convert", "_inductor/", "_dynamo/output_graph")
+COMPILER_FILES = (
+    "_dynamo/convert_frame",
+    "_dynamo/symbolic_convert",
+    "_dynamo/output_graph",
+    "_inductor/compile_fx",
+    "_inductor/async_compile",
+    "_inductor/runtime/benchmarking",
+    "triton/compiler/",
+)
+"""Files that only compile: others of dynamo's and inductor's run in every call of what they made."""
 PYTHONS_OWN = f"{sysconfig.get_paths()['stdlib']}/tokenize.py"
 """Cuts Python's own source into tokens, where a line of it is looked up."""
 IMPORTS = "<frozen importlib"

@@ -15,7 +15,8 @@ from ..hardware.cores import usable_cores
 from .finding import MANY, Finding, Material
 from .findings_host import collector, host, other_threads, threads
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host, stretches
+from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host
+from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 LEAST = 0.02

@@ -17,7 +17,8 @@ import numpy as np
 
 from .doing import Doing, doing_of
 from .sampler import Frame, Samples
-from .split import COMPILING, LOADING, LONG_GAP_S, SHORT_GAP_S, WINDOW, Gap, Split, on_the_host, self_segments
+from .split import LONG_GAP_S, SHORT_GAP_S, Gap, Split, on_the_host, self_segments
+from .stretches import pieces, stretches
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
 WAITING = re.compile(
@@ -52,8 +53,10 @@ def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
     trace = split.trace
     if split.on_gpu:
         alone = set(on_the_host(trace))
+        owners = stretches(trace)
+        cut = [Gap(*each) for gap in split.gaps for each in pieces(owners, gap.begin, gap.end)]
+        split.gaps = [gap if gap.part else _between_kernels(trace, gap, alone) for gap in cut]
         for gap in split.gaps:
-            gap.part, gap.label = _between_kernels(trace, gap, alone)
             split.parts[gap.part] += gap.seconds
         left = split.profiling
         for part in ("launch", "sync", "host"):  # it makes the gaps between kernels longer
@@ -175,14 +178,13 @@ def _python(name: str) -> Doing:
     return doing_of((frame,))
 
 
-def _between_kernels(trace: Trace, gap: Gap, alone: set[int]) -> tuple[str, str]:
-    """The part of a gap in which no kernel ran, and what says so. ``alone``: operators that compute on the host."""
+def _between_kernels(trace: Trace, gap: Gap, alone: set[int]) -> Gap:
+    """A gap in which no kernel ran with its part, and what says so. ``alone``: operators that compute on the host."""
+    return Gap(gap.begin, gap.end, *_cause(trace, gap, alone))
+
+
+def _cause(trace: Trace, gap: Gap, alone: set[int]) -> tuple[str, str]:
     cache = _overlapping(trace, gap)
-    for part, pattern in (("loading", LOADING), ("recompilation", COMPILING)):
-        for index in cache:
-            name = trace.key_of(index).name
-            if trace.kind[index] in (RANGE, OP, PYTHON) and name != WINDOW and pattern.search(name):
-                return part, name
 
     def within(i: int) -> float:
         return max(0.0, min(gap.end, trace.ts[i] + trace.dur[i]) - max(gap.begin, trace.ts[i]))

@@ -1,13 +1,16 @@
 """The least time of one PyTorch operator, from the shapes and types of its inputs as a trace has them.
 
 Products are bound by FLOPs or bytes, all others by bytes: each input read once, one output written that is as large as
-the largest input. That is the roofline bound of an operator that runs alone; several operators fused take less. Of
-operators that are neither PyTorch's nor simple ones of this project nobody knows what they compute.
+the largest input, but for those that read or write a part of a tensor (``_PARTS``). That is the roofline bound of an
+operator that runs alone; several operators fused take less. Of operators that are neither PyTorch's nor simple ones of
+this project nobody knows what they compute, nor of recurrent layers and of types that are not in ``SIZES``.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any
 
 from ..hardware.ceilings import Ceilings
@@ -26,24 +29,71 @@ SIZES = {
     "unsigned char": 1,
     "bool": 1,
     "c10::complex<float>": 8,
+    "c10::complex<double>": 16,
+    "c10::float8_e4m3fn": 1,
+    "c10::float8_e4m3fnuz": 1,
+    "c10::float8_e5m2": 1,
+    "c10::float8_e5m2fnuz": 1,
 }
+FP8 = "float8_e4m3fn"
 DTYPES = {"float": "float32", "double": "float64", "c10::half": "float16", "c10::bfloat16": "bfloat16"}
+DTYPES |= {name: FP8 for name in SIZES if "float8" in name}
+TF32 = re.compile(r"tf32|s1688|nvjet_(?:sm\d+_)?s")
+"""Kernels that multiply float32 on tensor cores; an operator's types do not say it."""
 OURS = "transect::matmul"
 """Its second factor is transposed, as a layer's weight is."""
-PRODUCTS = {OURS, "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_int_mm", "aten::addmv", "aten::mv"}
+ADDED = {"aten::addmm", "aten::baddbmm", "aten::addmv", "aten::_addmm_activation"}
+"""Their factors are the second and the third input."""
+PRODUCTS = {OURS, "aten::mm", "aten::bmm", "aten::_int_mm", "aten::mv", "aten::_scaled_mm", *ADDED}
 CONVOLUTIONS = {
     "aten::mkldnn_convolution",
     "aten::cudnn_convolution",
+    "aten::miopen_convolution",
     "aten::thnn_conv2d",
     "aten::_slow_conv2d_forward",
+    "aten::_conv_depthwise2d",
+    "aten::convolution_backward",
+    "aten::cudnn_convolution_transpose",
+    "aten::miopen_convolution_transpose",
 }
-ATTENTION = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward")
+PADDING_FIRST = ("aten::mkldnn_convolution", "aten::cudnn_convolution", "aten::miopen_convolution")
+"""They take padding, stride and dilation; the others the kernel's size, stride and padding."""
+ATTENTION = (
+    "_scaled_dot_product",
+    "_flash_attention_forward",
+    "_flash_attention_backward",
+    "_efficient_attention_forward",
+    "_efficient_attention_backward",
+    "_cudnn_attention_forward",
+    "_cudnn_attention_backward",
+)
+TOKENS_FIRST = ("aten::_flash_attention", "aten::_efficient_attention")
+"""They take [batch, tokens, heads, size] where all others take [batch, heads, tokens, size]."""
+CAUSAL = {
+    "aten::_scaled_dot_product_flash_attention": 4,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 4,
+    "aten::_scaled_dot_product_efficient_attention": 6,
+    "aten::_scaled_dot_product_cudnn_attention": 6,
+    "aten::_scaled_dot_product_fused_attention_overrideable": 5,
+    "aten::_scaled_dot_product_attention_math": 5,
+    "aten::_flash_attention_forward": 8,
+    "aten::_efficient_attention_forward": 9,
+    "aten::_cudnn_attention_forward": 10,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": 7,
+    "aten::_scaled_dot_product_flash_attention_backward": 11,
+    "aten::_scaled_dot_product_efficient_attention_backward": 11,
+    "aten::_scaled_dot_product_cudnn_attention_backward": 14,
+    "aten::_flash_attention_backward": 11,
+    "aten::_efficient_attention_backward": 14,
+    "aten::_cudnn_attention_backward": 14,
+}
+"""Which argument says whether a token sees none after it: a truth, or the kind of mask (0: none)."""
 _FREE = """
 t transpose as_strided view expand select slice permute unsqueeze squeeze detach resolve_conj empty
 empty_like empty_strided reshape _unsafe_view resolve_neg chunk split narrow unbind alias
 result_type is_nonzero _reshape_alias lift_fresh detach_ to contiguous item unfold set_ resize_
 broadcast_tensors flatten matmul linear movedim diagonal view_as layer_norm dropout softmax
-cross_entropy_loss conv2d convolution _convolution einsum embedding_bag
+cross_entropy_loss conv1d conv2d conv3d convolution einsum embedding_bag
 """
 FREE = frozenset({"detach", *(f"aten::{name}" for name in _FREE.split())})
 """They move no data themselves; some call others that do."""
@@ -51,12 +101,72 @@ FREE = frozenset({"detach", *(f"aten::{name}" for name in _FREE.split())})
 
 UNKNOWN = ("cross_entropy", "attention", "linear", "grouped")
 """Parts of the names of this project's operators whose inputs do not say all that they compute."""
+UNKNOWN_HERE = ("_rnn", "_grouped_mm", "_fused_lstm", "_fused_gru")
+"""Parts of the names of PyTorch's of which the same is true."""
+_REDUCES = """
+sum mean max min argmax argmin amax amin norm linalg_vector_norm all any var std var_mean std_mean prod logsumexp topk
+count_nonzero avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d max_pool2d_with_indices _foreach_norm
+"""
+REDUCES = frozenset(f"aten::{name}" for name in _REDUCES.split())
+"""What they write is small beside what they read."""
+Sizes = list[tuple[int, int]]
+"""How many numbers each input has, and the bytes of one."""
+
+
+def _bag(sizes: Sizes, dim: int) -> Cost:
+    """A row for each index, added up for each bag."""
+    (_, width), (rows, index), (bags, _) = sizes[:3]
+    return Cost(rows * dim, rows * (dim * width + index), bags * dim * width)
+
+
+def _into(sizes: Sizes, dim: int) -> Cost:
+    """The first input gets as many numbers as the last has."""
+    return Cost(0, sum(count * width for count, width in sizes[1:]), sizes[-1][0] * sizes[0][1])
+
+
+def _picked(sizes: Sizes, dim: int) -> Cost:
+    """A number for each index."""
+    (_, width), (count, index) = sizes[:2]
+    return Cost(0, count * (width + index), count * width)
+
+
+def _loss(sizes: Sizes, dim: int) -> Cost:
+    """A number of each row."""
+    return _picked(sizes, dim)
+
+
+def _loss_backward(sizes: Sizes, dim: int) -> Cost:
+    """The gradient of all numbers, of which one in each row is none of zero."""
+    (count, width), (rows, index) = sizes[1:3]
+    return Cost(0, rows * index, count * width)
+
+
+def _adam(sizes: Sizes, dim: int) -> Cost:
+    """Parameters, gradients and two moments are read; all but the gradients are written."""
+    read = sum(count * width for count, width in sizes)
+    return Cost(3 * sum(count for count, _ in sizes), read, 3 * read // 4)
+
+
+_PARTS: dict[str, tuple[int, Callable[[Sizes, int], Cost]]] = {
+    "aten::_embedding_bag": (3, _bag),
+    "aten::_embedding_bag_forward_only": (3, _bag),
+    "aten::index_copy_": (3, _into),
+    "aten::index_add_": (3, _into),
+    "aten::scatter_": (2, _into),
+    "aten::scatter_add_": (3, _into),
+    "aten::gather": (2, _picked),
+    "aten::nll_loss_forward": (2, _loss),
+    "aten::nll_loss_backward": (3, _loss_backward),
+    "aten::_fused_adam_": (4, _adam),
+    "aten::_fused_adamw_": (4, _adam),
+}
+"""Inputs that they have at the least, and what they move."""
 
 
 def _known(name: str) -> bool:
     if name.startswith("transect::"):
         return name in PRODUCTS or not any(each in name for each in UNKNOWN)
-    return name.startswith("aten::") or name in FREE
+    return name in FREE or (name.startswith("aten::") and not any(each in name for each in UNKNOWN_HERE))
 
 
 def cost(key: Key) -> Cost | None:
@@ -66,59 +176,64 @@ def cost(key: Key) -> Cost | None:
         return None
     sizes = [(math.prod(shape), width) for shape, width in tensors]
     read = sum(count * width for count, width in sizes)
-    if key.name in FREE:
+    transposed = key.name == "aten::_convolution" and key.values[6:7] == ("True",)
+    if key.name in FREE or (key.name == "aten::_convolution" and not transposed):
         return Cost(0, 0, 0)
     shapes = [shape for shape, _ in tensors]
     width = tensors[0][1]
     if key.name in PRODUCTS:
         return _product(key.name, shapes, width)
-    if key.name in CONVOLUTIONS and len(shapes) > 1 and shapes[0] and shapes[1]:
+    if (key.name in CONVOLUTIONS or transposed) and len(shapes) > 1 and len(shapes[0]) > 2 and len(shapes[1]) > 2:
         return _convolution(key, shapes, width, read)
-    if any(name in key.name for name in ATTENTION) and len(shapes) > 2 and len(shapes[0]) == len(shapes[1]) == 4:
-        batch, heads, queries, dim = shapes[0]
-        flops = 4.0 * batch * heads * queries * shapes[1][2] * dim
-        return Cost(flops, sum(math.prod(each) for each in shapes[:3]) * width, math.prod(shapes[0]) * width)
+    if any(name in key.name for name in ATTENTION):
+        return _attention(key, shapes, width)
     if key.name == "aten::embedding" and len(shapes) > 1 and shapes[0]:
         rows = math.prod(shapes[1])
         moved = rows * shapes[0][-1] * width
         return Cost(0, moved + rows * 8, moved)
-    if key.name in ("aten::index", "aten::index_select", "aten::gather", "aten::_index_put_impl_"):
+    least, part = _PARTS.get(key.name, (0, None))
+    if part is not None and len(sizes) >= least:
+        return part(sizes, shapes[0][-1] if shapes[0] else 1)
+    if key.name in ("aten::index", "aten::index_select", "aten::_index_put_impl_"):
         return Cost(0, 0, 0)
     if key.name in ("aten::fill_", "aten::zero_", "aten::normal_", "aten::uniform_"):
         return Cost(0, 0, sizes[0][0] * sizes[0][1])
-    largest = max(count for count, _ in sizes)
+    largest, width = max(sizes)
     if key.name == "aten::copy_" and len(tensors) > 1:
         return Cost(0, sizes[1][0] * sizes[1][1], sizes[0][0] * sizes[0][1])
     if key.name == "aten::cat":
         return Cost(0, read, read)
-    reduces = key.name in ("aten::sum", "aten::mean", "aten::max", "aten::min", "aten::argmax", "aten::norm")
-    return Cost(largest, read, 0 if reduces else largest * width)
+    return Cost(largest, read, 0 if key.name in REDUCES else largest * width)
 
 
-def floor(key: Key, ceilings: Ceilings) -> float | None:
-    """The fewest seconds that the operator needs; None where that cannot be said."""
+def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
+    """The fewest seconds that the operator needs; None where that cannot be said. ``kernel``: a GPU's, for it."""
     found = cost(key)
     if found is None:
         return None
-    return found.floor(_rate(key, ceilings), ceilings.copy_bytes_per_second)
+    return found.floor(_rate(key, ceilings, kernel), ceilings.copy_bytes_per_second)
 
 
-def dtype_of(key: Key) -> str:
-    """The name of the floating-point type that an operator computes in; float32 where none is known."""
-    return next((DTYPES[each] for each in key.types if each in DTYPES), "float32")
+def dtype_of(key: Key, kernel: str = "") -> str:
+    """The name of the floating-point type that an operator computes in, or this kernel for it; float32 where none is
+    known."""
+    found = next((DTYPES[each] for each in key.types if each in DTYPES), "float32")
+    return "tf32" if found == "float32" and TF32.search(kernel) else found
 
 
-def _rate(key: Key, ceilings: Ceilings) -> float:
-    """FLOP/s of products of this operator's type; float64 is taken as half of float32."""
-    dtype = dtype_of(key)
+def _rate(key: Key, ceilings: Ceilings, kernel: str) -> float:
+    """FLOP/s of products of this operator's type; float64 is taken as half of float32, 8-bit integers as fp8."""
+    dtype = FP8 if key.name == "aten::_int_mm" else dtype_of(key, kernel)
     rates = ceilings.flops_per_second
     if dtype == "float64":
         return rates.get("float64", rates["float32"] / 2)
+    if dtype == FP8:
+        return rates.get(FP8, max(rates.values()))
     return rates.get(dtype, rates["float32"])
 
 
 def _product(name: str, shapes: list[list[int]], width: int) -> Cost | None:
-    if name in ("aten::addmm", "aten::baddbmm", "aten::addmv"):
+    if name in ADDED:
         shapes = shapes[1:]
     if len(shapes) < 2 or not shapes[0] or not shapes[1]:
         return None
@@ -131,15 +246,62 @@ def _product(name: str, shapes: list[list[int]], width: int) -> Cost | None:
 
 
 def _convolution(key: Key, shapes: list[list[int]], width: int, read: int) -> Cost | None:
-    """The output has the input's extent over the stride; padding is taken to be "same"."""
+    """A backward pass has a product for each of the gradients that are asked for, input's and weight's. Where the trace
+    has no padding it is taken to keep the input's extent."""
+    if key.name == "aten::convolution_backward":
+        if len(shapes) < 3:
+            return None
+        gradient, image, kernel = shapes[:3]
+        transposed = key.values[7:8] == ("True",)
+        asked = [text.strip() == "True" for text in key.values[-1].strip("[]").split(",")] if key.values else [True] * 2
+        flops = 2.0 * math.prod(image if transposed else gradient) * math.prod(kernel[1:])
+        sizes = [math.prod(each) for each, wanted in zip((image, kernel), asked, strict=False) if wanted]
+        return Cost(flops * len(sizes), read, sum(sizes) * width)
     image, kernel = shapes[0], shapes[1]
-    strides = [text for text in key.values if text.startswith("[")]
-    stride = json_list(strides[1] if len(strides) > 1 else strides[0]) if strides else [1]
-    spatial = 1.0
-    for index, extent in enumerate(image[2:]):
-        spatial *= max(1, extent // max(1, stride[min(index, len(stride) - 1)]))
+    lists = [json_list(text) for text in key.values if text.startswith("[")]
+    if key.name == "aten::_convolution" or key.name.endswith("_transpose"):  # each number meets the whole kernel
+        return Cost(2.0 * math.prod(image) * math.prod(kernel[1:]), read, math.prod(image[:1]) * kernel[1] * width)
+    if key.name in PADDING_FIRST:
+        padding, stride, dilation = (*lists, [], [], [])[:3]
+    else:
+        _, stride, padding, dilation = (*lists, [], [], [], [])[:4]
+    spatial = 1
+    for index, (extent, taps) in enumerate(zip(image[2:], kernel[2:], strict=False)):
+        reach = _at(dilation, index, 1) * (taps - 1)
+        room = extent + 2 * _at(padding, index, reach // 2) - reach
+        spatial *= max(1, (room - 1) // max(1, _at(stride, index, 1)) + 1)
     written = image[0] * kernel[0] * spatial
     return Cost(2.0 * written * math.prod(kernel[1:]), read, written * width)
+
+
+def _at(values: list[int], index: int, otherwise: int) -> int:
+    """A setting of one dimension; one number stands for all of them."""
+    return values[min(index, len(values) - 1)] if values else otherwise
+
+
+def _attention(key: Key, shapes: list[list[int]], width: int) -> Cost | None:
+    """Two products forward, five backward; under a causal mask of the pairs of tokens that see each other."""
+    backward = key.name.endswith("_backward")
+    shapes = shapes[backward:]
+    if len(shapes) < 3 or any(len(each) != 4 for each in shapes[:3]):
+        return None  # rows of several lengths, which no shape says
+    place = 1 if key.name.startswith(TOKENS_FIRST) else 2
+    queries, keys = shapes[0][place], shapes[1][place]
+    pairs = queries * keys
+    if _is_causal(key):
+        square = min(queries, keys)
+        pairs -= square * (square - 1) // 2
+    count = math.prod(shapes[0])
+    flops = 2.0 * (5 if backward else 2) * pairs * (count // max(1, queries))
+    both = sum(math.prod(each) for each in shapes[1:3])
+    if backward:
+        return Cost(flops, (3 * count + both) * width, (count + both) * width)
+    return Cost(flops, (count + both) * width, count * width)
+
+
+def _is_causal(key: Key) -> bool:
+    where = CAUSAL.get(key.name, len(key.values))
+    return key.values[where : where + 1] not in ((), ("False",), ("0",), ("",))
 
 
 def json_list(text: str) -> list[int]:
@@ -152,13 +314,16 @@ def json_list(text: str) -> list[int]:
 
 
 def _tensors(key: Key) -> list[tuple[list[int], int]]:
-    """(shape, bytes of a number) of each input that is a tensor, those in lists of tensors among them."""
+    """(shape, bytes of a number) of each input that is a tensor, those in lists of tensors among them; none where one
+    has a type of which nobody knows the size."""
     if not isinstance(key.shapes, list):
         return []
     found: list[tuple[list[int], int]] = []
     for shape, kind in zip(key.shapes, key.types, strict=False):
         if kind in SIZES and _is_shape(shape):
             found.append((shape, SIZES[kind]))
+        elif kind.startswith("c10::"):
+            return []
         elif kind in ("TensorList", "GenericList") and isinstance(shape, list):
             found.extend((each, 4) for each in shape if _is_shape(each))
     return found

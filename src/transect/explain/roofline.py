@@ -174,7 +174,7 @@ def points_of_trace(split: Split, ceilings: Ceilings) -> list[Point]:
         cost, seconds = op_cost(key), sum(op.seconds for op in ops)
         if cost is None or not cost.flops or not cost.bytes or not seconds:
             continue
-        dtype = dtype_of(key)
+        dtype = dtype_of(key, max(ops, key=lambda op: op.seconds).key.name)
         dtype = dtype if dtype in ceilings.flops_per_second else "float32"
         floor = calls * cost.floor(ceilings.rate(dtype), ceilings.read_bytes_per_second)
         name = f"{key.name} x{calls}"

@@ -11,7 +11,6 @@ and the rest. An operator that only moves, converts, allocates or waits belongs 
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import numpy as np
 
 from ..hardware.ceilings import Ceilings
 from .op_floor import floor
+from .stretches import COMPILING, LOADING, pieces, stretches
 from .trace import COPY, KERNEL, OP, OVERHEAD, RANGE, RUNTIME, SET, Key, Trace
 
 WINDOW = "transect.explain"
@@ -61,8 +61,8 @@ GIVES = r"Launch|Memcpy|Memset"
 HELD_S = 200e-6
 """A GPU that has nothing else to do begins within microseconds of a launch. If its first kernel under a profiler begins
 so much later, the profiler was setting itself up."""
-LOADING = re.compile(r"enumerate\(DataLoader\)|DataLoader.*__next__")
-COMPILING = re.compile(r"dynamo|inductor|compile_fx|convert_frame", re.I)
+PLUMBING = ("autograd::", "Optimizer", "torch::autograd", "TorchDynamo Cache Lookup", "Pregraph bytecode")
+"""What autograd, optimizers and torch.compile do to call operators."""
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
 
 
@@ -274,6 +274,10 @@ def _window(trace: Trace) -> tuple[float, float, int]:
     ops = trace.where(OP)
     lane = -1
     if len(ops):
+        if trace.on_gpu:  # the backward pass of what is on a GPU has a thread of its own
+            engines = [number for number, key in enumerate(trace.keys) if key.name.startswith("autograd::engine")]
+            others = ops[~np.isin(trace.lane[ops], np.unique(trace.lane[ops[np.isin(trace.key[ops], engines)]]))]
+            ops = others if len(others) else ops
         lanes, where = np.unique(trace.lane[ops], return_inverse=True)
         lane = int(lanes[np.argmax(np.bincount(where, weights=trace.dur[ops]))])
     return float(trace.ts[counted].min()), float((trace.ts[counted] + trace.dur[counted]).max()), lane
@@ -308,27 +312,6 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
         yield at, end, -1
 
 
-def stretches(trace: Trace, lane: int) -> list[tuple[float, float, str]]:
-    """(begin, end, part) of the stretches of a thread that belong to one part whatever runs in them, in order."""
-    found: list[tuple[float, float, str]] = []
-    parts = [
-        "loading" if LOADING.search(key.name) else "recompilation" if COMPILING.search(key.name) else ""
-        for key in trace.keys
-    ]
-    owning = np.isin(trace.key, [number for number, part in enumerate(parts) if part])
-    for index in np.flatnonzero(np.isin(trace.kind, (OP, RANGE)) & (trace.lane == lane) & owning):
-        begin = float(trace.ts[index])
-        if not (found and begin < found[-1][1]):
-            found.append((begin, begin + float(trace.dur[index]), parts[trace.key[index]]))
-    return found
-
-
-def owner_of(owners: list[tuple[float, float, str]], moment: float) -> str:
-    """The part that a moment belongs to; empty: to none of these."""
-    index = bisect_right(owners, (moment, float("inf"), "")) - 1
-    return owners[index][2] if index >= 0 and moment <= owners[index][1] else ""
-
-
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
@@ -339,8 +322,8 @@ def _host(
     seen: set[int] = set()
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
-    for first, last, index in self_segments(trace, mine, begin, end):
-        owner = owner_of(owners, (first + last) / 2)
+    segments = self_segments(trace, mine, begin, end)
+    for first, last, owner, index in ((*each, index) for a, b, index in segments for each in pieces(owners, a, b)):
         if owner:
             parts[owner] += last - first
             continue
@@ -374,7 +357,7 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
         parts["copies"] += stat.seconds
     elif stat.floor is None:
         launch = min(stat.calls * LAUNCH_S, stat.seconds)
-        plumbing = name.startswith(("autograd::", "Optimizer", "torch::autograd")) or name.endswith("Backward0")
+        plumbing = name.startswith(PLUMBING) or name.endswith("Backward0")
         parts["launch"] += stat.seconds if plumbing else launch
         parts["unrated"] += 0.0 if plumbing else stat.seconds - launch
     else:
@@ -432,7 +415,7 @@ def _device(
             stat = stats[mark] = OpStat(key, first=float(trace.ts[index]))
             if op is not None and rank == 0:
                 stat.operator = trace.key_of(op).name
-                stat.floor = floor(trace.key_of(op), ceilings)
+                stat.floor = floor(trace.key_of(op), ceilings, name)
         stat.calls += 1
         stat.seconds += seconds
         stat.last = float(trace.ts[index])

@@ -96,7 +96,7 @@ class Trace:
         args: dict[str, Any] = found if isinstance(found, dict) else {}
         lane = repr((event.get("pid"), event.get("tid")))
         self._count(kind, args.get("Sequence number"))
-        link = args.get("External id", args.get("external id", args.get("correlation", -1)))
+        link = args.get("External id", args.get("external id", -1))
         columns = self._columns
         columns["kind"].append(kind)
         columns["ts"].append(float(begin) * 1e-6)
@@ -120,7 +120,7 @@ class Trace:
         shapes = args.get("Input Dims", args.get("Input dims")) if kind == OP else None
         shapes = shapes if isinstance(shapes, list) else None
         types = args.get("Input type", ()) if kind == OP else ()
-        values = args.get("Concrete Inputs", ()) if kind == OP and "conv" in name else ()
+        values = args.get("Concrete Inputs", ()) if kind == OP and ("conv" in name or "attention" in name) else ()
         size: Any = args.get("bytes") if kind in (COPY, SET) else 0
         counted = int(size) if _number(size) else 0
         nodes = "Sequence number" in args and kind == OP and not name.endswith(("Backward0", "AccumulateGrad"))

@@ -1,0 +1,51 @@
+"""Stretches of a trace that belong to one part whatever runs in them: loading data, and compiling."""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+
+import numpy as np
+
+from .trace import OP, RANGE, Trace
+
+LOADING = re.compile(r"enumerate\(DataLoader\)|DataLoader.*__next__")
+COMPILING = re.compile(r"dynamo(?! cache lookup)|inductor(?!::)|compile_fx|convert_frame", re.I)
+"""Not what every call of a compiled function does: it looks a graph up, and calls operators of inductor's."""
+
+
+def stretches(trace: Trace, lane: int | None = None) -> list[tuple[float, float, str]]:
+    """(begin, end, part) of the stretches of a thread, or of all threads together, that belong to one part whatever
+    runs in them, in order."""
+    found: list[tuple[float, float, str]] = []
+    parts = [
+        "loading" if LOADING.search(key.name) else "recompilation" if COMPILING.search(key.name) else ""
+        for key in trace.keys
+    ]
+    owning = np.isin(trace.key, [number for number, part in enumerate(parts) if part])
+    mine = True if lane is None else trace.lane == lane
+    for index in np.flatnonzero(np.isin(trace.kind, (OP, RANGE)) & mine & owning):
+        begin, end = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index])
+        begin = max(begin, found[-1][1]) if found and lane is None else begin
+        if end > begin and not (found and begin < found[-1][1]):
+            found.append((begin, end, parts[trace.key[index]]))
+    return found
+
+
+def pieces(owners: list[tuple[float, float, str]], first: float, last: float) -> Iterator[tuple[float, float, str]]:
+    """(begin, end, part) of the pieces of a time, in order: what these stretches have of it, and what none of them has
+    (an empty part)."""
+    at = first
+    for index in range(max(0, bisect_right(owners, (first, float("inf"), "")) - 1), len(owners)):
+        begin, end, part = owners[index]
+        if begin >= last:
+            break
+        if end <= at:
+            continue
+        if begin > at:
+            yield at, begin, ""
+        at = min(end, last)
+        yield max(begin, first), at, part
+    if at < last:
+        yield at, last, ""

@@ -1,0 +1,150 @@
+"""The least work of one operator, from what a trace says of its inputs."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from transect.explain.op_floor import cost, dtype_of, floor
+from transect.explain.trace import Key
+from transect.explain.trace_file import read_trace
+from transect.hardware.presets import preset
+
+HALF, FP8, LONG = "c10::bfloat16", "c10::float8_e4m3fn", "long int"
+LISTS = ("", "", "", "[16]", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1")
+GRADIENT, IMAGE, KERNEL = [2, 16, 32, 32], [2, 8, 32, 32], [16, 8, 3, 3]
+PRODUCT = 2.0 * 2 * 16 * 32 * 32 * 8 * 9
+
+
+def keyed(name, shapes, kinds, values=()):
+    return Key(name, shapes, tuple([kinds] * len(shapes) if isinstance(kinds, str) else kinds), tuple(values))
+
+
+def recorded(tmp_path, call):
+    """What torch itself records of a call: operators by name."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as ``Explain`` does, and the first profiler of a process decides
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        call()
+    profiler.export_chrome_trace(str(tmp_path / "t.json"))
+    return {key.name: key for key in read_trace(tmp_path / "t.json").keys}
+
+
+@pytest.mark.parametrize(
+    ("mask", "products"), [("[True, True, True]", 2), ("[False, True, True]", 1), ("[True, False, False]", 1)]
+)
+def test_a_convolutions_backward_has_a_product_for_each_gradient(mask, products):
+    found = cost(keyed("aten::convolution_backward", [GRADIENT, IMAGE, KERNEL], "float", (*LISTS, mask)))
+    assert found.flops == products * PRODUCT
+
+
+def test_a_convolutions_backward_as_torch_records_it(tmp_path):
+    layer, image = nn.Conv2d(8, 16, 3, padding=1), torch.ones(IMAGE, requires_grad=True)
+    keys = recorded(tmp_path, lambda: layer(image).sum().backward())
+    assert cost(keys["aten::convolution_backward"]).flops == 2 * PRODUCT
+    assert cost(keys["aten::mkldnn_convolution"]).flops == PRODUCT
+
+
+@pytest.mark.parametrize(("padding", "stride", "dilation"), [(0, 1, 1), (2, 1, 1), (1, 2, 1), (0, 3, 2), (4, 1, 4)])
+def test_a_convolution_writes_what_it_does(tmp_path, padding, stride, dilation):
+    layer = nn.Conv2d(3, 4, 3, stride, padding, dilation)
+    image = torch.ones(2, 3, 11, 9)
+    with torch.no_grad():
+        keys = recorded(tmp_path, lambda: layer(image))
+        assert cost(keys["aten::mkldnn_convolution"]).bytes_written == 4 * layer(image).numel()
+
+
+def test_a_transposed_convolution_is_no_view(tmp_path):
+    layer = nn.ConvTranspose2d(8, 16, 4, stride=2)
+    keys = recorded(tmp_path, lambda: layer(torch.ones(IMAGE)))
+    assert cost(keys["aten::_convolution"]).flops == 2.0 * 2 * 8 * 32 * 32 * 16 * 16
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "causal"),
+    [
+        ("aten::_scaled_dot_product_flash_attention", [2, 8, 256, 64], ["", "", "", "0.", "True"]),
+        ("aten::_flash_attention_forward", [2, 256, 8, 64], [*[""] * 5, "256", "256", "0.", "True"]),
+        ("aten::_efficient_attention_forward", [2, 256, 8, 64], [*[""] * 8, "0.", "1"]),
+        ("aten::_flash_attention_backward", [2, 256, 8, 64], [*[""] * 8, "256", "256", "0.", "True"]),
+        ("aten::_scaled_dot_product_efficient_attention_backward", [2, 8, 256, 64], [*[""] * 9, "0.", "[]", "True"]),
+    ],
+)
+def test_attention_is_counted_in_either_layout(name, shape, causal):
+    """With every token seeing all, and none after itself; backward has five products where forward has two."""
+    backward = name.endswith("backward")
+    product = 2.0 * 2 * 8 * 256 * 256 * 64
+    whole = cost(keyed(name, [shape] * (5 if backward else 3), HALF))
+    assert whole.flops == (5 if backward else 2) * product
+    half = cost(keyed(name, [shape] * (5 if backward else 3), HALF, causal))
+    assert half.flops == pytest.approx(whole.flops * 257 / 512)
+
+
+def test_attention_as_torch_records_it(tmp_path):
+    q = torch.ones(1, 2, 16, 8, requires_grad=True)
+    keys = recorded(tmp_path, lambda: functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward())
+    pairs = 16 * 17 / 2
+    assert cost(keys["aten::_scaled_dot_product_flash_attention_for_cpu"]).flops == 2 * 2 * 2 * pairs * 8
+    assert cost(keys["aten::_scaled_dot_product_flash_attention_for_cpu_backward"]).flops == 5 * 2 * 2 * pairs * 8
+
+
+def test_attention_of_rows_of_several_lengths_is_not_guessed():
+    assert cost(keyed("aten::_flash_attention_forward", [[300, 8, 64]] * 3, HALF)) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "kinds", "most"),
+    [
+        ("aten::_embedding_bag", [[1 << 20, 64], [512], [32]], ["float", LONG, LONG], 512 * (256 + 8) + 32 * 256),
+        ("aten::index_copy_", [[1 << 20, 64], [], [4], [4, 64]], ["float", "Scalar", LONG, "float"], 2 * 1024 + 32),
+        ("aten::scatter_add_", [[1 << 20], [], [9], [9]], ["float", "Scalar", LONG, "float"], 9 * 16),
+        ("aten::nll_loss_forward", [[64, 32000], [64]], ["float", LONG], 64 * 16),
+        ("aten::nll_loss_backward", [[], [64, 32000], [64]], ["float", "float", LONG], 64 * 32000 * 4 + 512),
+        ("aten::linalg_vector_norm", [[1 << 20]], ["float"], 4 << 20),
+        ("aten::mul", [[], [1 << 20]], ["double", "float"], (8 << 20) + 8),
+    ],
+)
+def test_what_touches_a_part_has_no_floor_of_the_whole(name, shapes, kinds, most):
+    assert cost(keyed(name, shapes, kinds)).bytes == most
+
+
+def test_a_fused_adam_reads_four_tensors_and_writes_three():
+    many = [[[1000], [10]]] * 4
+    assert cost(keyed("aten::_fused_adamw_", many, "TensorList")).bytes == 7 * 4 * 1010
+
+
+def test_types_of_eight_bits_are_products_at_their_rate():
+    limits = preset("h100").ceilings()
+    shapes = [[4096, 4096], [4096, 4096], [], []]
+    product = keyed("aten::_scaled_mm", shapes, [FP8, FP8, "float", "float"])
+    assert floor(product, limits) == pytest.approx(2.0 * 4096**3 / limits.flops_per_second["float8_e4m3fn"])
+    assert cost(keyed("aten::mul", [[4096], [4096]], ["c10::quint8", "float"])) is None
+
+
+@pytest.mark.parametrize(
+    "kernel", ["sm80_xmma_gemm_f32f32_tf32f32_f32_tn_n", "cutlass_80_tensorop_s1688gemm_128x128_nn_align4"]
+)
+def test_float32_on_tensor_cores_has_their_floor(kernel):
+    """Convolutions do so by default, and an operator's types say float32 all the same."""
+    limits = preset("h100").ceilings()
+    product = keyed("aten::mm", [[4096, 4096], [4096, 4096]], "float")
+    assert floor(product, limits, kernel) == pytest.approx(2.0 * 4096**3 / limits.flops_per_second["tf32"])
+    assert floor(product, limits, "cutlass_80_simt_sgemm_128x64") == pytest.approx(
+        2.0 * 4096**3 / limits.flops_per_second["float32"]
+    )
+    assert dtype_of(keyed("aten::mm", [[8, 8], [8, 8]], HALF), kernel) == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["aten::_cudnn_rnn", "aten::mkldnn_rnn_layer", "aten::_grouped_mm"])
+def test_what_no_shape_says_is_not_guessed(name):
+    assert cost(keyed(name, [[32, 16, 64], [512, 64]], "float")) is None
+
+
+def test_odd_values_stop_nothing(tmp_path):
+    """Shapes and arguments of the wrong number, as a foreign trace may have them."""
+    for name in ("aten::convolution_backward", "aten::_convolution", "aten::cudnn_convolution", "aten::_embedding_bag"):
+        for shapes in ([], [[]], [[4], [4]], [[4], [4], [4]], [[2, 3, 4, 4], [3, 3]]):
+            for values in ((), ("[",), ("", "", "", "[x]", "[]", "", "True")):
+                found = cost(keyed(name, shapes, "float", values))
+                assert found is None or (found.flops >= 0 and found.bytes >= 0)
