@@ -117,6 +117,14 @@ def test_validation_sees_every_token_once_and_in_order(lengths) -> None:
     assert loader.position == before
 
 
+def test_a_validation_text_may_be_shorter_than_a_micro_batch() -> None:
+    config = DataConfig(seq_len=32, micro_batch=64)
+    (batch,) = Loader(stream_of([9, 8]), config, seed=3, held_out=True).one_epoch()
+    assert batch.lengths == [9, 8] and batch.num_labels == 15
+    with pytest.raises(ValueError, match="the data has 1 tokens"):
+        Loader(stream_of([1]), config, seed=3, held_out=True)
+
+
 def test_batches_made_ahead_are_the_same_from_any_position() -> None:
     stream, config = stream_of([37] * 30), DataConfig(seq_len=32, micro_batch=64)
     plain, ahead = Loader(stream, config, seed=3), Loader(stream, config, seed=3, ahead=True)
@@ -306,6 +314,22 @@ def test_chats_that_are_too_long_are_dropped_cut_or_an_error() -> None:
         ValueError, match=r"2 documents are longer than data.seq_len = 40 tokens \(the longest has 90\)"
     ):
         Loader(stream, DataConfig(seq_len=40, micro_batch=80, too_long="stop"), seed=0)
+
+
+def test_weights_are_shares_of_what_is_short_enough() -> None:
+    stream = replace(stream_of([90] * 20 + [30] * 20 + [30] * 100, chats=True), sources=(40, 140))
+    config = DataConfig(train=("a", "b"), weights=(0.5, 0.5), seq_len=32, micro_batch=64)
+    loader = Loader(stream, config, seed=0)
+    tokens = torch.cat([next(loader).tokens_T for _ in range(loader.size(0))])
+    assert float((tokens < 4000).float().mean()) == pytest.approx(0.5, abs=0.01)
+
+
+@pytest.mark.parametrize(("lengths", "chats"), [([200, 20], False), ([20, 90], True)])
+def test_a_weight_of_data_that_cannot_come_is_refused(lengths, chats) -> None:
+    stream = replace(stream_of(lengths, chats=chats), sources=(1, 2))
+    config = DataConfig(train=("a", "b"), weights=(0.5, 0.5), seq_len=32, micro_batch=32)
+    with pytest.raises(ValueError, match=r"data\.weights gives b a share.*data\.seq_len = 32"):
+        Loader(stream, config, seed=0)
 
 
 def test_weights_that_fit_no_files_are_refused() -> None:

@@ -137,6 +137,21 @@ def test_a_whole_file_of_bad_rows_is_an_error_even_then(tmp_path, tools) -> None
         load_stream([str(tmp_path / "bad.jsonl")], 300, *tools, skip=True)
 
 
+def test_a_damaged_file_is_told_of_beside_its_bad_rows(tmp_path, tools) -> None:
+    packed = gzip.compress(f"{json.dumps(CHAT)}\n{{\n".encode() + b"".join(b"[%d]" % i for i in range(20000)))
+    (tmp_path / "cut.jsonl.gz").write_bytes(packed[:-2000])
+    (found,) = check_files([str(tmp_path / "cut.jsonl.gz")], *tools)
+    assert any("cannot read" in problem for problem in found.problems) and len(found.problems) == 2
+
+
+def test_a_compressed_file_that_is_no_longer_what_it_was_is_named(tmp_path, tools) -> None:
+    packed = bytearray(gzip.compress(f"{json.dumps(CHAT)}\n".encode()))
+    packed[10] |= 6  # a kind of block that there is not
+    (tmp_path / "bad.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match=r"cannot read .*bad\.jsonl\.gz: .*invalid block type"):
+        load_stream([str(tmp_path / "bad.jsonl.gz")], 300, *tools)
+
+
 def test_any_file_is_text_where_it_is_named_so(tmp_path, tools) -> None:
     (tmp_path / "program.py").write_text("print()")
     stream = load_stream([f"text:{tmp_path / 'program.py'}"], 300, *tools)
@@ -165,6 +180,27 @@ def test_forms() -> None:
     no_prompt = {"chosen": CHAT["messages"], "rejected": [*CHAT["messages"][:1], {"role": "assistant", "content": "5"}]}
     pair = detect(no_prompt).read(no_prompt)
     assert isinstance(pair, Preference) and pair.prompt == CHAT["messages"][:1] and pair.rejected[0]["content"] == "5"
+
+
+ASKED, FOUR, FIVE = *CHAT["messages"], {"role": "assistant", "content": "5"}
+EARLIER = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "before"),
+    [
+        ("2 + 2?", [ASKED]),  # UltraFeedback: the question stands in all three
+        ("2 + 2?", [*EARLIER, ASKED]),
+        ([ASKED], [ASKED]),
+        ([{"role": "system", "content": "Add."}], [ASKED]),  # what both say after a prompt is theirs
+    ],
+)
+def test_a_question_that_stands_in_prompt_and_answers_is_asked_once(prompt, before) -> None:
+    row = {"prompt": prompt, "chosen": [*before, FOUR], "rejected": [*before, FIVE]}
+    pair = detect(row).read(row)
+    assert isinstance(pair, Preference)
+    whole = prompt + before if isinstance(prompt, list) and prompt != before else before
+    assert [*pair.prompt, *pair.chosen] == [*whole, FOUR] and [*pair.prompt, *pair.rejected] == [*whole, FIVE]
 
 
 def test_what_follows_a_prompt_alone_is_trained_on(tmp_path, tools) -> None:

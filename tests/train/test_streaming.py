@@ -15,7 +15,7 @@ from transect.text.chat_template import ChatTemplate
 from transect.text.tokenizer import Tokenizer
 from transect.train import checkpoint
 from transect.train.config import DataConfig, TrainConfig
-from transect.train.data import Position
+from transect.train.data import Position, load_stream
 from transect.train.objectives.base import StepFailed
 from transect.train.streaming import StreamingLoader
 from transect.train.trainer import Trainer
@@ -181,6 +181,26 @@ def test_a_bad_row_in_a_late_section_loses_no_step(tmp_path) -> None:
     through, goes_on = Trainer(skips), Trainer(skips, found)
     expected = [through.step().loss for _ in range(found.step + 4)]
     assert [goes_on.step().loss for _ in range(4)] == expected[-4:]
+
+
+def test_a_stretch_of_bad_rows_is_left_out_however_long(tiny, tmp_path) -> None:
+    rows = write_rows(tmp_path / "a.jsonl", 100)
+    good = rows.read_text().splitlines(keepends=True)
+    rows.write_text("".join([*good[:50], *['{"nothing": "that can be trained on"}\n'] * 500, *good[50:]]))
+    loader = loader_of(tiny, [rows], on_bad_row="skip")
+    tokens = sum(batch.num_tokens for batch in epoch_of(loader, 0))
+    stream = load_stream([str(rows)], 300, tiny[1], skip=True)
+    assert tokens > 0.8 * len(stream.tokens)
+
+
+@pytest.mark.parametrize("too_long", ["drop", "cut"])
+def test_a_section_without_a_chat_that_fits_is_left_out(tiny, tmp_path, too_long) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", 60)
+    long = [{"role": "user", "content": "?" * 300}, {"role": "assistant", "content": "!"}]
+    lines = (tmp_path / "chats.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "chats.jsonl").write_text("".join([*lines, *[json.dumps({"messages": long}) + "\n"] * 60]))
+    loader = loader_of(tiny, [chats], seq_len=256, micro_batch=512, too_long=too_long)
+    assert sum(answers(epoch_of(loader, 0)).values()) == 60
 
 
 def test_a_file_that_is_gone_loses_no_step(tmp_path) -> None:

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mixing import mixed
+from .mixing import mixed, repeats
 from .tokens import TokenStream
 
 IGNORE = -100
@@ -114,7 +114,15 @@ def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:
 
 
 class EpochPlan(Protocol):
-    """The micro-batches of one epoch."""
+    """The micro-batches of one epoch.
+
+    Attributes:
+        often: how often what each source has comes in an epoch, where weights say so.
+        sources: the source of each window or document then.
+    """
+
+    often: list[float]
+    sources: np.ndarray
 
     def __len__(self) -> int: ...
 
@@ -129,7 +137,8 @@ class WindowPlan:
     The tokens after the last whole micro-batch are left out in this epoch; another shuffle leaves out others.
 
     Args:
-        often: how often the windows that begin in each source come (``mixing.py``); empty: once.
+        weights: shares of the tokens by the source that a window begins in (``mixing.py``); empty: each window once.
+        short: the stream may have fewer tokens than a micro-batch, for ``in_order`` alone.
 
     Raises:
         ValueError: the stream has not enough tokens for one micro-batch.
@@ -142,7 +151,9 @@ class WindowPlan:
         micro_batch: int,
         seed: int,
         epoch: int,
-        often: Sequence[float] = (),
+        weights: Sequence[float] = (),
+        *,
+        short: bool = False,
     ) -> None:
         self.stream = stream
         self.seq_len = seq_len
@@ -151,16 +162,18 @@ class WindowPlan:
         generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
         self.offset = int(generator.integers(seq_len)) if epoch and len(stream.tokens) >= 2 * micro_batch else 0
         windows = (len(stream.tokens) - self.offset) // seq_len
-        if windows < self.per_batch:
+        if windows < self.per_batch and not (short and len(stream.tokens) > 1):
             raise ValueError(
                 f"the data has {len(stream.tokens)} tokens, less than one micro-batch of {self.per_batch * seq_len}: "
                 "give more text, or lower data.micro_batch and data.seq_len"
             )
-        if often:
+        self.often = repeats(weights, stream.source_tokens) if weights else []
+        self.sources = np.arange(0)
+        if weights:
             units = np.arange(windows)
             ends = np.cumsum(stream.source_tokens)
-            source = np.searchsorted(ends, self.offset + units * seq_len, side="right")
-            self.order = mixed(units, source, often, generator)
+            self.sources = np.searchsorted(ends, self.offset + units * seq_len, side="right")
+            self.order = mixed(units, self.sources, self.often, generator)
             if len(self.order) < self.per_batch:
                 raise ValueError(
                     f"data.weights leaves {len(self.order)} pieces of {seq_len} tokens in an epoch, less than one "
@@ -199,17 +212,22 @@ class WindowPlan:
         return spans
 
 
+class NothingFits(ValueError):
+    """Every document is too long."""
+
+
 class DocumentPlan:
     """Shuffled whole documents, packed best-fit.
 
     Args:
-        often: how often the documents of each source come (``mixing.py``); empty: once.
+        weights: shares of the tokens by source, of documents that are not left out (``mixing.py``); empty: each once.
         too_long: documents of more than ``seq_len`` tokens are left out (``drop``; ``left_out`` counts them), keep
             their first tokens (``cut``; ``shortened`` counts them) or are an error (``stop``). One that has nothing to
             train on in its first tokens is left out.
 
     Raises:
-        ValueError: no document is short enough, or one is too long and ``too_long`` says to stop.
+        NothingFits: no document is short enough.
+        ValueError: one is too long and ``too_long`` says to stop.
     """
 
     def __init__(
@@ -219,7 +237,7 @@ class DocumentPlan:
         micro_batch: int,
         seed: int,
         epoch: int,
-        often: Sequence[float] = (),
+        weights: Sequence[float] = (),
         too_long: str = "drop",
     ) -> None:
         self.stream, self.seq_len = stream, seq_len
@@ -237,20 +255,33 @@ class DocumentPlan:
         self.left_out = len(lengths) - len(usable)
         self.shortened = int((stream.lengths()[usable] > seq_len).sum())
         if not len(usable):
-            raise ValueError(
-                f"every document is longer than data.seq_len = {seq_len} tokens (the shortest has {lengths.min()}): "
-                "raise it"
+            early = " and has nothing to train on in its first" if too_long == "cut" else ""
+            raise NothingFits(
+                f"every document is longer than data.seq_len = {seq_len} tokens{early} (the shortest has "
+                f"{stream.lengths().min()}): raise it"
             )
         generator = np.random.Generator(np.random.Philox(key=[seed, epoch]))
-        if often:
-            source = np.searchsorted(np.array(stream.sources), usable, side="right")
-            order = mixed(usable, source, often, generator)
+        self.often: list[float] = []
+        self.sources = np.arange(0)
+        if weights:
+            self.sources = np.searchsorted(np.array(stream.sources), usable, side="right")
+            self.often = repeats(weights, np.bincount(self.sources, lengths[usable], len(weights)).astype(int).tolist())
+            order = mixed(usable, self.sources, self.often, generator)
         else:
             order = generator.permutation(usable)
         self.bins: list[list[int]] = []
         for at in range(0, len(order), GROUP):
             self.bins.extend(best_fit(order[at : at + GROUP], lengths, micro_batch))
         self.bins = [self.bins[i] for i in generator.permutation(len(self.bins))]
+
+    def told(self, of: str = "") -> Iterator[str]:
+        """A line for documents that are left out, and one for those that are shortened. ``of``: of what they are."""
+        for count, what in ((self.left_out, "left out"), (self.shortened, "cut to that length")):
+            if count:
+                yield (
+                    f"{count} of {self.stream.num_documents} documents{of} are longer than data.seq_len = "
+                    f"{self.seq_len} tokens and are {what}"
+                )
 
     def __len__(self) -> int:
         return len(self.bins)

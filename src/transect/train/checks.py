@@ -38,7 +38,7 @@ def check_files(names: Sequence[str], tokenizer: Tokenizer, template: ChatTempla
 
 def _check(file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None) -> Found:
     found = Found(str(file.path), layout=file.kind, trained="every token")
-    forms = Forms(skip=True)
+    forms = Forms(skip=True, some=False)
     try:
         if file.kind == "text":
             found.rows, found.tokens = 1, len(text_tokens(file.text(), tokenizer))
@@ -46,8 +46,7 @@ def _check(file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None) 
             for size in forms.read(found.name, file.rows(), lambda form: _tokens(form, tokenizer, template)):
                 found.tokens += size
     except ValueError as error:
-        if not forms.tallies or not forms.tallies[0].left_out:
-            found.problems.append(str(error))
+        found.problems.append(str(error))
     for tally in forms.tallies:
         found.layout, found.trained, found.rows = tally.layout or file.kind, tally.trained, tally.read
         found.problems += [

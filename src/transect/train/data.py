@@ -18,7 +18,6 @@ from .config import DataConfig
 from .documents import Document, Reader
 from .files import DataFile, find
 from .identity import stream_identity
-from .mixing import repeats
 from .tokens import SUFFIX, TokenStream, check_ids, join, open_tokens, token_dtype
 
 log = logging.getLogger(__name__)
@@ -125,7 +124,7 @@ class Loader:
 
     Args:
         ahead: make the next micro-batch in a thread while this one is in use, for a device that would wait for it.
-        weighted: go by ``config.weights``.
+        held_out: the stream is for ``one_epoch``: ``config.weights`` are not of it, and it may be short.
         tell: is told of documents that are left out or shortened.
 
     Raises:
@@ -139,7 +138,7 @@ class Loader:
         seed: int,
         *,
         ahead: bool = False,
-        weighted: bool = True,
+        held_out: bool = False,
         tell: Callable[[str], None] = log.warning,
     ) -> None:
         self._thread = ThreadPoolExecutor(1, "loader") if ahead else None
@@ -149,16 +148,18 @@ class Loader:
         self.seed = seed
         self.position = Position()
         self._plan_of: tuple[int, EpochPlan] | None = None
-        self._often = repeats(config.weights, stream.source_tokens) if weighted and config.weights else []
+        self._held_out = held_out
         plan = self._plan(0)
+        self._often = plan.often
+        for number, name in enumerate(config.train if plan.often else ()):
+            if number not in plan.sources:
+                raise ValueError(
+                    f"data.weights gives {name} a share, and it has nothing that fills or fits data.seq_len = "
+                    f"{config.seq_len}: change that, or leave {name} out"
+                )
         if isinstance(plan, DocumentPlan):
-            parts = ((plan.left_out, "left out"), (plan.shortened, "cut to that length"))
-            for count, what in parts:
-                if count:
-                    tell(
-                        f"{count} of {stream.num_documents} documents are longer than data.seq_len = {config.seq_len} "
-                        f"tokens and are {what}"
-                    )
+            for line in plan.told():
+                tell(line)
 
     def identity(self) -> dict[str, str]:
         """Digests of what the same position means the same batch by; see ``identity.py``."""
@@ -198,7 +199,10 @@ class Loader:
     def _plan(self, epoch: int) -> EpochPlan:
         if self._plan_of is None or self._plan_of[0] != epoch:
             config = self.config
-            sizes = self.stream, config.seq_len, config.micro_batch, self.seed, epoch, self._often
-            whole = self.stream.trained is not None
-            self._plan_of = epoch, DocumentPlan(*sizes, config.too_long) if whole else WindowPlan(*sizes)
+            weights = () if self._held_out else config.weights
+            sizes = self.stream, config.seq_len, config.micro_batch, self.seed, epoch, weights
+            if self.stream.trained is not None:
+                self._plan_of = epoch, DocumentPlan(*sizes, config.too_long)
+            else:
+                self._plan_of = epoch, WindowPlan(*sizes, short=self._held_out)
         return self._plan_of[1]

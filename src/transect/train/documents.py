@@ -37,6 +37,7 @@ class Tally:
 
     def __str__(self) -> str:
         what = f"{self.read} rows, {self.layout}; trained on: {self.trained}" if self.layout else "one text"
+        what = "no row that can be used" if self.left_out and not self.read else what
         parts = [f"{self.name}: {what}"]
         for why, count in self.left_out.items():
             parts.append(f"left out {count} row{'s' * (count > 1)}: {why} (first: {self.first[why]})")
@@ -48,10 +49,11 @@ class Forms:
 
     Args:
         skip: leave rows out that cannot be used, and count them; False: the first one is an error.
+        some: where rows are left out, some of them must be usable; False: they may be a bad stretch of a file.
     """
 
-    def __init__(self, *, skip: bool = False) -> None:
-        self._skip = skip
+    def __init__(self, *, skip: bool = False, some: bool = True) -> None:
+        self._skip, self._some = skip, some
         self.tallies: list[Tally] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
@@ -84,21 +86,28 @@ class Forms:
                 tally.layout, tally.trained = layout.name, layout.trained
             tally.read += 1
             yield made
-        if layout is None and tally.left_out:
-            raise ValueError(f"{name} has no row that can be used: {tally}")
+        if layout is None and tally.left_out and self._some:
+            raise ValueError(str(tally))
 
 
 class Reader:
     """Documents of files for next-token prediction, with a model's tokenizer and chat template.
 
-    ``apart``: each answer of a chat is a document. ``tallies`` tells what was found, a file at a time.
+    ``skip`` and ``some`` are those of ``Forms``. ``apart``: each answer of a chat is a document. ``tallies`` tells what
+    was found, a file at a time.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, template: ChatTemplate | None, *, skip: bool = False, apart: bool = False
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        skip: bool = False,
+        some: bool = True,
+        apart: bool = False,
     ) -> None:
         self._tokenizer, self._template, self._apart = tokenizer, template, apart
-        self._forms = Forms(skip=skip)
+        self._forms = Forms(skip=skip, some=some)
 
     @property
     def tallies(self) -> list[Tally]:

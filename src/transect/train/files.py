@@ -18,6 +18,7 @@ import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class DataFile:
                 return file.read()
         except UnicodeDecodeError as error:
             raise _not_utf8(self.path, error) from None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"cannot read {self.path}: {error}") from None
 
     def rows(self) -> Iterator[Row]:
@@ -82,7 +83,7 @@ class DataFile:
             yield from readers[self.kind]()
         except UnicodeDecodeError as error:
             raise _not_utf8(self.path, error) from None
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, zlib.error) as error:
             raise ValueError(f"cannot read {self.path}: {error}") from None
 
     def _open(self) -> TextIO:

@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -180,18 +181,19 @@ def _preference(row: Mapping[str, Any]) -> Preference:
             sides.append([{"role": "assistant", "content": _string(row, key)}])
         else:
             sides.append(_messages(row, key))
-    if "prompt" in row:
-        asked = row["prompt"]
-        prompt = [{"role": "user", "content": asked}] if isinstance(asked, str) else _messages(row, "prompt")
-    else:  # both sides begin with it
-        prompt = []
-        for a, b in zip(*sides, strict=False):
-            if a != b:
-                break
-            prompt.append(a)
-        sides = [side[len(prompt) :] for side in sides]
+    shared = [a for a, _ in itertools.takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False))]
+    if "prompt" not in row:
+        prompt = shared
         if not prompt:
             raise ValueError('there is no "prompt", and "chosen" and "rejected" do not begin alike')
+    elif not isinstance(row["prompt"], str):
+        prompt = _messages(row, "prompt")
+    elif any(message.get("role") == "user" for message in shared):
+        prompt = shared  # UltraFeedback: whole conversations, beside a question that they hold too
+    else:
+        prompt = [{"role": "user", "content": row["prompt"]}]
+    if shared[: len(prompt)] == prompt:
+        sides = [side[len(prompt) :] for side in sides]
     for key, side in zip(("chosen", "rejected"), sides, strict=True):
         if not side or side[-1].get("role") != "assistant":
             raise ValueError(f'"{key}" must end with a message of the assistant')

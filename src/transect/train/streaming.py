@@ -21,7 +21,7 @@ import numpy as np
 
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
-from .batches import Batch, DocumentPlan, EpochPlan, WindowPlan
+from .batches import Batch, DocumentPlan, EpochPlan, NothingFits, WindowPlan
 from .chunks import CHUNK_BYTES, Chunk, cut
 from .config import DataConfig
 from .data import Position, collect
@@ -149,9 +149,8 @@ class StreamingLoader:
 
     def _read(self, chunks: list[Chunk], epoch: int, section: int) -> EpochPlan | None:
         config = self.config
-        reader = Reader(
-            self._tokenizer, self._template, skip=config.on_bad_row == "skip", apart=config.turns == "apart"
-        )
+        skip, apart = config.on_bad_row == "skip", config.turns == "apart"
+        reader = Reader(self._tokenizer, self._template, skip=skip, some=False, apart=apart)
         stream = collect(self._documents(chunks, reader), self._vocab_size, Path(chunks[0].path), allow_empty=True)
         for tally in reader.tallies:
             if tally.left_out or (epoch == section == 0 and tally is reader.tallies[0]):
@@ -175,13 +174,11 @@ class StreamingLoader:
         if not masked:
             whole = config.micro_batch // config.seq_len * config.seq_len
             return WindowPlan(*sizes) if len(stream.tokens) >= whole else None
-        too_long = int((stream.lengths() > config.seq_len).sum())
-        if too_long and config.too_long != "stop":
-            what = "left out" if config.too_long == "drop" else "cut to that length"
-            self._tell(
-                f"{too_long} of {stream.num_documents} documents of a section are longer than data.seq_len = "
-                f"{config.seq_len} tokens and are {what}"
-            )
-        if too_long == stream.num_documents and config.too_long == "drop":
+        try:
+            plan = DocumentPlan(*sizes, too_long=config.too_long)
+        except NothingFits as nothing:
+            self._tell(f"a section of {stream.num_documents} documents is left out: {nothing}")
             return None
-        return DocumentPlan(*sizes, too_long=config.too_long)
+        for line in plan.told(" of a section"):
+            self._tell(line)
+        return plan

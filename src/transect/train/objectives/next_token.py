@@ -48,7 +48,7 @@ class NextToken(Objective):
         self._validation_bytes: int | None = None
         if config.data.validation:
             held_out = load_stream(config.data.validation, *tools, **reading)
-            self.validation = Loader(held_out, config.data, config.seed, weighted=False, tell=tell)
+            self.validation = Loader(held_out, config.data, config.seed, held_out=True, tell=tell)
 
     @property  # type: ignore[override]
     def position(self) -> Position:
