@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft_models import PROMPT, logits_of, make_adapter, peft_logits
-from tiny_llm import save_tiny_llm
+from tiny_checkpoints import make_model
+from tiny_llm import save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -33,11 +34,14 @@ VARIANTS = {
 }
 
 
-@torch.no_grad()
 def logits_here(trainer):
+    return logits_of_model(trainer.model)
+
+
+@torch.no_grad()
+def logits_of_model(model):
     tokens = torch.tensor(PROMPT)
     bounds = torch.tensor([0, len(PROMPT)], dtype=torch.int32)
-    model = trainer.model
     return model.logits(model(tokens, torch.arange(len(PROMPT)), VarlenContext(bounds, model.ops)))
 
 
@@ -73,6 +77,47 @@ def test_what_is_trained_here_has_the_same_logits_in_peft(variant: str, tied: bo
     assert resumed.step().loss == trainer.step().loss
     for (name, one), (_, other) in zip(resumed.model.named_parameters(), trainer.model.named_parameters(), strict=True):
         assert torch.equal(one, other), name
+
+
+@pytest.mark.filterwarnings("ignore:Model with `tie_word_embeddings:UserWarning")
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("gpt2", {"targets": ["q", "v"]}),  # two parts of one module of transformers
+        ("phi3", {"dora": True}),
+        ("phi3", {"targets": ["k", "up"]}),
+        ("phi3", {"targets": ["o"], "modules_to_save": ["qkv_proj", "norm"]}),
+        ("llama4", {"targets": ["q", "k"]}),  # its rows stand in another order there
+        ("smollm2", {"targets": ["head"]}),  # tied
+        ("smollm2", {"targets": ["embed"]}),
+    ],
+)
+def test_modules_that_are_not_ours_one_to_one(family: str, lora, tmp_path) -> None:
+    torch.set_num_threads(1)
+    (tmp_path / "model").mkdir()
+    make_model(family, vocab_size=300).float().save_pretrained(tmp_path / "model")
+    save_tiny_llm_text(tmp_path / "model")
+    config = run_of(tmp_path, lora=lora)
+    trainer, step = trained(config)
+    ours = logits_here(trainer)
+    served = logits_of_model(load_model(resolve(str(step)), dtype="float32", native=False))
+    torch.testing.assert_close(served, ours, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(peft_logits(tmp_path / "model", step), ours, atol=1e-4, rtol=1e-4)
+    resumed = Trainer(config, checkpoint.newest(config.run_dir))
+    assert resumed.step().loss == trainer.step().loss
+    started = Trainer(config.changed([f"lora.start={json.dumps(str(step))}"]))
+    torch.testing.assert_close(logits_here(started), ours, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("lora", [{"targets": ["q", "v"], "dora": True}, {"targets": ["o"], "modules_to_save": ["k"]}])
+def test_parts_of_a_module_that_peft_cannot_hold_are_refused_at_once(lora, tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    make_model("gpt2", vocab_size=300).save_pretrained(tmp_path / "model")
+    save_tiny_llm_text(tmp_path / "model")
+    with pytest.raises(
+        ValueError, match=r"a part of transformer\.h\.0\.attn\.c_attn\.\w+, .*must name all parts.*: q, k, v"
+    ):
+        Trainer(run_of(tmp_path, lora=lora))
 
 
 def test_a_checkpoint_of_an_earlier_version_is_taken_up(tmp_path) -> None:

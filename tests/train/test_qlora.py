@@ -2,13 +2,17 @@
 
 import pytest
 import torch
-from tiny_llm import save_tiny_llm
+from tiny_checkpoints import make_model
+from tiny_llm import save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
 
+from transect.models.load import stored_weights
+from transect.models.resolve import resolve
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4 import Int4, quantize
 from transect.ops.opset import resolve_ops
 from transect.train import checkpoint
+from transect.train.export import export_model, opened
 from transect.train.trainer import Trainer
 
 
@@ -63,3 +67,18 @@ def test_training_over_the_4_bit_base_learns_and_resumes(tmp_path) -> None:
     assert rest[-1] < first[0]
     resumed = Trainer(config, checkpoint.newest(tmp_path / "run"))
     assert [resumed.step().loss for _ in range(6)] == rest
+
+
+@torch.no_grad()
+def test_merged_experts_have_the_router_that_was_trained_with(tmp_path) -> None:
+    (tmp_path / "model").mkdir()
+    make_model("mixtral", vocab_size=300, intermediate_size=128).save_pretrained(tmp_path / "model")
+    save_tiny_llm_text(tmp_path / "model")
+    with torch.enable_grad():
+        trainer = Trainer(tiny_run(tmp_path, task="qlora", steps=2, lora={"rank": 4, "group": 32}))
+        trainer.run()
+    export_model(opened(str(tmp_path / "run")), tmp_path / "merged", "float32")
+    merged = {name: stored.read() for name, stored in stored_weights(resolve(str(tmp_path / "merged")))}
+    assert torch.equal(merged["layers.0.mlp.router.weight"], trainer.model.get_parameter("layers.0.mlp.router.weight"))
+    for name, weight in trainer.model.weights():
+        torch.testing.assert_close(merged[f"{name}.weight"], weight.dense(), atol=1e-6, rtol=1e-6)

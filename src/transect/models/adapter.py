@@ -37,21 +37,19 @@ class StoredAdapter:
 
 
 def merged_weights(
-    weights: StoredWeights, adapter: StoredAdapter, config: ModelConfig, *, beside: bool = False
+    weights: StoredWeights, base: ModelConfig, adapter: StoredAdapter, config: ModelConfig, *, beside: bool = False
 ) -> StoredWeights:
     """The weights of a base with an adapter in them.
 
     Args:
-        weights: of the base.
+        weights: of the base, whose configuration is ``base``.
         config: of the model with the adapter, see ``adapted_config``.
         beside: leave the matrices of the layers as they are, for ``put_beside``.
     """
     for name, stored in weights:
         yield name, _adapted(name, stored, adapter, beside)
-        if name == "embed.weight" and not config.tied_embeddings:
-            table = stored
-    if not config.tied_embeddings and name != "head.weight":  # the base ties them
-        yield "head.weight", _adapted("head.weight", table, adapter, beside)
+        if name == "embed.weight" and base.tied_embeddings and not config.tied_embeddings:
+            yield "head.weight", _adapted("head.weight", stored, adapter, beside)  # while the base's files are open
 
 
 def _adapted(name: str, stored: Stored, adapter: StoredAdapter, beside: bool) -> Stored:

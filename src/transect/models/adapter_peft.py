@@ -1,9 +1,10 @@
 """Adapters in PEFT's layout, in and out: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 A tensor is called by the module of transformers that it stands beside: ``base_model.model.`` and then
-``model.layers.0.self_attn.q_proj.lora_A.weight``. Two translations differ from one to one. GPT-2's q, k and v are one
-module there: read, they share its A; written, they are one adapter of three times the rank, with B block by block. And
-PEFT keeps the factors of an embedding transposed.
+``model.layers.0.self_attn.q_proj.lora_A.weight``. Three translations differ from one to one. Some matrices are one
+module there (q, k and v of GPT-2 and Phi-3, gate and up of Phi-3): read, they share its A; written, they are one
+adapter of the sum of their ranks, with B block by block, and metadata have the ranks, by which they are taken apart
+again. Rows of B follow those of the file (Llama 4). And PEFT keeps the factors of an embedding transposed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -34,6 +36,8 @@ _FACTOR = re.compile(
 _WHOLE = re.compile(r"(?P<module>.+?)(?:\.base_layer|\.modules_to_save(?:\.\w+)?|\.original_module)?\.(weight|bias)")
 VERSION = "0.15.0"
 """The PEFT whose names of settings are written; later ones read them."""
+BLOCKS = "blocks"
+"""Metadata: of modules that are several matrices, by name, the rank that each of these has; 0: no adapter."""
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
@@ -59,7 +63,7 @@ def read_adapter(directory: Path, config: ModelConfig) -> StoredAdapter:
         ValueError: a file is missing or damaged, or holds what does not fit the model; the message names it.
     """
     settings = read_settings(directory)
-    read_header(directory)
+    _, about = read_header(directory)
     path = directory / WEIGHTS
     try:
         tensors = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
@@ -77,7 +81,7 @@ def read_adapter(directory: Path, config: ModelConfig) -> StoredAdapter:
         else:
             raise ValueError(f"{path}: the tensor {name!r} is of a kind of adapter that is not supported")
     try:
-        factors = _factors(modules, settings, config)
+        factors = _factors(modules, settings, config, _blocks(about))
         replaced = _replaced(whole, config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
@@ -86,8 +90,17 @@ def read_adapter(directory: Path, config: ModelConfig) -> StoredAdapter:
     return StoredAdapter(settings, factors, replaced)
 
 
+def _blocks(about: Mapping[str, Any]) -> dict[str, list[int]]:
+    found = json.loads(about.get(BLOCKS, "{}"))
+    lists = found.values() if isinstance(found, dict) else [None]
+    if not all(isinstance(ranks, list) and all(isinstance(r, int) and r >= 0 for r in ranks) for ranks in lists):
+        raise ValueError(f"its metadata say {found!r:.60} of {BLOCKS}, and that is a list of ranks for each module")
+    blocks: dict[str, list[int]] = found
+    return blocks
+
+
 def _of_module(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
-    """The weights in each tensor of transformers: three for GPT-2's q, k and v."""
+    """The weights in each tensor of transformers, from its first row on: three for GPT-2's q, k and v."""
     found: dict[str, list[tuple[str, Place]]] = {}
     for name, place in places(config).items():
         if not place.experts and not place.stacked:
@@ -95,11 +108,35 @@ def _of_module(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
     if config.tied_embeddings:
         shape = weight_shapes(config)["embed.weight"]
         found["lm_head.weight"] = [("head.weight", Place("lm_head.weight", shape))]
-    return found
+    return {tensor: sorted(members, key=lambda member: member[1].first) for tensor, members in found.items()}
+
+
+def check_parts(adapted: Collection[str], saved: Collection[str], config: ModelConfig, *, dora: bool) -> None:
+    """Whether an adapter of a model can be written.
+
+    Args:
+        adapted, saved: what has factors and what is saved whole, by canonical name without ``.weight``.
+
+    Raises:
+        ValueError: of matrices that are one module in PEFT's layout some are saved whole, or have magnitudes, and
+            others are not.
+    """
+    for tensor, members in _of_module(config).items():
+        names = [name.removesuffix(".weight") for name, _ in members]
+        for setting, given in (("lora.modules_to_save", saved), ("lora.targets, with DoRA,", adapted if dora else ())):
+            there = [name for name in names if name in given]
+            if there and len(there) < len(names):
+                leaves = ", ".join(name.rpartition(".")[2] for name in names)
+                raise ValueError(
+                    f"{there[0]} is a part of {tensor}, and {setting} must name all parts of it or none: {leaves}"
+                )
 
 
 def _factors(
-    modules: Mapping[str, Mapping[str, Tensor]], settings: PeftSettings, config: ModelConfig
+    modules: Mapping[str, Mapping[str, Tensor]],
+    settings: PeftSettings,
+    config: ModelConfig,
+    blocks: Mapping[str, Sequence[int]],
 ) -> dict[str, LowRank]:
     places_of = _of_module(config)
     shapes = weight_shapes(config)
@@ -119,7 +156,8 @@ def _factors(
             raise ValueError(f"of {module!r} one of the two factors is missing")
         if embedding:  # [D, r] and [r, V] there
             a, b = a.mT.contiguous(), b.mT.contiguous()
-        names = [name for name, _ in places_of[f"{module}.weight"]]
+        members = places_of[f"{module}.weight"]
+        names = [name for name, _ in members]
         outputs = [shapes[name][0] for name in names]
         inputs = shapes[names[0]][1]
         magnitude = given.get("magnitude")
@@ -133,8 +171,17 @@ def _factors(
             raise ValueError(f"of {module!r} the magnitudes are missing that use_dora asks for")
         scale = settings.scale(module, a.shape[0])
         magnitudes = [None] * len(names) if magnitude is None else magnitude.reshape(-1).split(outputs)
-        for name, rows, each in zip(names, b.split(outputs), magnitudes, strict=True):
-            found[name.removesuffix(".weight")] = LowRank(a, rows, scale, each)
+        ranks = blocks.get(module, ())
+        apart = len(ranks) == len(names) and sum(ranks) == a.shape[0]
+        first = 0
+        for number, ((name, place), rows, each) in enumerate(zip(members, b.split(outputs), magnitudes, strict=True)):
+            order = torch.from_numpy(place.order(len(rows)))
+            own = slice(first, first + ranks[number]) if apart else slice(None)
+            first = own.stop
+            if not apart or ranks[number]:
+                magnitude = None if each is None else each[order]
+                low = LowRank(a[own].contiguous(), rows[order][:, own].contiguous(), scale, magnitude)
+                found[name.removesuffix(".weight")] = low
     return found
 
 
@@ -148,8 +195,9 @@ def _replaced(whole: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Ten
         if tuple(given.shape) != first.stored:
             raise ValueError(f"{tensor!r} is {list(given.shape)} and the model's {list(first.stored)}")
         values = given.t() if first.transposed else given
-        names = [name for name, _ in places_of[tensor]]
-        for name, part in zip(names, values.chunk(len(names)), strict=True):
+        for name, place in places_of[tensor]:
+            part = values[place.rows]
+            part = part[torch.from_numpy(place.order(len(part)))]
             if name != "head.weight" or not config.tied_embeddings:  # one table, as embed.weight
                 found[name] = part.contiguous()
     return found
@@ -166,11 +214,16 @@ def write_adapter(
     Args:
         base: what PEFT is to load the model from: a directory or a hub id.
     """
-    names = module_names(config)
-    groups: dict[str, list[str]] = {}
-    for name in adapter.factors:
-        groups.setdefault(names[name], []).append(name)
-    joined = {module: _joined([adapter.factors[name] for name in members]) for module, members in groups.items()}
+    names, places_of, shapes = module_names(config), _of_module(config), weight_shapes(config)
+    shapes.setdefault("head.weight", shapes["embed.weight"])
+    joined: dict[str, LowRank] = {}
+    ranks: dict[str, list[int]] = {}
+    for module in dict.fromkeys(names[name] for name in adapter.factors):
+        members = places_of[f"{module}.weight"]
+        parts = [(adapter.factors.get(name.removesuffix(".weight")), place, shapes[name]) for name, place in members]
+        joined[module] = _joined(parts)
+        if len(parts) > 1:
+            ranks[module] = [0 if low is None else low.a.shape[0] for low, _, _ in parts]
     tensors: dict[str, Tensor] = {}
     for module, low in joined.items():
         if module.endswith(("embed_tokens", "wte")):
@@ -181,7 +234,8 @@ def write_adapter(
             tensors[f"{module}.lora_magnitude_vector"] = low.magnitude
     whole = _whole(adapter.replaced, config, set(joined))
     tensors |= whole
-    metadata = {"format": "pt"} | ({TIED: "true"} if config.tied_embeddings else {})
+    one_table = config.tied_embeddings and not {"embed", "head"} & adapter.factors.keys()
+    metadata = {"format": "pt"} | ({TIED: "true"} if one_table else {}) | ({BLOCKS: json.dumps(ranks)} if ranks else {})
     kept = {f"{PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS, metadata=metadata)
     saved = sorted({name.rpartition(".")[0] for name in whole if ".base_layer." not in name})
@@ -190,13 +244,23 @@ def write_adapter(
     (directory / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _joined(parts: Sequence[LowRank]) -> LowRank:
-    """The factors of matrices that are one module: A's below each other, B's block by block."""
-    if len(parts) == 1:
-        return parts[0]
-    magnitudes = [part.magnitude for part in parts if part.magnitude is not None]
-    b = torch.block_diag(*(part.b for part in parts))
-    return LowRank(torch.cat([p.a for p in parts]), b, parts[0].scale, torch.cat(magnitudes) if magnitudes else None)
+def _joined(parts: Sequence[tuple[LowRank | None, Place, tuple[int, ...]]]) -> LowRank:
+    """The factors of matrices that are one module, each with its place and shape: A's below each other, B's block by
+    block, rows of zeros where a matrix has none."""
+    there = [low for low, _, _ in parts if low is not None]
+    blocks = [_in_file(low.b, place) if low is not None else torch.zeros(shape[0], 0) for low, place, shape in parts]
+    magnitudes = [_in_file(low.magnitude, place) for low, place, _ in parts if low and low.magnitude is not None]
+    return LowRank(
+        torch.cat([low.a for low in there]),
+        torch.block_diag(*blocks),
+        there[0].scale,
+        torch.cat(magnitudes) if magnitudes else None,
+    )
+
+
+def _in_file(rows: Tensor, place: Place) -> Tensor:
+    """What goes with the rows of a weight, in the order of the file."""
+    return rows[torch.from_numpy(np.argsort(place.order(len(rows))))]
 
 
 def _whole(replaced: Mapping[str, Tensor], config: ModelConfig, adapted: set[str]) -> dict[str, Tensor]:
@@ -204,7 +268,7 @@ def _whole(replaced: Mapping[str, Tensor], config: ModelConfig, adapted: set[str
     weight as that of its base layer."""
     found: dict[str, Tensor] = {}
     for tensor, members in _of_module(config).items():
-        given = [replaced[name] for name, _ in members if name in replaced]
+        given = [_in_file(replaced[name], place) for name, place in members if name in replaced]
         if not given:
             continue
         if len(given) < len(members):

@@ -76,8 +76,8 @@ def stored_weights(
     """
     if source.adapter is not None:
         adapter = beside or read_adapter(source.adapter.path, source.config)
-        base = stored_weights(source.adapter.base)
-        return merged_weights(base, adapter, source.config, beside=beside is not None)
+        base = source.adapter.base
+        return merged_weights(stored_weights(base), base.config, adapter, source.config, beside=beside is not None)
     if source.kind == "gguf":
         return stored_gguf(source.gguf, source.config)
     if source.kind == "shape":
@@ -324,8 +324,8 @@ def _load_torch(
         return fill(model, weights).requires_grad_(False)
     if quantization is not None and source.adapter is not None:  # added to the values that the codes stand for
         adapter = read_adapter(source.adapter.path, source.config)
-        rounded_base = rounded_layers(stored_weights(source.adapter.base))
-        weights = merged_weights(rounded_base, adapter, source.config)
+        base = source.adapter.base
+        weights = merged_weights(rounded_layers(stored_weights(base)), base.config, adapter, source.config)
     elif quantization is not None:
         weights = rounded_layers(weights)
     return fill(model, weights).requires_grad_(False)

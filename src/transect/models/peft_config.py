@@ -134,8 +134,9 @@ def adapted_config(base: ModelConfig, directory: Path) -> ModelConfig:
     shapes, about = read_header(directory)
     embeds = [shape for name, shape in shapes.items() if EMBED.fullmatch(name)]
     heads = [shape for name, shape in shapes.items() if HEAD.fullmatch(name)]
-    touched = any(TABLES.match(name) for name in shapes)
-    tied = base.tied_embeddings and (not touched or about.get(TIED) == "true")
+    touched = [name for name in shapes if TABLES.match(name)]
+    apart = about.get(TIED) != "true" or any("lora_" in name for name in touched)
+    tied = base.tied_embeddings and not (touched and apart)
     rows = {shape[0] for shape in (*embeds, *heads)} or {base.vocab_size}
     if len(rows) > 1 or (rows != {base.vocab_size} and not tied and not (embeds and heads)):
         raise ValueError(

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -111,6 +112,10 @@ class Place:
         """Its rows of the tensor."""
         end = None if self.size is None else self.first + self.size * self.step
         return slice(self.first, end, self.step)
+
+    def order(self, rows: int) -> np.ndarray:
+        """The row of the tensor that each of so many rows of the weight is, within its own."""
+        return half_rotation_rows(rows // self.paired, self.paired) if self.paired else np.arange(rows)
 
 
 def places(config: ModelConfig) -> dict[str, Place]:
@@ -265,7 +270,7 @@ def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], ro
 def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     if place.paired:
         whole = _read(where, replace(place, paired=0), shape, ALL, columns)
-        return whole[half_rotation_rows(shape[0] // place.paired, place.paired)[within(shape[0], rows)]]
+        return whole[place.order(shape[0])[within(shape[0], rows)]]
     parts = [within(size, part) for size, part in zip(shape, (rows, columns), strict=False)]
     if place.size is not None:
         parts[0] = slice(place.first + parts[0].start, place.first + parts[0].stop)

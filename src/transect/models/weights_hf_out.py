@@ -15,7 +15,6 @@ from .config import ModelConfig
 from .config_hf import to_hf
 from .quantize_out import encoded
 from .quantized_grid import Grid
-from .rope import half_rotation_rows
 from .safetensors_out import shards, write_json, write_shard
 from .shapes import weight_shapes
 from .weights_hf import INDEX, SINGLE, few, line, places
@@ -114,7 +113,7 @@ def by_hf_name(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Te
             interleaved[place.tensor] = place.step
             continue
         if place.paired:
-            whole = whole[np.argsort(half_rotation_rows(len(whole) // place.paired, place.paired))]
+            whole = whole[np.argsort(place.order(len(whole)))]
         own = [whole] if not place.experts else whole.unflatten(0, (place.experts, -1)).unbind()
         for tensor, values in zip(place.tensors, own, strict=True):
             parts.setdefault(tensor, []).append((place.first, values))

@@ -20,6 +20,8 @@ from torch import Tensor
 from ..formats.gguf_write import write_gguf
 from ..models.adapter import StoredAdapter, merged_weights
 from ..models.adapter_peft import read_adapter
+from ..models.config import ModelConfig
+from ..models.decoder import Decoder
 from ..models.gguf_out import gguf_metadata, gguf_tensors, gguf_type
 from ..models.load import stored_weights
 from ..models.peft_config import CONFIG, WEIGHTS
@@ -108,13 +110,18 @@ def merged(found: Opened) -> StoredWeights:
     if source.adapter is None:
         return stored_weights(source)
     adapter: StoredAdapter = read_adapter(source.adapter.path, source.config)
-    base = stored_weights(source.adapter.base)
-    return merged_weights(base if found.base is None else _rounded(base, found.base), adapter, source.config)
+    base = source.adapter.base
+    weights = stored_weights(base)
+    if found.base is not None:
+        weights = _rounded(weights, base.config, found.base)
+    return merged_weights(weights, base.config, adapter, source.config)
 
 
-def _rounded(weights: StoredWeights, rounding: Callable[[Tensor], Tensor]) -> StoredWeights:
+def _rounded(weights: StoredWeights, config: ModelConfig, rounding: Callable[[Tensor], Tensor]) -> StoredWeights:
+    """The weights with every matrix rounded that ``qlora.quantize_layers`` rounds: routers are none of them."""
+    matrices = {f"{name}.weight" for name, _ in Decoder(config, device="meta").weights() if name != "head"}
     for name, stored in weights:
-        if name.startswith("layers.") and len(stored.shape) == 2:
+        if name in matrices:
 
             def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
                 return rounding(dense_values(stored.read()))[rows, columns]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..models.adapter import StoredAdapter
-from ..models.adapter_peft import module_names
+from ..models.adapter_peft import check_parts, module_names
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.peft_config import PeftSettings, is_adapter, read_settings
@@ -197,6 +197,7 @@ def attach(
             made.take(low)
     saved = saved_weights(config, model.config)
     saved = list(dict.fromkeys([*saved, *({} if start is None else _modules(start.replaced))]))
+    check_parts(found, saved, model.config, dora=config.dora)
     for name in saved:
         if name in found:
             raise ValueError(f"{name} is in lora.targets and in lora.modules_to_save: take it out of one of them")

@@ -153,8 +153,8 @@ def _with_new_tokens(source: ModelSource, config: TrainConfig) -> ModelSource:
 def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
     """The weights of the base, with what an adapter brings whole in the place of its own."""
     assert source.adapter is not None
-    base = stored_weights(source.adapter.base)
-    return merged_weights(base, replace(start, factors={}), source.config)
+    base = source.adapter.base
+    return merged_weights(stored_weights(base), base.config, replace(start, factors={}), source.config)
 
 
 def _check_cap(config: TrainConfig) -> None:

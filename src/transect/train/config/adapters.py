@@ -15,7 +15,7 @@ MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
 TABLES = ("embed", "head")
 PEFT_NAMES = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "self_attn", "mlp", "c_attn", "c_proj",
-    "c_fc", "embed_tokens", "lm_head", "wte", "all-linear",
+    "c_fc", "qkv_proj", "gate_up_proj", "embed_tokens", "lm_head", "wte", "all-linear",
 )  # fmt: skip
 NORMS = ("norm", "input_layernorm", "post_attention_layernorm", "attention_norm", "mlp_norm", "ln_f", "ln_1", "ln_2")
 
