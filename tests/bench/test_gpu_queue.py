@@ -44,7 +44,7 @@ def gone(pid: int) -> bool:
 
 
 def test_each_gets_gpus_of_its_own_and_a_folder(gpu_queue, tmp_path) -> None:
-    tell = "echo gpus $CUDA_VISIBLE_DEVICES; python -c 'import transect' && echo found > $OUT/result"
+    tell = "echo gpus $CUDA_VISIBLE_DEVICES; python -c 'import transect' && echo found > \"$OUT/result\""
     ended = run(
         gpu_queue, tmp_path, ["3", "5"], 100,
         {"name": "one", "commands": [tell]},
@@ -68,7 +68,7 @@ def test_what_runs_over_its_time_is_ended_with_its_processes_and_the_next_runs(g
     lasting = f"{sys.executable} -c 'import time; time.sleep(600)'"
     ended = run(
         gpu_queue, tmp_path, ["0"], 100,
-        {"name": "lasts", "commands": [f"{lasting} & echo $! > $OUT/child; wait", "echo never"], "seconds": 1.0},
+        {"name": "lasts", "commands": [f"{lasting} & echo $! > \"$OUT/child\"; wait", "echo never"], "seconds": 1.0},
         {"name": "next", "commands": ["true"]},
     )  # fmt: skip
     assert ended["lasts"]["ended"] == "cut off" and ended["lasts"]["codes"] == [None, None]
@@ -90,7 +90,7 @@ def test_an_interrupt_ends_what_runs(gpu_queue, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(made._changed, "wait", interrupted)
     lasting = f"{sys.executable} -c 'import time; time.sleep(600)'"
     with pytest.raises(KeyboardInterrupt):
-        made.run(works(gpu_queue, {"name": "slow", "commands": [f"{lasting} & echo $! > $OUT/child; wait", "true"]}))
+        made.run(works(gpu_queue, {"name": "slow", "commands": [f'{lasting} & echo $! > "$OUT/child"; wait', "true"]}))
     assert gone(int(begun.read_text()))
 
 

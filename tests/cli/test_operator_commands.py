@@ -46,7 +46,7 @@ def test_the_place_of_the_file_is_whole_on_a_narrow_terminal(
     monkeypatch.setenv("COLUMNS", "60")
     _, out, _ = run(capsys, "hardware", "--device", "cpu")
     (file,) = tmp_path.rglob("*.json")
-    assert str(file) in "".join(out.split())
+    assert "".join(str(file).split()) in "".join(out.split())
 
 
 def test_a_trace_of_masked_elements_is_quiet() -> None:
