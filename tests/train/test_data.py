@@ -245,6 +245,32 @@ def test_an_interrupted_tokenization_goes_on(tiny, tmp_path, workers) -> None:
     assert tokenizing.tokenize([text], output, str(folder), workers=1)[1] == 1
 
 
+def test_a_template_that_was_corrected_begins_anew(tiny, tmp_path) -> None:
+    folder, tokenizer, _ = tiny
+    chats, template, output = write_chats(tmp_path / "chats.jsonl"), tmp_path / "chat.jinja", tmp_path / "c.tokens"
+    config = DataConfig(chat_template=str(template))
+    text = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    text += "{% if add_generation_prompt %}[assistant]{% endif %}"
+
+    def stop(done, total):
+        if done:
+            raise KeyboardInterrupt
+
+    template.write_text(text)
+    with pytest.raises(KeyboardInterrupt):
+        tokenizing.tokenize([chats], output, str(folder), workers=1, chunk_bytes=500, chats=config, progress=stop)
+    template.write_text(text.replace("[", "<").replace("]", ">"))
+    tokenizing.tokenize([chats], output, str(folder), workers=1, chunk_bytes=500, chats=config)
+    assert "[user]" not in tokenizer.decode(open_tokens(output, 300).tokens.tolist())
+
+
+def test_an_output_that_cannot_be_written_is_named(tiny, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    output = tmp_path / "file" / "a.tokens"
+    with pytest.raises(ValueError, match=r"cannot write to .*a\.tokens \(Not a directory\)"):
+        tokenizing.tokenize([write_text(tmp_path / "one.txt")], output, str(tiny[0]), workers=1)
+
+
 def test_damaged_and_foreign_token_files_are_refused(tiny, tmp_path) -> None:
     folder, tokenizer, _ = tiny
     write_text(tmp_path / "one.txt")

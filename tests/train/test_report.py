@@ -1,6 +1,8 @@
 """What a run says of its speed."""
 
 import io
+import resource
+import signal
 
 from rich.console import Console
 
@@ -42,3 +44,22 @@ def test_more_than_all_is_explained_once(tmp_path):
 def test_without_a_rate_there_is_no_mfu(tmp_path):
     text, lines = shown(tmp_path, [1e9], rate=None)
     assert "MFU" not in text and "mfu" not in lines[0]
+
+
+def test_a_full_disk_costs_lines_of_the_log_and_no_run(tmp_path, caplog):
+    log = RunLog(tmp_path, tensorboard=False)
+    log.step(record(1, 1e9))
+    size = log.path.stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, limits[1]))  # a part of the next line fits
+        log.step(record(2, 1e9))
+        log.step(record(3, 1e9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    log.step(record(4, 1e9))
+    log.close()
+    assert [line["step"] for line in read_log(tmp_path)] == [1, 4]
+    assert caplog.text.count("cannot write to") == 1

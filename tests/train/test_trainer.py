@@ -364,6 +364,8 @@ def test_pairs_that_are_too_long_are_told_of_in_training_and_validation(tmp_path
     trainer = Trainer(tiny_run(tmp_path, objective="dpo", data=data))
     told = [line for line in trainer.objective.described() if "are left out" in line]
     assert len(told) == 2 and f"1 of 3 pairs of {path} are longer than data.seq_len" in told[0]
+    with pytest.raises(ValueError, match=r"1 of 3 pairs of .* raise them, or set data\.too_long"):
+        Trainer(tiny_run(tmp_path, objective="dpo", data=data | {"too_long": "stop"}))
 
 
 def test_the_state_file_is_plain_json(tmp_path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -64,7 +65,8 @@ class RunLog:
         part = self.path.with_suffix(".part")
         part.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         part.replace(self.path)
-        self._file = self.path.open("a", encoding="utf-8", buffering=1)
+        self._file = self.path.open("ab", buffering=0)
+        self._lost = False
         self.rate = rate
         self._board = _tensorboard(directory, resumed_at) if tensorboard else None
 
@@ -99,11 +101,23 @@ class RunLog:
             self._board.close()
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, "time": time.time(), **values}) + "\n")
+        self._append(json.dumps({"kind": kind, "time": time.time(), **values}).encode() + b"\n")
         if self._board is not None:
             for name, value in values.items():
                 if name != "step" and isinstance(value, (int, float)):
                     self._board.add_scalar(f"{kind}/{name}", value, values["step"])
+
+    def _append(self, line: bytes) -> None:
+        """Write a line, whole or not at all. A disk that is full costs lines of the log, not the run."""
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) or 0 :]
+        except OSError as error:
+            self._file.truncate(end)
+            if not self._lost:
+                log.warning("cannot write to %s (%s): steps are missing there", self.path, error.strerror)
+            self._lost = True
 
 
 def read_log(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -57,7 +57,8 @@ def tokenize(
         Tokens and documents.
 
     Raises:
-        ValueError: an input that cannot be read, chats mixed with text, or a model without a tokenizer.
+        ValueError: an input that cannot be read, chats mixed with text, a model without a tokenizer, or an output that
+            cannot be written.
     """
     output = Path(output)
     if output.suffix != SUFFIX:
@@ -71,30 +72,44 @@ def tokenize(
     if not chunks:
         raise ValueError("there is no text in the input: name files that hold some")
     parts = output / "parts"
-    chats = _prepare(output, parts, chunks, tokenizer.fingerprint, chats or DataConfig())
-    missing = [i for i in range(len(chunks)) if not (parts / f"{i:06}.npz").exists()]
-    total = sum(chunk.size for chunk in chunks)
-    done = total - sum(chunks[i].size for i in missing)
-    progress(done, total)
-    count = min(workers or len(os.sched_getaffinity(0)), len(missing))
-    work = [(model, chats, chunks[i], str(parts / f"{i:06}.npz")) for i in missing]
-    with closing(_by_workers(work, count) if count > 1 else _here(work)) as finished:
-        for chunk in finished:
-            done += chunk.size
-            progress(done, total)
-    return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint)
+    chats = chats or DataConfig()
+    template = run_template(source, tokenizer, chats)
+    made_by = [tokenizer.fingerprint, "" if template is None else template.source]
+    try:
+        chats = _prepare(output, parts, chunks, made_by, chats)
+        missing = [i for i in range(len(chunks)) if not (parts / f"{i:06}.npz").exists()]
+        total = sum(chunk.size for chunk in chunks)
+        done = total - sum(chunks[i].size for i in missing)
+        progress(done, total)
+        count = min(workers or len(os.sched_getaffinity(0)), len(missing))
+        work = [(model, chats, chunks[i], str(parts / f"{i:06}.npz")) for i in missing]
+        with closing(_by_workers(work, count) if count > 1 else _here(work)) as finished:
+            for chunk in finished:
+                done += chunk.size
+                progress(done, total)
+        return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint)
+    except OSError as error:
+        if error.filename is not None and not Path(error.filename).is_relative_to(output):
+            raise
+        raise ValueError(
+            f"cannot write to {output} ({error.strerror}): free some space and run this again, it goes on where it "
+            "stopped; or name another output"
+        ) from None
 
 
-def _prepare(output: Path, parts: Path, chunks: list[Chunk], tokenizer: str, chats: DataConfig) -> DataConfig:
+def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str], chats: DataConfig) -> DataConfig:
     """Keep the existing parts if they belong to this very plan, else begin anew.
+
+    Args:
+        made_by: the tokenizer's fingerprint, and the chat template.
 
     Returns:
         ``chats`` with the date of the first part.
     """
     stamps = {chunk.path: os.stat(chunk.path) for chunk in chunks}
     files = {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
-    plan = {"tokenizer": tokenizer, "files": files, "chunks": [asdict(chunk) for chunk in chunks]}
-    plan["chats"] = [chats.chat_template, chats.turns, chats.date]
+    plan = {"made by": made_by, "files": files, "chunks": [asdict(chunk) for chunk in chunks]}
+    plan["chats"] = [chats.turns, chats.date]
     key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     saved, begun = parts / "plan", parts / "date"
     if not (saved.exists() and saved.read_text() == key):

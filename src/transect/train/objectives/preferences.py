@@ -118,6 +118,11 @@ class Preferences(Objective):
         examples = self.read(paths)
         names = ", ".join(paths)
         check_ids(int(examples.stream.tokens.max()), self._trainable.source.config.vocab_size, names)
+        if examples.left_out and self._config.data.too_long == "stop":
+            raise ValueError(
+                f"{examples.left_out} of {examples.count} pairs of {names} are longer than data.seq_len or "
+                'data.micro_batch: raise them, or set data.too_long to "drop"'
+            )
         if examples.left_out:
             self._described.append(
                 f"{examples.left_out} of {examples.count} pairs of {names} are longer than data.seq_len or "
