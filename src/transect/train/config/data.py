@@ -35,8 +35,8 @@ class DataConfig:
         buffer_mib: MiB of files whose documents are shuffled together when they are streamed. A single text, a
             compressed file and a row group of parquet are read whole, however large.
         seq_len: longest document, in tokens. Text is cut into pieces of that length.
-        too_long: what happens to longer chats: ``drop`` leaves them out, ``cut`` (not of pairs and judged answers) keeps
-            their first tokens, ``stop`` is an error; what was done is told with a count.
+        too_long: what happens to longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens (pairs and
+            judged answers are left out), ``stop`` is an error; what was done is told with a count.
         micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
     """
 
