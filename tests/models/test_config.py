@@ -108,11 +108,40 @@ def test_windows() -> None:
     mistral = LLAMA | {"model_type": "mistral", "rope_scaling": None, "sliding_window": 4096}
     assert [from_hf(mistral).layer_window(layer) for layer in (0, 15)] == [4096, 4096]
     assert from_hf(mistral | {"sliding_window": None}).layer_window(0) is None
+    assert from_hf({key: mistral[key] for key in mistral if key != "sliding_window"}).layer_window(0) == 4096
     assert from_hf(QWEN | {"sliding_window": 4096}).layer_window(15) is None
     on = QWEN | {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}
     assert [from_hf(on).layer_window(layer) for layer in (0, 1, 2, 15)] == [None, None, 64, 64]
     kinds = ["sliding_attention", "full_attention"] * 8
     assert from_hf(on | {"layer_types": kinds}).full_attention_layers == tuple(range(1, 16, 2))
+
+
+@pytest.mark.parametrize("name", ["mistral", "ministral"])
+def test_a_mistrals_layers_may_take_turns(name: str) -> None:
+    """Ministral 8B lists them; transformers knows it by that list, or by a name of its own."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "sliding_attention"] * 4
+    values = LLAMA | {"model_type": name, "rope_scaling": None, "sliding_window": 32768, "layer_types": kinds}
+    config = from_hf(values)
+    assert (config.architecture, config.full_attention_layers) == ("mistral", (0, 4, 8, 12))
+    assert from_hf(values | {"layer_types": None}).full_attention_layers == ()
+    with pytest.raises(ValueError, match="each of the 16 layers"):
+        from_hf(values | {"layer_types": kinds[1:]})
+
+
+def test_smollm3_slides_where_it_does_not_rotate() -> None:
+    """If its file does not list the layers that do."""
+    values = LLAMA | {"model_type": "smollm3", "rope_scaling": None, "sliding_window": 64, "use_sliding_window": True}
+    config = from_hf(values)
+    assert config.no_rope_layers == (3, 7, 11, 15)
+    assert [layer for layer in range(16) if config.layer_window(layer) == 64] == [3, 7, 11, 15]
+
+
+def test_the_first_files_of_llama4_tune_with_a_number() -> None:
+    values = LLAMA | {"model_type": "llama4_text", "intermediate_size_mlp": 64, "rope_scaling": None}
+    assert from_hf(values | {"attn_temperature_tuning": 4}).attention_temperature == (0.1, 8192)
+    assert from_hf(values | {"attn_temperature_tuning": False}).attention_temperature is None
+    with pytest.raises(ValueError, match="must be true or false, not 3"):
+        from_hf(values | {"attn_temperature_tuning": 3})
 
 
 def test_biases_and_norms_by_family() -> None:
@@ -151,6 +180,9 @@ def written() -> dict[str, ModelConfig]:
         "llama-bias": dataclasses.replace(SMOLLM2, qkv_bias=True, o_bias=True, mlp_bias=True, bos_token_id=None),
         "mistral": dataclasses.replace(SMOLLM2, architecture="mistral", sliding_window=100),
         "mistral-no-window": dataclasses.replace(SMOLLM2, architecture="mistral"),
+        "mistral-in-turn": dataclasses.replace(
+            SMOLLM2, architecture="mistral", sliding_window=100, full_attention_layers=(0, 4)
+        ),
         "qwen2": dataclasses.replace(SMOLLM2, architecture="qwen2", qkv_bias=True, rope=yarn, max_position=131072),
         "qwen3": dataclasses.replace(
             SMOLLM2, architecture="qwen3", qk_norm=True, sliding_window=8, full_attention_layers=(0, 5)

@@ -215,3 +215,12 @@ def test_what_llama_cpp_takes_otherwise_is_not_written(tmp_path, family, changes
     make_model(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=message):
         gguf_metadata(from_hf_directory(tmp_path), "F32", "m")
+
+
+def test_a_mistral_whose_layers_take_turns_is_not_written(tmp_path):
+    """llama.cpp reads one window for all layers of a llama."""
+    make_model("mistral").save_pretrained(tmp_path)
+    config = from_hf_directory(tmp_path)
+    assert gguf_metadata(config, "F16", "m")["llama.attention.sliding_window"] == 5
+    with pytest.raises(ValueError, match="a sliding window of some layers cannot"):
+        gguf_metadata(dataclasses.replace(config, full_attention_layers=(0,)), "F16", "m")

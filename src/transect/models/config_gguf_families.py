@@ -226,6 +226,8 @@ def family_to_gguf(architecture: str, config: ModelConfig) -> dict[str, Any]:
         if config.sliding_window is not None and config.full_attention_layers != tuple(range(every - 1, layers, every)):
             slides = [layer not in config.full_attention_layers for layer in range(layers)]
             values["attention.sliding_window_pattern"] = slides
+    if architecture == "llama":
+        _expect(config, not config.full_attention_layers, "a sliding window of some layers")
     if architecture not in ("llama", "phi3", *_PERIODS):
         _expect(config, config.sliding_window is None, "a sliding window")
     if architecture == "phi3":

@@ -47,6 +47,8 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
+_ALIASES = {"ministral": "mistral"}
+"""What transformers calls a Mistral whose ``layer_types`` say which layers slide."""
 _KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4, "gemma2": 4, "gemma3_text": 4, "smollm3": 4}
 _KV_HEADS |= {"gpt_oss": 8, "llama4_text": 8}
 _HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "llama4_text": 128}
@@ -81,7 +83,7 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
         ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
     """
     config = text_part(config)
-    architecture = config.get("model_type")
+    architecture = _ALIASES.get(str(config.get("model_type")), config.get("model_type"))
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise unsupported_architecture(
             architecture if isinstance(architecture, (str, NoneType)) else shown(architecture)
@@ -104,7 +106,7 @@ def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = No
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The configuration of the language model in one that has other parts too (Gemma 3 of 4B and more, Llama 4)."""
     own = config.get("text_config")
-    if config.get("model_type") in ARCHITECTURES or not isinstance(own, Mapping):
+    if config.get("model_type") in (*ARCHITECTURES, *_ALIASES) or not isinstance(own, Mapping):
         return config
     if own.get("model_type") not in ARCHITECTURES:
         return config
@@ -188,6 +190,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
     if config.architecture in _LISTS_WINDOWS:
         values["use_sliding_window"] = config.sliding_window is not None
         values["sliding_window"] = config.sliding_window
+    if config.architecture in _LISTS_WINDOWS or (config.architecture == "mistral" and config.full_attention_layers):
         values["layer_types"] = [
             "full_attention" if config.layer_window(layer) is None else "sliding_attention"
             for layer in range(config.n_layers)
@@ -278,33 +281,41 @@ def _window(architecture: str, read: Fields, layers: int) -> tuple[int | None, t
     """The sliding window and the layers that do without it."""
     if architecture in ("llama", "olmoe", "olmo2", "granite", "llama4_text"):
         return None, ()
+    kinds = read.values.get("layer_types")
     if architecture in ("mistral", "mixtral", "phi3"):
         # A Mistral's file without the key means 4096, one with null means none.
-        value = read.values.get("sliding_window", 4096 if architecture == "mistral" else None)
-        return (None if value is None else read.integer("sliding_window")), ()
+        default = 4096 if architecture == "mistral" else None
+        if read.values.get("sliding_window", default) is None:
+            return None, ()
+        listed = architecture == "mistral" and kinds is not None  # Ministral's
+        return read.integer("sliding_window", default), _full_layers(kinds, layers) if listed else ()
     if architecture in _ALWAYS_SLIDES and read.values.get("sliding_window", 4096) is None:
         return None, ()
-    if architecture == "qwen3_moe" and read.flag("use_sliding_window", False) and not read.values.get("layer_types"):
+    if architecture == "qwen3_moe" and read.flag("use_sliding_window", False) and not kinds:
         return read.integer("sliding_window", 4096), ()  # in all layers
     if (architecture not in _ALWAYS_SLIDES and not read.flag("use_sliding_window", False)) or (
         "sliding_window" in read.values and not read.values["sliding_window"]
     ):
         return None, ()
     window = read.integer("sliding_window", 128 if architecture == "gpt_oss" else 4096)
-    kinds = read.values.get("layer_types")
-    if kinds is None and architecture in ("gpt_oss", *_GEMMA):
+    if kinds is None and architecture in ("gpt_oss", "smollm3", *_GEMMA):
         kinds = layer_types(architecture, layers, read)
     if kinds is None:
         first = read.integer("max_window_layers", 62 if architecture == "dots1" else 28)
         if architecture == "qwen2_moe":  # every other one of the first layers
             return window, tuple(layer for layer in range(layers) if layer % 2 or layer >= first)
         return window, tuple(range(min(first, layers)))
+    return window, _full_layers(kinds, layers)
+
+
+def _full_layers(kinds: Any, layers: int) -> tuple[int, ...]:
+    """The layers without a window, of what ``layer_types`` lists."""
     known = ("full_attention", "sliding_attention")
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise ValueError(
             f"layer_types in config.json must list full_attention or sliding_attention for each of the {layers} layers"
         )
-    return window, tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == "full_attention")
 
 
 def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.0) -> RopeConfig:

@@ -101,7 +101,8 @@ def _llama4(read: Fields, layers: int) -> dict[str, Any]:
             "the others (no_rope_layers); nothing else is supported for Llama 4"
         )
     has_chunks = read.values.get("attention_chunk_size", 8192) is not None
-    tuned = bool(read.flag("attn_temperature_tuning", True))
+    # The first files say 4 for it, which is as good as true.
+    tuned = read.values.get("attn_temperature_tuning") == 4 or read.flag("attn_temperature_tuning", True)
     return found | {
         "qk_l2_norm": read.flag("use_qk_norm", True),
         "attention_chunk": read.integer("attention_chunk_size", 8192) if has_chunks else None,
@@ -112,7 +113,11 @@ def _llama4(read: Fields, layers: int) -> dict[str, Any]:
 
 
 def layer_types(architecture: str, layers: int, read: Fields) -> list[str]:
-    """Which layers slide where ``config.json`` does not list it: every other one, or of Gemma 3 five of six."""
+    """Which layers slide where ``config.json`` does not list it: every other one, of Gemma 3 five of six, of SmolLM3
+    those that do not rotate."""
+    if architecture == "smollm3":
+        still = _smollm3(read, layers)["no_rope_layers"]
+        return ["sliding_attention" if layer in still else "full_attention" for layer in range(layers)]
     step = read.integer("sliding_window_pattern", 6, low=1) if architecture == "gemma3_text" else 2
     return ["sliding_attention" if (layer + 1) % step else "full_attention" for layer in range(layers)]
 
