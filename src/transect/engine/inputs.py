@@ -91,11 +91,29 @@ def with_token_ids(params: SamplingParams, tokenizer: Encoder) -> SamplingParams
 
 
 def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
-    """The end of a prompt, as ``truncate_prompt_tokens`` asks for."""
+    """The end of a prompt, as ``truncate_prompt_tokens`` asks for.
+
+    Raises:
+        ValueError: see ``room_for_prompt``.
+    """
     most = params.truncate_prompt_tokens
     if most == -1:
-        most = max(1, max_model_len - (params.max_tokens or 1))
+        most = room_for_prompt(params.max_tokens or 1, max_model_len)
     return ids if most is None else ids[-most:]
+
+
+def room_for_prompt(answer: int, max_model_len: int) -> int:
+    """Tokens that the context has left beside an answer of so many: what ``truncate_prompt_tokens`` -1 keeps.
+
+    Raises:
+        ValueError: none.
+    """
+    if answer >= max_model_len:
+        raise ValueError(
+            f"truncate_prompt_tokens -1 keeps what max_tokens leaves of the context, and {answer} of {max_model_len} "
+            "tokens leave nothing: lower max_tokens, or say how many tokens of the prompt to keep"
+        )
+    return max_model_len - answer
 
 
 def text_options(params: SamplingParams) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from ..engine.inputs import room_for_prompt
 from ..text.fill_in import Gap
 from ..text.inert import ChatRendering
 from ..text.protocols import TokenizerLike
@@ -136,14 +137,18 @@ def truncated(serving: Serving, prompt: Prompt, most: int | None, room: int) -> 
     """The last ``most`` tokens of a prompt; -1: as many as leave ``room`` for the answer in the context.
 
     Raises:
-        ApiError: 400 where ``most`` is no number of tokens.
+        ApiError: 400 where ``most`` is no number of tokens, or the answer takes all of the context.
     """
     if most is None:
         return prompt
     if most < -1 or most == 0:
         message = f"truncate_prompt_tokens must be at least 1, or -1 for what the context holds, got {most}"
         raise ApiError(400, message, param="truncate_prompt_tokens", code="invalid_value")
-    most = max(1, serving.engine.max_model_len - room) if most == -1 else most
+    if most == -1:
+        try:
+            most = room_for_prompt(room, serving.engine.max_model_len)
+        except ValueError as error:
+            raise ApiError(400, str(error), param="truncate_prompt_tokens", code="invalid_value") from None
     return prompt if len(prompt.token_ids) <= most else Prompt(None, prompt.token_ids[-most:])
 
 
