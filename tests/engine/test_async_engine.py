@@ -251,6 +251,22 @@ async def test_what_are_no_params_is_a_value_error_too(engine):
     await assert_idle(engine)
 
 
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        ([1], {"priority": "high"}, "priority must be a whole number"),
+        ([1], {"priority": 1.5}, "priority must be a whole number"),
+        ([1], {"priority": 2**70}, "priority must be a whole number"),
+        ([1], {"request_id": 7}, "request_id must be text"),
+        ([1.0], {}, "prompt_token_ids must hold whole numbers"),
+    ],
+)
+async def test_what_the_engine_could_not_read_does_not_reach_it(engine, ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        await last(engine.stream(ids, endless(), **{"request_id": "x", **options}))
+    assert len((await last(engine.generate([1], endless(max_tokens=3)))).outputs[0].token_ids) == 3
+
+
 async def test_an_id_in_use_is_refused_and_the_first_goes_on(engine):
     first = engine.generate(PROMPTS[0], endless(max_tokens=30), "same")
     await anext(first)

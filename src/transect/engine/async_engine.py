@@ -36,6 +36,7 @@ from .decisions import DecisionRing
 from .inputs import (
     check_params,
     check_token_ids,
+    checked_submit,
     default_params,
     prompt_token_ids,
     text_options,
@@ -290,7 +291,7 @@ class AsyncEngine:
         A caller that falls behind gets what came meanwhile of a choice in one delta.
         """
         self._check_alive()
-        ids = list(prompt_token_ids)
+        ids = checked_submit(request_id, prompt_token_ids, priority)
         params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -68,6 +69,22 @@ def default_params(defaults: SamplingDefaults) -> SamplingParams:
         return SamplingParams(**defaults.values, **longest)  # type: ignore[arg-type]
     except ValueError as error:
         raise ValueError(f"{defaults.origin}: {error}; correct it, or start with generation_config none") from None
+
+
+def checked_submit(request_id: Any, token_ids: Sequence[Any], priority: Any) -> list[int]:
+    """``token_ids`` as plain numbers. What cannot be sent to an engine process is refused before it gets there.
+
+    Raises:
+        ValueError: a value is of another type, or out of range.
+    """
+    if not isinstance(request_id, str):
+        raise ValueError(f"request_id must be text, got {request_id!r}")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise ValueError(f"priority must be a whole number of 64 bits (lower runs earlier), got {priority!r}")
+    try:
+        return [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise ValueError("prompt_token_ids must hold whole numbers") from None
 
 
 def check_params(params: object) -> SamplingParams:
