@@ -47,8 +47,6 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "llama4_text": "Llama4ForCausalLM",
 }
-_ALIASES = {"ministral": "mistral"}
-"""What transformers calls a Mistral whose ``layer_types`` say which layers slide."""
 _KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4, "gemma2": 4, "gemma3_text": 4, "smollm3": 4}
 _KV_HEADS |= {"gpt_oss": 8, "llama4_text": 8}
 _HEAD_DIM = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "llama4_text": 128}
@@ -72,6 +70,8 @@ _WHOLE_NORM = ("olmoe", "olmo2")
 _LISTS_WINDOWS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1", "smollm3", "gpt_oss", *_GEMMA)
 """Families whose ``layer_types`` say which layers slide."""
 _ALWAYS_SLIDES = ("dots1", "gpt_oss", *_GEMMA)
+_ALIASES = {"ministral": "mistral"}
+"""What transformers calls a Mistral whose ``layer_types`` say which layers slide."""
 
 
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
