@@ -57,6 +57,14 @@ def fail(world, given):
     raise RuntimeError("on purpose")
 
 
+def tables_of_a_run(world, run):
+    """Trains; each rank's part of the embedding afterwards, None where it has none."""
+    trainer = run.trainer(world)
+    trainer.run()
+    table = trainer.optimizer.parameters.get("embed.weight")
+    return world.exchange(None if table is None else table.detach())
+
+
 def measure_with_other_numbers(world, plan):
     """This rank sends what nobody expects."""
     numbers = collectives_of_bench._numbers

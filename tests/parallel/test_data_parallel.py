@@ -271,6 +271,19 @@ def test_what_cannot_be_spread_is_refused_with_what_can(tmp_path, changes, messa
         Trainer(tiny_run(tmp_path, **{"accumulate": 2, "parallel": {"data": 2}} | changes))
 
 
+def test_what_one_rank_alone_is_at_fault_with_is_said(pair, tmp_path):
+    """Here the second one finds a file where it would keep its part."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (disk / "rank-1").touch()
+    how = {"accumulate": 2, "data": {"seq_len": 32, "micro_batch": 64}}
+    parallel = {"data": 2, "zero": 3, "offload": "all", "offload_path": str(disk)}
+    with pytest.raises(ValueError, match=r"^rank 1: parallel\.offload_path .*rank-1 cannot be made"):
+        curve(pair, tiny_run(tmp_path, parallel=parallel, **how))
+    (disk / "rank-1").unlink()
+    curve(pair, tiny_run(tmp_path, steps=1, parallel=parallel, **how))  # the ranks are free for another run
+
+
 @pytest.mark.parametrize("zero", [0, 1, 3])
 def test_a_number_that_is_not_finite_is_named(pair, tmp_path, zero):
     """By whoever has it: with 1 and 3 one of the ranks."""

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from parallel_jobs import tables_of_a_run
 from parallel_runs import STEPS, curve, same_runs
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
 from transect.train.crew import check
+from transect.train.follow import Run
 
 torch.set_num_threads(1)
 HOW = {"steps": STEPS, "accumulate": 4, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 64}}
@@ -48,6 +50,19 @@ def test_bfloat16_and_recomputed_layers_are_trained(pair, tmp_path):
     one, _ = curve(None, tiny_run(tmp_path, **how))
     two, _ = curve(pair, tiny_run(tmp_path, run_dir=str(tmp_path / "cut"), parallel={"pipeline": 2}, **how))
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_a_table_that_two_stages_have_stays_one(pair, tmp_path, schedule):
+    """In bfloat16 it is rounded by chance: by the same on both."""
+    (tmp_path / "model").mkdir()
+    save_tiny_llm(tmp_path / "model", num_hidden_layers=4, tie_word_embeddings=True)
+    parallel = {"pipeline": 2, "schedule": schedule}
+    how = {"steps": 2, "accumulate": 2, "precision": "bfloat16", "data": {"seq_len": 32, "micro_batch": 64}}
+    run = Run(tiny_run(tmp_path, parallel=parallel, **how).to_dict())
+    pair.call("parallel_jobs:tables_of_a_run", run)
+    first, last = tables_of_a_run(pair.world, run)
+    assert torch.equal(first, last)
 
 
 @pytest.mark.parametrize(

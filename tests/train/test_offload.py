@@ -10,6 +10,7 @@ from transect.parallel.offload.pieces import FilePieces, FileUpload
 from transect.parallel.offload.states import DiskStates, HostStates
 from transect.train import checkpoint
 from transect.train.config import OptimizerConfig
+from transect.train.health import LEAST
 from transect.train.optim import AdamW, Offload, OffloadedAdamW
 from transect.train.trainer import Trainer
 
@@ -189,6 +190,19 @@ def test_a_device_that_holds_two_layers_takes_the_same_steps(tmp_path, precision
     third, _ = losses(config("parts", 4, **elsewhere), found)
     near = 1e-5 if precision == "float32" else 3e-3
     assert [loss for loss, _ in first + second + third] == pytest.approx([loss for loss, _ in whole], abs=near)
+
+
+def test_a_pass_before_the_update_leaves_no_old_weights_behind(tmp_path):
+    """A loss that stands out has a batch of a moment ago measured again, when the gradients are there."""
+
+    def jumped(where):
+        config = tiny_run(tmp_path, parallel={"offload": where}, data={"seq_len": 32, "micro_batch": 64}, log_to=[])
+        trainer = Trainer(config)
+        first = trainer.step()
+        trainer.watch.losses.extend([0.0] * LEAST)
+        return [first.loss, trainer.step().loss, trainer.step().loss]
+
+    assert jumped("all") == pytest.approx(jumped("none"), abs=1e-5)
 
 
 def test_pieces_in_a_file_come_in_any_order(tmp_path):

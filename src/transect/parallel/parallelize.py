@@ -168,6 +168,11 @@ class Parallel:
         """Whether this rank has the embedding's table, and another stage has it too."""
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every parameter of the whole model, in an order that all ranks have alike."""
+        return self._shapes
+
+    @property
     def model(self) -> Decoder:
         """What this rank computes, or the first run of layers of it."""
         return self.parts[0]

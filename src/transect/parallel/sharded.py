@@ -274,7 +274,10 @@ class Sharded:
             parameter.grad = None
 
     def share(self) -> None:
-        """After a step: say so; the pieces are gathered when they are needed."""
+        """After a step: say so; the pieces are gathered when they are needed. What a pass between the gradients and the
+        step has left whole is of before it."""
+        for unit in self.units:
+            unit.release()
         if self.peers is not None:
             self.peers.stepped()
 

@@ -155,14 +155,19 @@ class Crew:
         Returns:
             What the optimizer of this rank updates, and the shapes of all the run's parameters.
         """
-        shapes = {name: parameter.shape for name, parameter in trainable.parameters.items()}
+        shapes: Mapping[str, Sequence[int]] = {name: p.shape for name, p in trainable.parameters.items()}
+        if self.parallel is not None and self.parallel.cut:  # also where several ranks have one parameter
+            shapes = self.parallel.shapes
         if self.parallel is not None and self.parallel.pipeline is not None:
             self._token_loss = token_loss(trainable.device, trainable.source.config.logit_softcap)
         if self.parallel is None:
             return trainable.parameters, shapes
         if self.parallel.cut:
             gc.collect()  # the whole model, which is in a cycle with its stack, would stay for many steps
-        return self.parallel.share(trainable.parameters, recompute), shapes
+        own = self.parallel.share(trainable.parameters, recompute)
+        if self.world is not None:
+            self.world.exchange(None)  # a rank that has no room for its part says so before others wait for it
+        return own, shapes
 
     @property
     def units(self) -> Sharded | None:

@@ -13,7 +13,7 @@ from typing import Any
 from ..parallel.children import RankFailure
 from ..parallel.launch import Ranks
 from ..parallel.layout import under_torchrun
-from ..parallel.world import World
+from ..parallel.world import Failure, SharedError, World
 from .checkpoint import list_steps, newest
 from .config import TrainConfig
 from .crew import check
@@ -33,7 +33,20 @@ class Run:
     allow_changed: list[str] = field(default_factory=list)
 
     def trainer(self, world: World | None) -> Trainer:
-        """This rank's trainer. Raises as ``Trainer`` does."""
+        """This rank's trainer. Raises as ``Trainer`` does; all ranks raise what one of them is at fault with."""
+        try:
+            found = self._trainer(world)
+        except SharedError:
+            raise
+        except ValueError as error:
+            if world is not None:
+                world.exchange(Failure(str(error), user=True))
+            raise
+        if world is not None:
+            world.exchange(None)
+        return found
+
+    def _trainer(self, world: World | None) -> Trainer:
         first = world is None or world.rank == 0  # it looks at the files for all
         found = None if self.checkpoint is None else newest(self.checkpoint, check=first)
         config = TrainConfig.from_dict(self.config)
