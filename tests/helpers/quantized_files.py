@@ -33,7 +33,7 @@ def four_bits(weight, group):
         part = weight[:, group == g]
         low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=0)
         scales[:, g] = ((high - low) / 15).clamp(min=1e-3).half().float()
-        zeros[:, g] = (-low / scales[:, g]).round().clamp(1, 15)
+        zeros[:, g] = (-low / scales[:, g]).round().clamp(0, 15)
         codes[:, group == g] = (part / scales[:, g, None] + zeros[:, g, None]).round().clamp(0, 15).long()
     values = (codes - zeros[:, group]).float() * scales[:, group]
     return codes, zeros, scales, values

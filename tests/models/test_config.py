@@ -144,6 +144,13 @@ def test_the_first_files_of_llama4_tune_with_a_number() -> None:
         from_hf(values | {"attn_temperature_tuning": 3})
 
 
+def test_gpt_oss_without_rope_parameters() -> None:
+    """transformers then takes those of the released models, also where the old key is null."""
+    gpt_oss = {name: value for name, value in LLAMA.items() if name != "rope_scaling"} | {"model_type": "gpt_oss"}
+    assert from_hf(gpt_oss).rope.scaling == "yarn"
+    assert from_hf(gpt_oss | {"rope_scaling": None}).rope == from_hf(gpt_oss).rope
+
+
 def test_biases_and_norms_by_family() -> None:
     qwen3 = from_hf(LLAMA | {"model_type": "qwen3", "rope_scaling": None})
     assert qwen3.qk_norm and not qwen3.qkv_bias and qwen3.head_dim == 128
@@ -240,6 +247,10 @@ def test_what_config_json_cannot_say() -> None:
         ),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true"),
         ({"model_type": "gemma2", "query_pre_attn_scalar": 0}, "must be a whole number from 1"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "rope scaling 'linear' of layers that slide is not supported",
+        ),
     ],
 )
 def test_errors(changes: dict[str, Any], message: str) -> None:

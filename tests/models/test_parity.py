@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 from effort import proving
+from safetensors.torch import load_file, save_file
 
 from transect.models.config import ModelConfig, RopeConfig
 from transect.models.config_hf import from_hf
@@ -478,3 +480,28 @@ def test_a_saved_model_loads(family: str, tmp_path: Path) -> None:
     sequences = expected(family)
     ours = varlen_logits(decoder, [tokens for tokens, _ in sequences])
     assert (ours - torch.cat([logits for _, logits in sequences])).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_head_of_its_own_where_config_json_says_tied(sharded: bool, tmp_path: Path) -> None:
+    """transformers keeps both tables where their values differ."""
+    model = theirs("smollm2")
+    head = model.lm_head.weight + torch.eye(101, 36)
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    for path in tmp_path.glob("*.safetensors"):  # they have no head, as it is tied
+        tensors = load_file(path)
+        if "model.embed_tokens.weight" in tensors:
+            save_file(tensors | {"lm_head.weight": head}, path, {"format": "pt"})
+            if sharded:
+                index = tmp_path / "model.safetensors.index.json"
+                listed = json.loads(index.read_text())
+                listed["weight_map"]["lm_head.weight"] = path.name
+                index.write_text(json.dumps(listed))
+    source = resolve(str(tmp_path))
+    assert not source.config.tied_embeddings
+    decoder = load_model(source, dtype="float32", native=False)
+    tokens = prompts()[0]
+    with torch.no_grad():
+        want = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)(torch.tensor([tokens])).logits[0]
+        assert (varlen_logits(decoder, [tokens]) - want).abs().max() <= 1e-4
+        assert (theirs("smollm2")(torch.tensor([tokens])).logits[0] - want).abs().max() > 0.1

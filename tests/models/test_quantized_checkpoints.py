@@ -15,7 +15,7 @@ from transect import LLM, SamplingParams
 from transect.formats.nf4 import CODES
 from transect.models.config_hf import from_hf, from_hf_directory
 from transect.models.load import load_model
-from transect.models.quantized_layouts import mxfp4_values, spread
+from transect.models.quantized_layouts import codes_to_words, gptq_zeros, mxfp4_values, spread
 from transect.models.resolve import resolve
 from transect.models.weights_hf import stored_hf
 from transect.models.weights_hf_bnb import matrix
@@ -145,6 +145,15 @@ def test_values_of_bitsandbytes_itself():
     shape, rows = matrix(found, "m.weight")
     assert shape == SHAPE and digest(rows(slice(None))) == kept["dense"]
     assert torch.equal(rows(slice(3, 77)), rows(slice(None))[3:77])
+
+
+def test_zeros_of_gptq_that_borrow_from_their_neighbours():
+    """GPTQModel, which transformers reads with, takes 1 from all eight zeros of a word at once."""
+    zeros = torch.randint(0, 16, (5, 64), generator=torch.Generator().manual_seed(0))
+    zeros[0], zeros[1] = 0, 15
+    stored = codes_to_words(zeros) - 0x11111111
+    assert torch.equal(gptq_zeros(stored), zeros.T.int())
+    assert torch.equal(gptq_zeros(codes_to_words(zeros), 0), zeros.T.int())  # the second format
 
 
 def test_mxfp4_is_that_of_transformers():

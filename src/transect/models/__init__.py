@@ -27,7 +27,7 @@ Weights and names:
 
 * ``resolve.py``: a name to a ``ModelSource``; ``pull.py`` fetches the built-in model,
   ``package_index.py`` where there is no pip; ``presets.py``: shapes of
-  published models without files
+  published models without files; ``own_head.py``: checkpoints that say tied and are not
 * ``weights_hf.py``: safetensors in, ``weights_hf_out.py``: out (``safetensors_out.py``: their files);
   ``weights_hf_moe.py``: the names of experts there;
   ``weights_hf_bnb.py``: those that bitsandbytes packed in 4 bits;

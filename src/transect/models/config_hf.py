@@ -327,7 +327,7 @@ def _rope_from_hf(read: Fields, max_position: int, default_theta: float = 10000.
     if isinstance(new, dict) and isinstance(new.get("full_attention"), dict):
         new = new["full_attention"]  # of Gemma 3, by kind of layer
     values = {**(new or {}), **(old or {})}
-    if new is None and "rope_scaling" not in read.values and read.values.get("model_type") == "gpt_oss":
+    if new is None and old is None and read.values.get("model_type") == "gpt_oss":
         values = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
     rope = Fields(values, "the rope parameters of config.json")
     theta = rope.number("rope_theta", read.number("rope_theta", default_theta))

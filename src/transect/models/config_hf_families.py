@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..formats.fields import Fields
+from ..formats.fields import Fields, shown
 from .config import ModelConfig, RopeConfig
 
 
@@ -52,8 +52,11 @@ def _gemma(read: Fields, layers: int) -> dict[str, Any]:
     if third:
         rope = read.values.get("rope_parameters") or {}
         local = rope.get("sliding_attention") if isinstance(rope, dict) else None
-        theta = Fields(local, "the rope parameters of config.json").number("rope_theta", 10000.0) if local else None
-        found["local_rope"] = RopeConfig(theta=theta or read.number("rope_local_base_freq", 10000.0))
+        sliding = Fields(local if isinstance(local, dict) else {}, "the rope parameters of config.json")
+        if (kind := sliding.text("rope_type", sliding.text("type", "default"))) != "default":
+            raise ValueError(f"rope scaling {shown(kind)} of layers that slide is not supported; only default is")
+        theta = sliding.number("rope_theta", read.number("rope_local_base_freq", 10000.0))
+        found["local_rope"] = RopeConfig(theta=theta)
     return found
 
 

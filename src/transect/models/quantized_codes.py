@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats.fields import Fields
-from .quantized_layouts import AWQ_ORDER, PER_WORD, words_to_codes
+from .quantized_layouts import AWQ_ORDER, PER_WORD, gptq_zeros, words_to_codes
 from .storage import Layout
 from .stored import Codes4, Codes8, within
 
@@ -47,8 +47,7 @@ def codes_of(
 
         def parts(found: Mapping[str, Any], prefix: str) -> tuple[Tensor, Tensor, Tensor]:
             codes = words_to_codes(all_of(found[f"{prefix}.qweight"]).T)
-            zeros = words_to_codes(all_of(found[f"{prefix}.qzeros"])).T + step
-            return codes, zeros, all_of(scale).float().T
+            return codes, gptq_zeros(all_of(found[f"{prefix}.qzeros"]), step), all_of(scale).float().T
 
         return _words(found, prefix, outputs, inputs, scale.shape[0], found.get(f"{prefix}.g_idx"), parts)
     return _words(found, prefix, outputs, inputs, scale.shape[0], None, _awq_parts)

@@ -71,9 +71,15 @@ def gptq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor, 
 
     ``zero_step``: what the first format of AutoGPTQ leaves out of its zeros."""
     codes = words_to_codes(qweight.T)  # [O, I]
-    zeros = words_to_codes(qzeros).T + zero_step  # [O, G]
+    zeros = gptq_zeros(qzeros, zero_step)
     group = g_idx.long()
     return (codes - zeros[:, group]).float() * scales.float().T[:, group]
+
+
+def gptq_zeros(qzeros: Tensor, zero_step: int = 1) -> Tensor:
+    """qzeros ``[G, O / 8]`` int32 -> ``[O, G]``. One was taken from each zero of a word at once, and is put back so: a
+    zero of 0 had borrowed from its neighbour."""
+    return words_to_codes(qzeros.to(torch.int32) + zero_step * 0x11111111).T
 
 
 def awq_values(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:

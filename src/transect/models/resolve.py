@@ -9,6 +9,7 @@ only needs the tokenizer or the configuration stays light.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,9 +21,12 @@ from ..formats.gguf_file import GGUFFile
 from .config import ModelConfig
 from .config_gguf import from_gguf
 from .config_hf import from_hf_directory
+from .own_head import has_own_head
 from .peft_config import CONFIG, adapted_config, is_adapter, read_settings
 from .presets import PRESETS
 from .pull import BUILTIN_MODELS, Progress, pull_builtin, pulled
+
+log = logging.getLogger(__name__)
 
 LoadFormat = Literal["auto", "dummy"]
 
@@ -266,7 +270,11 @@ def _from_directory(path: Path, name: str) -> ModelSource:
         if (path / "last").is_dir():
             hint = f": it is a training run, whose newest checkpoint is {path / 'last'}"
         raise ValueError(f"the directory {path} has no config.json, so it is no model in Hugging Face layout{hint}")
-    return ModelSource("hf", path, from_hf_directory(path), name)
+    config = from_hf_directory(path)
+    if config.tied_embeddings and has_own_head(path):
+        log.warning("%s has a head with values of its own, so tie_word_embeddings of its config.json is not true", name)
+        config = replace(config, tied_embeddings=False)
+    return ModelSource("hf", path, config, name)
 
 
 def _from_file(path: Path, name: str) -> ModelSource:
