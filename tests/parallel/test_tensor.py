@@ -344,6 +344,24 @@ def test_a_pipeline_in_other_engines(quantized, checkpoints, pair, settings):
     assert spread._core.lag == 1
 
 
+def test_deterministic_stages_give_the_same_bits_in_any_steps(quantized, checkpoints, pair):
+    """A prompt in one step, and with its last tokens one by one: torch multiplies one query otherwise than many."""
+    settings = SETTINGS | {"native": True, "dtype": "auto", "block_size": 16, "tokenizer": checkpoints("llama")}
+    settings |= {"deterministic": True, "enable_prefix_caching": False, "max_num_seqs": 2}
+    prompt = list(range(20, 110))
+    asked = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+
+    def bits(tokens):
+        llm = LLM(quantized, ranks=pair, pipeline_parallel_size=2, max_num_batched_tokens=tokens, **settings)
+        try:
+            (found,) = llm.generate([prompt], asked)
+        finally:
+            llm.close()
+        return found.prompt_logprobs[1:], found.outputs[0].logprobs
+
+    assert bits(128) == bits(89) == bits(4)
+
+
 @pytest.mark.parametrize(
     ("family", "quantization"), [("qwen3", None), ("qwen2", None), ("gpt-oss", None), ("wide", "int4")]
 )

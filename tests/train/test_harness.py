@@ -93,12 +93,15 @@ def test_what_the_harness_asks_one_by_one(tiny):
         return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
 
     encode = llm.tokenizer.encode
-    pairs = [("", "abc"), ("Two and ", "two"), ("x" * 300, " end")]  # the last is longer than the context
+    pairs = [("", "abc"), ("Two and ", "two"), ("x" * 300, " end")]  # the last context is longer than the model's
+    pairs.append(("Two ", "x" * 300))
     values = adapter.loglikelihood(ask("loglikelihood", *pairs))
     bos, most = [llm.tokenizer.bos_token_id], llm.max_model_len - 1
     assert values[0][0] == pytest.approx(log_probability(model, bos, encode("abc")), abs=1e-3)
     assert values[1][0] == pytest.approx(log_probability(model, encode("Two and"), encode(" two")), abs=1e-3)
     assert values[2][0] == pytest.approx(log_probability(model, encode("x" * (most - 4)), encode(" end")), abs=1e-3)
+
+    assert values[3][0] == pytest.approx(log_probability(model, encode("x"), encode("x" * (most - 1))), abs=1e-2)
 
     context = encode("Snow is")
     tokens = greedy_tokens(model, context, 12)

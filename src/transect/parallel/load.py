@@ -145,7 +145,9 @@ def load_shard(
         model = _torch_model(source, shard, mesh, dtype, deterministic, stream)
     else:
         why = f"{why}, layers one by one"
-        model = _packed_model(source, shard, mesh, library, half=dtype == "auto", quantization=quantization)
+        half = dtype == "auto"
+        ops = resolve_ops("cpu", batch_invariant=deterministic or not half)
+        model = _packed_model(source, shard, mesh, library, ops, half=half, quantization=quantization)
     weights = stored_weights(source, seed)
     if quantization is not None:
         refuse_adapter(source)
@@ -271,12 +273,12 @@ def _torch_model(
 
 
 def _packed_model(
-    source: ModelSource, shard: Shard, mesh: Mesh, library: Library, *, half: bool, quantization: str | None
+    source: ModelSource, shard: Shard, mesh: Mesh, library: Library, ops: OpSet, *, half: bool, quantization: str | None
 ) -> Decoder:
     packed = partial(Packed, library=library, half=half, whole=shard.ranks == 1)
     in_layers = partial(packed, quantization=quantization)
     kinds = sharded_kinds(lambda name: packed if name == "head" else in_layers, shard, mesh.tensor)
-    model = Decoder(shard.local, "meta", torch.float32, kinds=kinds)
+    model = Decoder(shard.local, "meta", torch.float32, ops=ops, kinds=kinds)
     keep_ends(model, shard, torch.float32)
     sharded_norms(model, shard, mesh.tensor)
     if not has_embedding(shard):
