@@ -64,7 +64,7 @@ def run(file: str, limit: float, parts: int = 1) -> dict[str, Any]:
             done = pytest(f"--junitxml={report}", *tests, limit=limit - (time.perf_counter() - began))
             found = outcome(report) if report.exists() else {"passed": 0, "skipped": 0, "failed": ["the whole file"]}
         if found["failed"]:
-            print(done.stdout[-4000:], flush=True)
+            print(done.stdout[-4000:] + done.stderr[-4000:], flush=True)
         return found
 
     try:
