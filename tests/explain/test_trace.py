@@ -335,7 +335,7 @@ def test_a_large_trace_is_read_in_little_memory(tmp_path):
     assert shares == sorted(shares) and shares[-1] == pytest.approx(1.0)
 
 
-def test_the_commands(gpu_trace, tmp_path, capfd):
+def test_the_commands(gpu_trace, tmp_path):
     figures = tmp_path / "out.json"
     done = run_here("explain", "trace", str(gpu_trace), "--preset", "h200", "--json", str(figures))
     assert done.returncode == 0 and "synchronisation" in done.stdout and "100.0%" in done.stdout
@@ -344,7 +344,6 @@ def test_the_commands(gpu_trace, tmp_path, capfd):
     script = tmp_path / "script.py"
     script.write_text("import sys, torch\nx = torch.ones(200, 200)\nfor _ in range(int(sys.argv[1])):\n    x @ x\n")
     done = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script), "9")
-    assert "profiler_start" not in capfd.readouterr().err  # of torch's own log
     assert done.returncode == 0 and "aten::mm" in done.stdout
     script.write_text("raise KeyError('x')")
     failed = run_here("explain", "run", "--preset", "cpu-8-cores", "--", "python", str(script))
