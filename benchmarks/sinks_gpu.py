@@ -55,7 +55,7 @@ CONFIG = {
     "bos_token_id": 199998,
     "eos_token_id": 200002,
 }
-"""Of openai/gpt-oss-20b."""
+"""What the config.json of openai/gpt-oss-20b says."""
 WAYS = {"tiles": False, "streamed": True}
 TOKENS = 16
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 
 M_PERTURB = -6
-"""Of glibc's ``mallopt``: bytes that ``malloc`` returns are the complement of the number's lowest byte; 0 turns it off,
-so 256 gives 0xff. Four of them are a float32 NaN, two a bfloat16 or float16 NaN, and -1 as an integer."""
+"""A parameter of glibc's ``mallopt``. ``malloc`` fills what it returns with the complement of the value's lowest byte;
+0 turns that off, so 256 gives bytes of 0xff. They are NaN as float32, bfloat16 and float16, and -1 as an integer."""
 
 
 def fill_with_nan() -> bool:

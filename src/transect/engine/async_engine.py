@@ -411,10 +411,8 @@ class AsyncEngine:
             self._sending.discard(sending)
 
     def _send_soon(self, message: wire.ToEngine) -> None:
-        """Send without waiting: with no high-water mark the message is queued at once, also while being cancelled.
-
-        By the socket that receives too: a send of another one may take the signal that something has come.
-        """
+        """Send without waiting: with no high-water mark the message is queued at once, also while being cancelled."""
+        # By the socket that receives too: a send of another one may take the signal that something has come.
         with contextlib.suppress(zmq.ZMQError):
             sent = asyncio.ensure_future(self._socket.send(wire.encode(message), zmq.NOBLOCK))
             sent.add_done_callback(lambda each: each.cancelled() or each.exception())  # nobody is there to take it

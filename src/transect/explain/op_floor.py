@@ -130,11 +130,6 @@ def _picked(sizes: Sizes, dim: int) -> Cost:
     return Cost(0, count * (width + index), count * width)
 
 
-def _loss(sizes: Sizes, dim: int) -> Cost:
-    """A number of each row."""
-    return _picked(sizes, dim)
-
-
 def _loss_backward(sizes: Sizes, dim: int) -> Cost:
     """The gradient of all numbers, of which one in each row is none of zero."""
     (count, width), (rows, index) = sizes[1:3]
@@ -155,12 +150,12 @@ _PARTS: dict[str, tuple[int, Callable[[Sizes, int], Cost]]] = {
     "aten::scatter_": (2, _into),
     "aten::scatter_add_": (3, _into),
     "aten::gather": (2, _picked),
-    "aten::nll_loss_forward": (2, _loss),
+    "aten::nll_loss_forward": (2, _picked),
     "aten::nll_loss_backward": (3, _loss_backward),
     "aten::_fused_adam_": (4, _adam),
     "aten::_fused_adamw_": (4, _adam),
 }
-"""Inputs that they have at the least, and what they move."""
+"""By operator, the fewest inputs that it has, and what it moves."""
 
 
 def _known(name: str) -> bool:

@@ -161,16 +161,12 @@ class Parallel:
                     parameter.requires_grad_(False)
                 if parameter.requires_grad:
                     self.parameters[name] = parameter
-        self._shapes = weight_shapes(model.config)
+        self.shapes = weight_shapes(model.config)
+        """The shape of every parameter of the whole model, in an order that all ranks have alike."""
         self.pipeline = Pipeline(self.parts, mesh.links) if layout.pipeline > 1 else None
         tied = model.config.tied_embeddings and layout.pipeline > 1
         self._shares_table = tied and place.pipeline in (0, layout.pipeline - 1)
         """Whether this rank has the embedding's table, and another stage has it too."""
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every parameter of the whole model, in an order that all ranks have alike."""
-        return self._shapes
 
     @property
     def model(self) -> Decoder:
@@ -243,7 +239,7 @@ class Parallel:
 
     def _part_of(self, name: str, shards: Sequence[Shard]) -> tuple[slice, ...] | None:
         """Where in the whole parameter the part lies that is in some shards; None: nowhere."""
-        shape = self._shapes[name]
+        shape = self.shapes[name]
         found = (shard.part(name, shape) for shard in shards)
         part = next((part for part in found if part is not None), None)
         return None if part is None else part[:2][: len(shape)]
@@ -358,7 +354,7 @@ class Parallel:
                 tiles=plan.tiles,
             )
         else:
-            whole = {name: math.prod(self._shapes[name]) for name in trained} if self.cut else None
+            whole = {name: math.prod(self.shapes[name]) for name in trained} if self.cut else None
             alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
             table = shared_table(self.model, trained) if plan.fused and self.pipeline is None else None
@@ -489,7 +485,7 @@ class Parallel:
         found: dict[str, Tensor] = {}
         for key, tensor in parts.items():
             place, _, name = key.partition("/")
-            shape = self._shapes[name.partition("/")[0]]
+            shape = self.shapes[name.partition("/")[0]]
             if name not in found:
                 found[name] = torch.empty(shape, dtype=tensor.dtype)
             part = self._part_of(name.partition("/")[0], self._shards_of(group.ranks[int(place)]))
