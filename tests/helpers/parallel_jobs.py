@@ -3,6 +3,7 @@
 import contextlib
 from functools import partial
 
+import pytest
 import torch
 
 from transect.bench import collectives as collectives_of_bench
@@ -35,6 +36,9 @@ from transect.parallel.shards import vocabulary_part
 from transect.parallel.shared_sums import shared_sums
 from transect.parallel.spread_logits import spread_logits
 from transect.parallel.world import Failure
+from transect.train.follow import follow
+from transect.train.objectives.base import StepFailed
+from transect.train.objectives.next_token import NextToken
 
 
 def collectives(world, given):
@@ -55,6 +59,26 @@ def collectives(world, given):
 
 def fail(world, given):
     raise RuntimeError("on purpose")
+
+
+def follow_without_data(world, given):
+    """Trains as the first rank does, until the data of a step (from 0) cannot be read here."""
+    run, step = given
+    with pytest.MonkeyPatch.context() as patch:
+        fail_at(step, patch)
+        follow(world, run)
+
+
+def fail_at(step, patch):
+    """Data that cannot be read from a step on."""
+    whole = NextToken.batches
+
+    def batches(self, number):
+        if number >= step:
+            raise StepFailed("the disk is gone")
+        return whole(self, number)
+
+    patch.setattr(NextToken, "batches", batches)
 
 
 def tables_of_a_run(world, run):

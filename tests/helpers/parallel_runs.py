@@ -11,8 +11,9 @@ STEPS = 50 if proving() else 8
 """So many are compared with those of one rank."""
 
 
-def curve(pair, config, found=None):
-    """Losses and norms of a run, spread where it asks for ranks; and its last checkpoint."""
+def curve(pair, config, found=None, each=None):
+    """Losses and norms of a run, spread where it asks for ranks; and its last checkpoint. ``each`` gets the records of
+    its steps."""
     run = Run(config.to_dict(), None if found is None else found.path)
     spread = config.parallel.layout.size > 1
     if spread:
@@ -22,6 +23,8 @@ def curve(pair, config, found=None):
     class Listener:
         def step(self, record):
             log.append((record.loss, record.gradient_norm))
+            if each is not None:
+                each.append(record)
 
         def evaluation(self, record):
             log.append((record.loss, 0.0))

@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from effort import quick_first
-from parallel_runs import STEPS, curve, same_runs, tensors_of
+from parallel_jobs import fail_at
+from parallel_runs import STEPS, curve, same_curves, same_runs, tensors_of
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from training_runs import tiny_run
@@ -29,10 +30,13 @@ from transect.parallel.group import Group
 from transect.parallel.launch import Ranks
 from transect.parallel.replicas import Replicas
 from transect.parallel.sharded import Sharded
+from transect.parallel.world import SharedValueError
 from transect.train import checkpoint
+from transect.train.config import TrainConfig
 from transect.train.crew import Crew
-from transect.train.follow import JOB, Run, started_again
+from transect.train.follow import JOB, Run, follow, started_again
 from transect.train.health import TrainingStopped, first_bad_number
+from transect.train.objectives.base import StepFailed
 from transect.train.share import Share
 from transect.train.stored_state import StoredTensors, write_tensors
 from transect.train.trainer import Trainer
@@ -148,6 +152,23 @@ def test_ways_to_train_are_the_same_on_two_ranks(pair, tmp_path, zero, changes):
     two, _ = curve(pair, spread(tmp_path, zero, **how))
     rough = how.get("precision", "float32") != "float32"
     assert [loss for loss, _ in two] == pytest.approx([loss for loss, _ in one], abs=3e-2 if rough else 2e-5)
+
+
+@pytest.mark.parametrize("objective", quick_first(["dpo", "distill", "kto", "orpo"], 2))
+def test_the_numbers_of_a_step_are_those_of_one_rank(pair, tmp_path, objective):
+    """However many tokens or examples each rank's micro-batches have."""
+    answers = ("completion",) if objective == "distill" else ("chosen", "rejected")
+    rows = [{"prompt": f"{i}?", **dict(zip(answers, ("yes" * i * i, "no"), strict=False))} for i in range(1, 10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"train": [str(tmp_path / "rows.jsonl")], "seq_len": 256, "micro_batch": 400}
+    how = {"steps": 3, "accumulate": 2, "objective": objective, "data": data, "optimizer": {"learning_rate": 1e-3}}
+    how |= {"distill": {"teacher": str(tmp_path / "model")}} if objective == "distill" else {}
+    one, two = [], []
+    curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "one"), **how), each=one)
+    curve(pair, spread(tmp_path, 0, **how), each=two)
+    assert one[1].extra and [record.extra.keys() for record in one] == [record.extra.keys() for record in two]
+    for mine, theirs in zip(one, two, strict=True):
+        assert theirs.extra == pytest.approx(mine.extra, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize(("zero", "objective"), [(0, "next_token"), (3, "next_token"), (0, "dpo")])
@@ -312,6 +333,40 @@ def test_the_first_of_what_ranks_have_found():
     assert said(None, mine) == "the gradient of a, on rank 1"
     assert said((-1, "the weight b"), mine) == "the weight b, on rank 0"
     assert "no rank keeps" in said(None, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_data_that_one_rank_alone_cannot_read_ends_all(pair, tmp_path, rank, monkeypatch):
+    """At once, with its reason, and from before the step; then the ranks are free for another run."""
+    data = {"seq_len": 32, "micro_batch": 64, "streaming": True, "buffer_mib": 2000 / 2**20}
+    how = {"steps": 5, "accumulate": 2, "data": data, "schedule": {"kind": "constant"}, "save_every": 0}
+    whole, _ = curve(None, tiny_run(tmp_path, run_dir=str(tmp_path / "whole"), **how))
+    run = Run(tiny_run(tmp_path, parallel={"data": 2}, **how).to_dict())
+    pair.call("parallel_jobs:follow_without_data", (run, 3 if rank else 9))
+    if not rank:
+        fail_at(3, monkeypatch)
+    where = "rank 1: " if rank else ""
+    with pytest.raises(StepFailed, match=f"^step 4: {where}the disk is gone; .*step-00000003 is whole"):
+        run.trainer(pair.world).run()
+    monkeypatch.undo()
+    found = checkpoint.newest(tmp_path / "run")
+    more, _ = curve(pair, TrainConfig.from_dict(found.state["config"]), found)
+    same_curves(whole[3:], more)
+
+
+def test_what_one_rank_alone_knows_to_be_wrong_ends_it(tmp_path):
+    """Then the others hear why: they would wait for it."""
+
+    def ran(error):
+        def run(should_stop):
+            raise error
+
+        follow(None, SimpleNamespace(trainer=lambda world: SimpleNamespace(run=run)))
+
+    for known in (StepFailed("no"), SharedValueError("no"), TrainingStopped("no"), checkpoint.NotWritten("no")):
+        ran(known)
+    with pytest.raises(ValueError, match="a layer is odd"):
+        ran(ValueError("a layer is odd"))
 
 
 @pytest.mark.prove

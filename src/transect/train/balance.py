@@ -13,6 +13,7 @@ Source: Fedus et al. 2021, arXiv:2101.03961 (balance); Zoph et al. 2022, arXiv:2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from ..models.decoder import Decoder
 from ..models.moe import MoE
 from .config import RouterConfig
+from .share import Sums
 
 
 class Balance:
@@ -32,7 +34,12 @@ class Balance:
         self._config = config
         self._layers = [module for module in model.modules() if isinstance(module, MoE)] if wanted else []
         self._seen: list[tuple[Tensor, Tensor]] = []
-        self._last: dict[str, Tensor] = {}
+        self._last: list[tuple[Tensor, Tensor, int]] = []
+        """Both losses of each micro-batch since ``begin``, and its labels."""
+
+    def begin(self) -> None:
+        """Forget what ``sums`` has."""
+        self._last = []
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -46,22 +53,25 @@ class Balance:
             for layer in self._layers:
                 layer.watch = None
 
-    @property
-    def last(self) -> dict[str, float]:
-        """The two losses of the last batch, for the log; waits for the device."""
-        return {name: float(value) for name, value in self._last.items()}
+    def sums(self) -> Sums:
+        """The two losses of the micro-batches since ``begin``, for the log; waits for the device."""
+        labels = sum(count for _, _, count in self._last)
+        balance = math.fsum(float(value) * count for value, _, count in self._last)
+        z = math.fsum(float(value) * count for _, value, count in self._last)
+        return {"expert_balance": (balance, labels), "router_z": (z, labels)} if self._last else {}
 
     def _see(self, logits_TE: Tensor, experts_Tk: Tensor) -> None:
         self._seen.append((logits_TE, experts_Tk))
 
-    def loss(self) -> Tensor | float:
-        """What is added to the loss of the batch that was watched."""
+    def loss(self, labels: int = 1) -> Tensor | float:
+        """What is added to the loss of the batch that was watched, of so many labels."""
         if not self._seen:
             return 0.0
         balance = torch.stack([balance_loss(*seen, self._layers[0].moe.score) for seen in self._seen]).mean()
         z = torch.stack([z_loss(logits) for logits, _ in self._seen]).mean()
+        if torch.is_grad_enabled():
+            self._last.append((balance.detach(), z.detach(), labels))
         self._seen = []
-        self._last = {"expert_balance": balance.detach(), "router_z": z.detach()}
         return self._config.balance * balance + self._config.z_loss * z
 
 

@@ -39,6 +39,10 @@ _TENSORS = re.compile(r"train_state(-\d+-of-\d+)?\.safetensors")
 _NAME = re.compile(r"step-(\d{8,})")
 
 
+class NotWritten(ValueError):
+    """A checkpoint could not be written; every rank that takes part hears of it. Older ones are untouched."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of a run at one moment, in its own memory.
@@ -141,7 +145,7 @@ class Writer:
         """Begin to write; first wait for the previous snapshot.
 
         Raises:
-            ValueError: that one could not be written (a full disk, say). Older checkpoints are untouched.
+            NotWritten: that one could not be (a full disk, say).
         """
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
@@ -155,7 +159,7 @@ class Writer:
         if self._error is not None:
             error, self._error = self._error, None
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise ValueError(
+            raise NotWritten(
                 f"the checkpoint could not be written to {self.run_dir} ({reason}): free some space or correct "
                 "run_dir, then go on with --resume; earlier checkpoints are whole"
             ) from error

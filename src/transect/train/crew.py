@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,15 +32,17 @@ from ..parallel.refusals import Run, refusal
 from ..parallel.replicas import Replicas
 from ..parallel.sharded import Sharded
 from ..parallel.spread import Spread
-from ..parallel.world import World
+from ..parallel.world import Failure, SharedValueError, World
 from .batches import Batch
 from .config import TrainConfig
 from .config.parallel import ParallelConfig
 from .loss import TokenLoss, piece, token_loss
 from .model import Trainable
+from .objectives.base import StepFailed
 from .optim import Offload, OneBitAdam, Optimizer
 from .share import Share, Sums
 
+Made = TypeVar("Made")
 REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -297,7 +300,7 @@ class Crew:
         todo = list(enumerate(batches))[place::size]
         together = self.parallel is not None and self.parallel.shares_experts
         if isinstance(spread, Sharded) or together:  # every rank runs as many, also one whose share has no labels
-            some = next(batch for batch in batches if batch.num_labels)
+            some = replace(next(batch for batch in batches if batch.num_labels), num_labels=0)
             todo = [(index, batch if batch.num_labels else some) for index, batch in todo]
         else:
             todo = [(index, batch) for index, batch in todo if batch.num_labels]
@@ -325,6 +328,29 @@ class Crew:
         self.at("the question whether to go on")
         return flag if self.world is None else any(self.world.exchange(flag))
 
+    def made(self, make: Callable[[], Made], undo: Callable[[], object]) -> Made:
+        """What ``make`` gives here, if it gives something on every rank; all ask together.
+
+        Raises:
+            StepFailed: it failed on a rank, whose reason all raise. A rank on which it had not has called ``undo``.
+        """
+        if self.world is None:
+            return make()
+        found, failure = None, None
+        try:
+            found = make()
+        except StepFailed as error:
+            failure = Failure(str(error), user=True)
+        self.at("the question whether all have data")
+        try:
+            self.world.exchange(failure)
+        except SharedValueError as error:
+            if failure is None:
+                undo()
+            raise StepFailed(str(error)) from error
+        assert found is not None
+        return found
+
     def first(self, mine: tuple[int, str] | None) -> str:
         """The first of what ranks have found (``health.first_bad_number``), and on which of them; all ask together."""
         everybody = [mine] if self.world is None else self.world.exchange(mine)
@@ -335,7 +361,7 @@ class Crew:
         return what if all(each == mine for each in everybody) else f"{what}, on rank {rank}"
 
     def share(self) -> Share:
-        """This rank's part of validation data."""
+        """This rank's part of validation data, and of what was measured in a step."""
         layout = self.config.parallel.layout
         if self.world is None or layout.data == 1:
             return Share()
@@ -343,21 +369,11 @@ class Crew:
         world, firsts = self.world, [layout.rank(Place(data, 0, 0)) for data in range(layout.data)]
 
         def everybody(mine: Sums) -> list[Sums]:
-            self.at("the sums of the evaluation")
+            self.at("the sums of what was measured")
             found = world.exchange(mine)
             return [found[rank] for rank in firsts]
 
         return Share(self.mesh.place.data, layout.data, everybody, lambda n: self.at(f"batch {n} of the evaluation"))
-
-    def mean(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
-        """The mean of each number over the ranks that have it; all ask together."""
-        if self.world is None:
-            return numbers
-        found: dict[str, list[float]] = {}
-        for each in self.world.exchange(dict(numbers)):
-            for name, value in each.items():
-                found.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in found.items()}
 
     def snapshot(self, trainable: Trainable) -> Callable[[Path], None]:
         """What writes the weights of now into a directory, see ``Trainable.snapshot``; of use on the first rank alone.

@@ -14,11 +14,12 @@ from ..parallel.children import RankFailure
 from ..parallel.launch import Ranks
 from ..parallel.layout import under_torchrun
 from ..parallel.world import Failure, SharedError, World
-from .checkpoint import list_steps, newest
+from .checkpoint import NotWritten, list_steps, newest
 from .config import TrainConfig
 from .crew import check
 from .health import TrainingStopped
 from .model import device_of
+from .objectives.base import StepFailed
 from .trainer import Trainer
 
 JOB = "transect.train.follow:follow"
@@ -101,6 +102,7 @@ def crew(run: Run) -> Iterator[World | None]:
 
 def follow(world: World, run: Run, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Train as the first rank does, until it stops, or all do because ``should_stop`` is true here after a step. What
-    is at fault with the run is the first rank's to say."""
-    with contextlib.suppress(ValueError, TrainingStopped):
+    all ranks know to be at fault with the run is the first one's to say; what only this one knows ends it, and thereby
+    the others."""
+    with contextlib.suppress(SharedError, StepFailed, TrainingStopped, NotWritten):
         run.trainer(world).run(should_stop=should_stop)

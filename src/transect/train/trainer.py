@@ -233,9 +233,10 @@ class Trainer:
             TrainingStopped: the loss or a gradient is not finite, or the loss has jumped.
         """
         begin = time.perf_counter()
-        self.crew.at("its passes", self.steps_done + 1)
+        self.crew.at("its data", self.steps_done + 1)
         before = copy(self.objective.position)
-        batches = self.objective.batches(self.steps_done)
+        batches = self._batches(before)
+        self.crew.at("its passes")
         labels = sum(batch.num_labels for batch in batches)
         on_device = [batch.to(self.device) for batch in batches]
         losses = torch.zeros(len(batches), device=self.device)
@@ -257,6 +258,8 @@ class Trainer:
             self.optimizer.step(rate, scale)
         self.crew.stepped(self.optimizer)
         self.steps_done += 1
+        measured = self.crew.share().means(self.objective.metrics())
+        extra = {name: mean for name, (mean, count) in measured.items() if count}
         return StepRecord(
             step=self.steps_done,
             loss=math.fsum(values[:-1]),
@@ -266,9 +269,17 @@ class Trainer:
             labels=labels,
             flops=sum(self._flops(batch.lengths, batch.num_labels) for batch in batches if batch.num_labels),
             seconds=time.perf_counter() - begin,
-            extra={**self.crew.mean(self.objective.metrics()), **({} if taken else {"skipped": 1.0})},
+            extra=extra if taken else {**extra, "skipped": 1.0},
             peak_bytes=torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0,
         )
+
+    def _batches(self, before: Position) -> Sequence[Batch]:
+        """The micro-batches of the next step; all ranks have theirs, or all are ``before`` it."""
+        objective = self.objective
+        if not objective.outside:
+            return objective.batches(self.steps_done)
+        undo = partial(setattr, objective, "position", before)
+        return self.crew.made(partial(objective.batches, self.steps_done), undo)
 
     def _place(self) -> tuple[int, int]:
         """The step under way, from 0, and the steps of the run."""

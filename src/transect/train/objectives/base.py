@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..batches import Batch
 from ..data import Position
-from ..share import WHOLE, Share
+from ..share import WHOLE, Share, Sums
 
 
 class StepFailed(ValueError):
@@ -42,6 +42,8 @@ class Objective:
     """
 
     position: Position
+    outside = False
+    """Whether micro-batches are made of what can fail on one rank alone while a run goes on, such as files."""
 
     def described(self) -> Sequence[str]:
         """What was read from each file, for the start of a run."""
@@ -56,11 +58,13 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, batch: Batch) -> Tensor:
-        """Mean loss over the labels of a micro-batch that is on the model's device."""
+        """Mean loss over the labels of a micro-batch that is on the model's device. Without a gradient it is no part of
+        the step, and ``metrics`` does not count it."""
         raise NotImplementedError
 
-    def metrics(self) -> Mapping[str, float]:
-        """Further numbers of the last step, for the log."""
+    def metrics(self) -> Sums:
+        """Further numbers of the last step's micro-batches that this rank has computed, for the log: their means over
+        all ranks' are shown."""
         return {}
 
     def evaluate(self, share: Share = WHOLE) -> Evaluation | None:

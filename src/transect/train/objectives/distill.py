@@ -7,7 +7,8 @@ same dtype; it must know the same tokens. Its logits are never kept: both models
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from ..divergence import Divergence, distillation_loss
 from ..identity import base_identity
 from ..logprobs import batch_hidden
 from ..model import DTYPES, Trainable, teacher_of, training_ops
-from ..share import WHOLE, Share
+from ..share import WHOLE, Share, Sums
 from .base import Evaluation
 from .next_token import NextToken
 
@@ -62,12 +63,13 @@ class Distillation(NextToken):
         loss, divergence = distillation_loss(
             batch_hidden(student, batch), student.head.dense(), teacher_TE, head_VE, batch.labels_T, self._how
         )
-        self._seen.append((divergence, batch.num_labels))
+        if torch.is_grad_enabled():
+            self._seen.append((divergence, batch.num_labels))
         return loss
 
-    def metrics(self) -> Mapping[str, float]:
-        labels = sum(count for _, count in self._seen)
-        return {"divergence": sum(float(value) * count for value, count in self._seen) / labels} if labels else {}
+    def metrics(self) -> Sums:
+        total = math.fsum(float(value) * count for value, count in self._seen)
+        return {"divergence": (total, sum(count for _, count in self._seen))}
 
     @torch.no_grad()
     def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
@@ -76,13 +78,12 @@ class Distillation(NextToken):
             return None
         plain = super().evaluate(share)
         assert plain is not None
-        kept, self._seen, total, labels = self._seen, [], 0.0, 0
+        total, labels = 0.0, 0
         for batch, counts in share.of(batch for batch in self.validation.one_epoch() if batch.num_labels):
             found = float(self.loss(batch.to(self._trainable.device)))
             if counts:
                 total += found * batch.num_labels
                 labels += batch.num_labels
-        self._seen = kept
         loss, labels = share.means({"loss": (total, labels)})["loss"]
         return Evaluation(loss, labels, extra={"cross_entropy": plain.loss})
 

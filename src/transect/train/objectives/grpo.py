@@ -47,7 +47,7 @@ from ..model import Trainable
 from ..reference import Reference
 from ..rewards import Judge, read_prompts
 from ..rollout import Answer, roll_out
-from ..share import WHOLE, Share
+from ..share import WHOLE, Share, Sums
 from ..tokens import check_ids
 from .base import Evaluation, Objective
 
@@ -124,10 +124,11 @@ class GRPO(Objective):
         clipped = (ratio * advantage > within * advantage).float()
         furthest = (ratio.detach() - 1).abs().max()
         seen = torch.stack([furthest, clipped.mean(), divergence.detach().mean()])
-        self._seen.append((seen, batch.num_labels))
+        if torch.is_grad_enabled():
+            self._seen.append((seen, batch.num_labels))
         return (losses * weight).sum()
 
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> Sums:
         found = dict(self._summary)
         if self._seen:
             values = torch.stack([seen for seen, _ in self._seen]).double().cpu().numpy()
@@ -136,7 +137,7 @@ class GRPO(Objective):
             found["clipped"] = float(share @ values[:, 1])
             if self._reference is not None:
                 found["kl"] = float(share @ values[:, 2])
-        return found
+        return {name: (value, 1) for name, value in found.items()}  # of one rank, which has drawn all
 
     def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
         """The greedy answers to the held-out prompts; the loss is minus their mean reward. One rank draws them all."""

@@ -44,5 +44,5 @@ class KTO(Preferences):
         toward = torch.where(good, gain - divergence, divergence - gain)
         weight = torch.where(good, settings.desirable_weight, settings.undesirable_weight)
         losses = weight * (1 - torch.sigmoid(settings.beta * toward))
-        numbers = {"kl": divergence, "gain_good": gain[good], "gain_bad": gain[~good]}
+        numbers = {"kl": divergence.expand_as(gain), "gain_good": gain[good], "gain_bad": gain[~good]}
         return losses.mean(), numbers

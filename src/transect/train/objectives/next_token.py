@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..config import TrainConfig
 from ..data import Loader, Position, load_stream
 from ..loss import batch_loss, evaluate, token_loss
 from ..model import Trainable
-from ..share import WHOLE, Share
+from ..share import WHOLE, Share, Sums
 from ..streaming import StreamingLoader
 from .base import Evaluation, Objective, StepFailed
 
@@ -39,6 +39,7 @@ class NextToken(Objective):
             "tell": tell,
         }
         self.loader: Loader | StreamingLoader
+        self.outside = config.data.streaming
         if config.data.streaming:
             self.loader = StreamingLoader(config.data, config.seed, *tools, tell=tell)
         else:
@@ -62,6 +63,7 @@ class NextToken(Objective):
         return self._described
 
     def batches(self, step: int) -> Sequence[Batch]:
+        self._balance.begin()
         before = copy(self.position)
         try:
             return [next(self.loader) for _ in range(self._accumulate)]
@@ -75,10 +77,10 @@ class NextToken(Objective):
     def loss(self, batch: Batch) -> Tensor:
         with self._balance.watching():
             loss = batch_loss(self._trainable.model, batch, self._loss, self._trainable.parallel)
-        return loss + self._balance.loss()
+        return loss + self._balance.loss(batch.num_labels)
 
-    def metrics(self) -> Mapping[str, float]:
-        return self._balance.last
+    def metrics(self) -> Sums:
+        return self._balance.sums()
 
     def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
         if self.validation is None:

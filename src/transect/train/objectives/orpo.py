@@ -41,7 +41,7 @@ class ORPO(Preferences):
         log_odds = mean - torch.log(-torch.expm1(mean))
         ratio = log_odds[:, 0] - log_odds[:, 1]
         loss = nll - settings.beta * F.logsigmoid(ratio).mean()
-        numbers = {"nll": nll, "log_odds_ratio": ratio, "accuracy": (ratio > 0).float()}
+        numbers = {"nll": nll.expand_as(ratio), "log_odds_ratio": ratio, "accuracy": (ratio > 0).float()}
         return loss, numbers
 
     @staticmethod

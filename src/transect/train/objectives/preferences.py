@@ -17,7 +17,7 @@ from ..data import Position
 from ..identity import base_identity
 from ..logprobs import batch_logprobs, document_sums
 from ..model import Trainable
-from ..share import WHOLE, Share
+from ..share import WHOLE, Share, Sums
 from ..tokens import check_ids
 from .base import Evaluation, Objective
 from .examples import ExampleBatch, Examples, read_pairs
@@ -51,7 +51,7 @@ class Preferences(Objective):
         return Examples(stream, config.data, config.seed)
 
     def examples_loss(self, batch: ExampleBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mean loss over the examples, and further numbers ``[examples]`` for the log."""
+        """The mean loss over the examples, and further numbers for the log, ``[examples]`` or some of them."""
         raise NotImplementedError
 
     def gains(self, batch: ExampleBatch) -> Tensor:
@@ -85,11 +85,12 @@ class Preferences(Objective):
     def loss(self, batch: Batch) -> Tensor:
         assert isinstance(batch, ExampleBatch)
         loss, numbers = self.examples_loss(batch)
-        self._seen.append({name: value.detach() for name, value in numbers.items()})
+        if torch.is_grad_enabled():
+            self._seen.append({name: value.detach() for name, value in numbers.items()})
         return loss
 
-    def metrics(self) -> Mapping[str, float]:
-        return _means(self._seen)
+    def metrics(self) -> Sums:
+        return _sums(self._seen)
 
     @torch.no_grad()
     def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
@@ -103,8 +104,7 @@ class Preferences(Objective):
                 total += float(found) * batch.num_labels
                 examples += batch.num_labels
                 seen.append(numbers)
-        own = {name: (float(values.sum()), len(values)) for name, values in _joined(seen).items()}
-        extra = {name: mean for name, (mean, count) in share.means(own).items() if count}
+        extra = {name: mean for name, (mean, count) in share.means(_sums(seen)).items() if count}
         loss, examples = share.means({"loss": (total, examples)})["loss"]
         return Evaluation(loss, examples, extra=extra)
 
@@ -133,12 +133,8 @@ class Preferences(Objective):
         return examples
 
 
-def _means(seen: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """The mean of each number over all that was seen; a number that nothing had is left out."""
-    return {name: float(values.mean()) for name, values in _joined(seen).items() if len(values)}
-
-
-def _joined(seen: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """All that was seen of each number, ``[seen]`` float32."""
+def _sums(seen: Sequence[Mapping[str, Tensor]]) -> Sums:
+    """Of each number the sum of all that was seen, and how many that are."""
     names = {name: None for numbers in seen for name in numbers}
-    return {name: torch.cat([each[name].reshape(-1) for each in seen if name in each]).float() for name in names}
+    joined = {name: torch.cat([each[name] for each in seen if name in each]).double() for name in names}
+    return {name: (float(values.sum()), len(values)) for name, values in joined.items()}
