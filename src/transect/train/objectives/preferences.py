@@ -134,7 +134,7 @@ class Preferences(Objective):
 
 
 def _sums(seen: Sequence[Mapping[str, Tensor]]) -> Sums:
-    """Of each number the sum of all that was seen, and how many that are."""
+    """The sum of all that was seen of each number, and how many that are."""
     names = {name: None for numbers in seen for name in numbers}
     joined = {name: torch.cat([each[name] for each in seen if name in each]).double() for name in names}
     return {name: (float(values.sum()), len(values)) for name, values in joined.items()}
