@@ -70,7 +70,7 @@ def command(
         int, typer.Option(min=0, help="Seconds that a connection stays open after an answer, for the next request.")
     ] = 5,
     tool_call_parser: Annotated[
-        str, typer.Option(help="Form of tool calls: hermes, llama3_json, mistral, generic; auto asks the template.")
+        str, typer.Option(help="Form of tool calls: hermes, qwen3_coder, mistral_v11 ...; auto asks the template.")
     ] = "auto",
     reasoning_parser: Annotated[
         str | None, typer.Option(help="How thoughts are marked: deepseek_r1, qwen3, mistral. Default: they are text.")

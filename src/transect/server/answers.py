@@ -117,7 +117,7 @@ class Answers:
             else:
                 asked = StructuredOutputsParams(lark=grammar, field="tools")
             changes["structured_outputs"] = asked
-            if shape.begin in special:
+            if any(token in mark for mark in shape.marks for token in special):
                 changes["skip_special_tokens"] = False
         elif asked is not None and lead is not None:
             changes["structured_outputs"] = dataclasses.replace(asked, lead=lead.rules)
@@ -129,7 +129,7 @@ class Answers:
         if self._thoughts is not None and self._state is not None:
             thoughts = ThoughtParser(self._thoughts, self._state)
         if self.use is not None:
-            tools = ToolParser(self._serving.shape, free_text=self.use.mode == "auto")
+            tools = ToolParser(self._serving.shape, self.use.tools)
         return AnswerReader(thoughts, tools)
 
     def finish_reason(self, reason: str, reader: AnswerReader) -> str:

@@ -10,7 +10,7 @@ from ..engine.inputs import room_for_prompt
 from ..text.fill_in import Gap
 from ..text.inert import ChatRendering
 from ..text.protocols import TokenizerLike
-from ..text.tools.generic import taught
+from ..text.tools.registry import with_tools
 from ..text.tools.spec import ToolUse
 from .encoding import TooManyTokens
 from .errors import ApiError
@@ -174,13 +174,8 @@ async def chat_prompt(
     if template is None:
         message = "this model brings no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    plain = [message.plain() for message in messages]
-    extra = dict(template_kwargs or {})
-    if serving.shape.taught:
-        if use is not None or any(message.role == "tool" or message.tool_calls for message in messages):
-            plain = taught(plain, use)
-    elif use is not None:
-        extra["tools"] = [tool.as_openai() for tool in use.tools]
+    plain, variables = with_tools(serving.shape, [message.plain() for message in messages], use)
+    extra = {**(template_kwargs or {}), **variables}
     reserved = sorted(RESERVED & extra.keys())
     if reserved:
         raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")

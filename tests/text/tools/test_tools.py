@@ -1,6 +1,7 @@
 """Every form of tool calls: its grammar takes what its parser reads, and nothing else; pieces of any size make the
-same."""
+same; what is no call stays text."""
 
+import json
 import random
 
 import pytest
@@ -9,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transect.text.reasoning import PARSERS
-from transect.text.tools.generic import taught
 from transect.text.tools.parser import ToolParser
-from transect.text.tools.registry import SHAPES, names, shape_of
+from transect.text.tools.registry import SHAPES
 from transect.text.tools.spec import tool_use
 
 ADD = {
@@ -23,39 +23,60 @@ ADD = {
         "additionalProperties": False,
     },
 }
+MIXED = {
+    "city": {"type": "string"},
+    "unit": {"enum": ["C", "F"]},
+    "days": {"type": ["integer", "null"]},
+    "exact": {"type": "boolean"},
+    "places": {"type": "array", "items": {"$ref": "#/$defs/place"}},
+    "note": {"anyOf": [{"type": "string"}, {"type": "number"}]},
+}
+PLACE = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "open": {"type": "boolean"}},
+    "required": ["name"],
+}
 TOOLS = [
     {"type": "function", "function": ADD},
     {
         "type": "function",
-        "function": {"name": "weather.now", "parameters": {"properties": {"city": {"type": "string"}}}},
+        "function": {
+            "name": "weather.now",
+            "parameters": {"type": "object", "properties": MIXED, "required": ["city"], "$defs": {"place": PLACE}},
+        },
     },
+    {"type": "function", "function": {"name": "ping"}},
 ]
-ONE, TWO = ("add", '{"a": 1, "b": -2}'), ("weather.now", '{\n  "city": "}\\"{ <tool_call>"}')
+ONE = ("add", {"a": 1, "b": -2})
+TWO = ("weather.now", {"city": "}\"{ <tool_call> \\ [x](y), é\n 'z"})
+ALL = {
+    "city": "Oslo",
+    "unit": "F",
+    "days": None,
+    "exact": True,
+    "places": [{"name": "a, b)", "open": False}],
+    "note": 2.5,
+}
+CALLS = [ONE, TWO, ("weather.now", ALL), ("ping", {})]
 LEADS = [(None, None, ""), ("qwen3", "inside", "hm <think> </think>\n\n"), ("qwen3", "over", "")]
 LEADS += [("qwen3", "before", '<think> I <tool_call> {"name": </think>\n\n'), ("mistral", "before", "[THINK]a[/THINK]")]
+FORMS = sorted(SHAPES)
 
 
-def written(shape, *calls):
-    """An answer of these calls."""
-    texts = [shape.before_name + name + shape.after_name + arguments + shape.end for name, arguments in calls]
-    between = shape.separator + (shape.begin if shape.begins_each else "")
-    return shape.begin + shape.opening + between.join(texts) + shape.close
-
-
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("parser", "state", "thoughts"), LEADS)
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "add"}}])
 def test_grammars(name, parser, state, thoughts, choice):
     shape = SHAPES[name]
     lead = PARSERS[parser].lead(state, SPECIAL) if parser else None
     grammar = constraint(lark=shape.grammar(tool_use(TOOLS, choice), SPECIAL, lead), field="tools")
-    right = [written(shape, ONE)]
-    wrong = [written(shape, ("bogus", "{}")), written(shape, ("add", '{"a": 1}'))]
+    right = [shape.write([ONE])]
+    wrong = [shape.write([("bogus", {})]), shape.write([("add", {"a": 1})])]
     if choice == "auto":
-        right += ["", "Hello < [ there"] + ([f"Hi {written(shape, ONE)}"] if shape.begin else [])
+        right += ["", "Hello < [ there"] + ([f"Hi {shape.write([ONE])}"] if shape.begin else [])
     else:
         wrong += ["", "Hello"]
-    (right if choice in ("auto", "required") else wrong).append(written(shape, ONE, TWO))
+    (right if choice in ("auto", "required") else wrong).append(shape.write([ONE, TWO]))
     for text in right:
         assert accepts(grammar, thoughts + text), text
         assert state != "before" or accepts(grammar, text), "a model may answer without a thought"
@@ -63,37 +84,35 @@ def test_grammars(name, parser, state, thoughts, choice):
         assert not accepts(grammar, thoughts + text), text
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FORMS)
+def test_values_of_all_kinds(name):
+    shape = SHAPES[name]
+    grammar = constraint(lark=shape.grammar(tool_use(TOOLS, "required"), SPECIAL))
+    assert accepts(grammar, shape.write(CALLS))
+    for wrong in ({"unit": "F"}, {"city": "a", "unit": "K"}, {"city": "a", "exact": "yes"}, {"city": "a", "other": 1}):
+        assert not accepts(grammar, shape.write([("weather.now", wrong)])), wrong
+    for fewer in ({"city": "a", "note": "5 km"}, {"city": "", "exact": False}):
+        text = shape.write([("weather.now", fewer)])
+        assert accepts(grammar, text) and read(shape, list(text)) == ("", [("weather.now", fewer)])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_parameters_that_nobody_named(name):
+    shape = SHAPES[name]
+    free = {"name": "free", "parameters": {"properties": {"a": {"type": "integer"}}, "additionalProperties": True}}
+    grammar = constraint(lark=shape.grammar(tool_use([free], "required"), SPECIAL))
+    for given_ in ({}, {"a": 1}, {"other": [1]}, {"a": 1, "x": "text", "y": 2}):
+        assert accepts(grammar, shape.write([("free", given_)])), given_
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_one_call_where_several_are_not_wanted(name):
     shape = SHAPES[name]
     grammar = constraint(lark=shape.grammar(tool_use(TOOLS, "required", False), SPECIAL))
-    assert accepts(grammar, written(shape, ONE)) and not accepts(grammar, written(shape, ONE, TWO))
+    assert accepts(grammar, shape.write([ONE])) and not accepts(grammar, shape.write([ONE, TWO]))
 
 
-@pytest.mark.parametrize("flat", [False, True])
-def test_some_of_the_tools_are_allowed(flat):
-    """The model is told of all; ``flat``: as ``/v1/responses`` has it."""
-    inner = {"mode": "required", "tools": [{"type": "function", "name": TOOLS[0]["function"]["name"]}]}
-    choice = {"type": "allowed_tools"} | (inner if flat else {"allowed_tools": inner})
-    use = tool_use(TOOLS, choice)
-    assert (use.mode, len(use.tools), [tool.name for tool in use.callable]) == (
-        "required",
-        len(TOOLS),
-        [TOOLS[0]["function"]["name"]],
-    )
-    with pytest.raises(ValueError, match="tool_choice allows 'nobody', which is none of the tools"):
-        tool_use(TOOLS, choice | {"allowed_tools": {"tools": [{"function": {"name": "nobody"}}]}})
-
-
-@pytest.mark.parametrize(
-    "choice", [{"allowed_tools": []}, {"mode": "none", "tools": [{"name": "add"}]}, {"mode": "auto"}, {"tools": "add"}]
-)
-def test_a_malformed_list_of_allowed_tools(choice):
-    with pytest.raises(ValueError, match="tool_choice of type allowed_tools must have a mode"):
-        tool_use(TOOLS, {"type": "allowed_tools"} | choice)
-
-
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", FORMS)
 def test_text_with_a_form_beside_calls(name):
     shape = SHAPES[name]
     use = tool_use(TOOLS, "auto")
@@ -103,12 +122,12 @@ def test_text_with_a_form_beside_calls(name):
         return
     schema = {"type": "object", "properties": {"answer": {"type": "integer"}}, "required": ["answer"]}
     grammar = constraint(lark=shape.grammar(use, SPECIAL, form=True), json={**schema, "additionalProperties": False})
-    assert accepts(grammar, '{"answer": 5}') and accepts(grammar, written(shape, ONE))
+    assert accepts(grammar, '{"answer": 5}') and accepts(grammar, shape.write([ONE]))
     assert not accepts(grammar, "Hello") and not accepts(grammar, '{"answer": "x"}')
 
 
-def read(shape, pieces, free_text=True):
-    parser = ToolParser(shape, free_text=free_text)
+def read(shape, pieces):
+    parser = ToolParser(shape, tool_use(TOOLS).tools)
     text, calls = "", {}
     for index, piece in enumerate(pieces):
         more, news = parser.feed(piece, last=index == len(pieces) - 1)
@@ -119,57 +138,153 @@ def read(shape, pieces, free_text=True):
             entry[1] += call.arguments
             entry[2] += call.id is not None
     assert parser.num_calls == len(calls) and all(begun == 1 for _, _, begun in calls.values())
-    return text, [tuple(calls[index][:2]) for index in sorted(calls)]
+    return text, [(calls[index][0], whole_or_text(calls[index][1])) for index in sorted(calls)]
 
 
-@given(st.sampled_from(sorted(SHAPES)), st.integers(0, 2**32), st.booleans())
-def test_pieces_of_any_size_make_the_same(name, seed, spoken):
+def whole_or_text(arguments):
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def cut(text, rng, most=6):
+    pieces = []
+    while text:
+        size = rng.randint(1, most)
+        pieces.append(text[:size])
+        text = text[size:]
+    return pieces
+
+
+@given(st.sampled_from(FORMS), st.integers(0, 2**32), st.booleans(), st.booleans())
+def test_pieces_of_any_size_make_the_same(name, seed, before, after):
     shape, rng = SHAPES[name], random.Random(seed)
-    said = "Well <tool and {[TOOL" if spoken and shape.begin else ""
-    whole = said + ("\n" if said else "") + written(shape, ONE, TWO)
-    pieces, rest = [], whole
-    while rest:
-        size = rng.randint(1, 6)
-        pieces.append(rest[:size])
-        rest = rest[size:]
-    assert read(shape, pieces) == read(shape, [whole]) == (said, [ONE, TWO])
+    calls = rng.choices(CALLS, k=rng.randint(1, 4))
+    said = "Well <tool and {[TOOL" if before and shape.begin else ""
+    whole = said + ("\n" if said else "") + shape.write(calls) + ("\nDone." if after else "")
+    expected = (said + ("\nDone." if after else ""), calls)
+    for pieces in ([whole], list(whole), cut(whole, rng)):
+        assert read(shape, pieces) == expected
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_answers_without_calls_and_answers_that_are_cut_off(name):
+@pytest.mark.parametrize("name", FORMS)
+def test_answers_without_calls(name):
     shape = SHAPES[name]
-    text = "Nothing to call, <tool or [TOOL_CA "
-    assert read(shape, list(text)) == read(shape, [text]) == (text, [])
-    whole = written(shape, ONE)
-    for end in range(1, len(whole)):
-        _, calls = read(shape, [whole[:end]])
-        assert not calls or (calls[0][0] == "add" and ONE[1].startswith(calls[0][1]))
+    for text in ("Nothing to call, <tool or [TOOL_CA ", "", " \n", "{", '{"name', "[f", "[1, 2]", '{"a": 5}'):
+        assert read(shape, list(text)) == read(shape, [text]) == (text, [])
 
 
-def test_which_form_a_template_speaks():
-    assert shape_of(None).name == shape_of("{{ messages }}").name == "generic"
-    assert shape_of("{% if tools %}<tool_call>{% endif %}").name == "hermes"
-    assert shape_of("{{ tools }}[TOOL_CALLS]").name == "mistral"
-    assert shape_of("{{ tools }} ipython parameters").name == "llama3_json"
-    assert shape_of(None, "qwen3").name == "hermes" and "qwen3" in names()
-    with pytest.raises(ValueError, match=r"no form of tool calls 'x'; there are generic, hermes"):
-        shape_of(None, "x")
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_cut_off_is_a_call_so_far_or_text(name):
+    """Nothing that came before the arguments is lost."""
+    shape = SHAPES[name]
+    for calls in ([ONE], [ONE, TWO]):
+        whole = shape.write(calls)
+        for end in range(1, len(whole)):
+            for pieces in ([whole[:end]], list(whole[:end])):
+                text, found = read(shape, pieces)
+                assert (not found and text == whole[:end]) or (
+                    found[0][0] == "add" and whole[:end].rstrip().endswith(text)
+                )
+                assert not found or found[0][1] == ONE[1] or isinstance(found[0][1], str)
 
 
-def test_a_template_without_tools_is_taught():
-    call = {"id": "c", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    messages = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "x"},
-        {"role": "assistant", "content": "So:", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "2"}]},
-    ]
-    first, *others = taught(messages, tool_use(TOOLS, "required"))
-    assert first["content"].startswith("Be brief.\n\n") and "weather.now" in first["content"]
-    assert "must call a function" in first["content"]
-    assert [message["role"] for message in others] == ["user", "assistant", "user"]
-    assert others[1]["content"] == 'So:\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
-    assert "2" in others[2]["content"]
-    assert taught(messages[1:], None)[0] == {"role": "user", "content": "x"}
-    parts = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
-    assert taught([parts, *messages[1:]], tool_use(TOOLS, "required"))[0] == first
+@pytest.mark.parametrize("name", FORMS)
+def test_what_is_broken_stays_text(name):
+    """A model that no grammar has watched."""
+    shape = SHAPES[name]
+    whole = shape.write([ONE])
+    head = whole.index("add")
+    for broken in (whole[:head] + "é" + whole[head:], whole[:head] + whole[head + 3 :], whole[:head] + "\n\n" + whole):
+        text, calls = read(shape, list(broken))
+        assert text.count("é") == broken.count("é") and (calls or text == broken)
+        assert (text, calls) == read(shape, [broken])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_blanks_do_not_matter(name):
+    shape = SHAPES[name]
+    other = shape.write([ONE, ONE]).replace('": "', '" : "').replace(", ", ",\n").replace('{"', '{ "')
+    assert read(shape, list(other)) == ("", [ONE, ONE])
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm45", "pythonic"])
+def test_strict_tools_that_cannot_be_kept_to_are_refused(name):
+    shape, properties = SHAPES[name], {"a": {"type": "string", "pattern": "x+"}}
+    strict = {"name": "f", "strict": True, "parameters": {"properties": properties, "minProperties": 1}}
+    with pytest.raises(ValueError, match="tools: f is strict, and calls of this model cannot keep to 'minProperties'"):
+        shape.grammar(tool_use([strict]), SPECIAL)
+
+
+def test_a_strict_string_that_cannot_be_kept_to():
+    strict = {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "string", "pattern": "x+"}}}}
+    with pytest.raises(ValueError, match="cannot keep to 'pattern'"):
+        SHAPES["glm45"].grammar(tool_use([strict]), SPECIAL)
+    grammar = constraint(lark=SHAPES["pythonic"].grammar(tool_use([strict], "required"), SPECIAL))
+    assert accepts(grammar, '[f(a="xx")]') and not accepts(grammar, '[f(a="y")]')
+
+
+def ids_of(name, text):
+    parser = ToolParser(SHAPES[name], tool_use(TOOLS).tools)
+    return [call.id for call in parser.feed(text, last=True)[1] if call.id is not None]
+
+
+def test_ids_are_what_the_template_demands():
+    for name in ("mistral", "mistral_v11"):
+        first, second = ids_of(name, SHAPES[name].write([ONE, ONE]))
+        assert first != second and all(len(each) == 9 and each.isalnum() for each in (first, second))
+    assert ids_of("mistral_v11", '[TOOL_CALLS]add[CALL_ID]abcdeFGH9[ARGS]{"a": 1, "b": 2}') == ["abcdeFGH9"]
+    call = '<|tool_call_begin|>functions.add:{}<|tool_call_argument_begin|>{{"a": 1, "b": 2}}<|tool_call_end|>'
+    section = f"<|tool_calls_section_begin|>{call.format(7)}{call.format(12)}<|tool_calls_section_end|>"
+    assert ids_of("kimi_k2", section) == ["functions.add:7", "functions.add:12"]
+    assert all(each.startswith("call_") for each in ids_of("hermes", SHAPES["hermes"].write([ONE])))
+
+
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": -2}}\n</tool_call>',
+    "llama3_json": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": -2}}',
+    "pythonic": "<|python_start|>[add(a=1, b=-2)]",
+    "mistral": '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": -2}}]',
+    "mistral_v11": '[TOOL_CALLS]add[ARGS]{"a": 1, "b": -2}',
+    "granite": '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": -2}}]',
+    "phi4_mini": '<|tool_call|>[{"name": "add", "arguments": {"a": 1, "b": -2}}]<|/tool_call|>',
+    "phi4_object": '<|tool_call|>{"name": "add", "arguments": {"a": 1, "b": -2}}<|/tool_call|>',
+    "phi4_functools": 'functools[{"name": "add", "arguments": {"a": 1, "b": -2}}]',
+    "qwen3_coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n-2\n</parameter>\n"
+    "</function>\n</tool_call>",
+    "glm45": "\n<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>-2</arg_value>\n</tool_call>",
+    "deepseek_v3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{"a": 1, "b": -2}'
+    "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": -2}<｜tool▁call▁end｜>'
+    "<｜tool▁calls▁end｜>",
+    "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>{"a": 1, '
+    '"b": -2}<|tool_call_end|><|tool_calls_section_end|>',
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMS) - {"generic"}))
+def test_each_form_as_models_write_it(name):
+    """To the letter, as the models' templates print a call of an earlier turn."""
+    shape, text = SHAPES[name], WRITTEN[name]
+    assert read(shape, list(text)) == ("", [ONE])
+    assert (
+        shape.write([ONE]).split() == text.removeprefix(shape.prefix).replace("[TOOL_CALLS] ", "[TOOL_CALLS]").split()
+    )
+    grammar = constraint(lark=shape.grammar(tool_use(TOOLS), SPECIAL))
+    assert accepts(grammar, text.strip().removeprefix(shape.prefix).replace("[TOOL_CALLS] ", "[TOOL_CALLS]"))
+
+
+def test_python_in_other_spellings():
+    shape = SHAPES["pythonic"]
+    text = "[weather.now(city='O\\'Hare, \"x\"', exact=True, places=[{'name': 'a', 'open': None}]), ping()]"
+    given_ = {"city": 'O\'Hare, "x"', "exact": True, "places": [{"name": "a", "open": None}]}
+    assert read(shape, list(text)) == ("", [("weather.now", given_), ("ping", {})])
+
+
+def test_values_between_tags_without_a_schema():
+    text = SHAPES["glm45"].write([("unknown", {"a": "text", "b": 5, "c": "5"})])
+    assert read(SHAPES["glm45"], list(text)) == ("", [("unknown", {"a": "text", "b": 5, "c": 5})])
+    words = "<tool_call>weather.now\n<arg_key>exact</arg_key>\n<arg_value>True</arg_value>\n</tool_call>"
+    assert read(SHAPES["glm45"], [words]) == ("", [("weather.now", {"exact": True})])

@@ -52,3 +52,9 @@ def regex(pattern: str) -> str:
 def escaped(text: str) -> str:
     """Text inside a regular expression between slashes."""
     return re.sub(r"([][\\.+*?(){}|^$/-])", r"\\\1", text)
+
+
+def until(rule: str, end: str) -> list[str]:
+    """Rules that define ``rule``: any text, and then ``end``, an expression of ``literal``."""
+    lazy = "" if end.startswith("<[") else "[lazy]"
+    return [f"{rule}{lazy}: {rule.upper()} {end}", f"{rule.upper()}: {ANY_TEXT}"]

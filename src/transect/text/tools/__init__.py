@@ -1,9 +1,11 @@
 """Tool calls in a model's text: one description of their form makes the grammar that keeps answers to it and the parser
 that reads them, so that what is streamed is always what was written.
 
-* ``shape.py``    CallShape: the literal text around a call's name and arguments; the grammar of it
-* ``parser.py``   ToolParser: from text in pieces to text and calls in pieces
-* ``spec.py``     tools and ``tool_choice`` of a request, checked
-* ``hermes.py``, ``llama3.py``, ``mistral.py``, ``generic.py``   the forms, one a file
-* ``registry.py`` all forms by name, and which of them a chat template speaks
+* ``families.py``  the table: one row for each family of models; a new one begins here
+* ``shape.py``     CallShape, a row: the literal text around a call's name and arguments; the grammar of it
+* ``arguments.py`` how arguments are written: as JSON; ``tagged.py``, ``pythonic.py``: otherwise
+* ``parser.py``    ToolParser: from text in pieces to text and calls in pieces
+* ``spec.py``      tools and ``tool_choice`` of a request, checked
+* ``generic.py``   models whose template knows no tools: the prompt teaches a form
+* ``registry.py``  which form a model speaks, by name or by its chat template
 """

@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from . import hermes
+from .families import FAMILIES
+from .shape import CallShape
 from .spec import Tool, ToolUse
 
-SHAPE = replace(hermes.SHAPE, name="generic", taught=True)
+_HERMES = next(shape for shape in FAMILIES if shape.name == "hermes")
+SHAPE = replace(_HERMES, name="generic", told_by=(), taught=True)
 
 _TEACHING = """You can call functions. To call one, write exactly this, with the name of the function and its arguments:
 <tool_call>
@@ -31,7 +33,7 @@ _RULES = {
 
 def taught(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[dict[str, Any]]:
     """The conversation for a template without tools."""
-    plain = [_plain(message) for message in messages]
+    plain = [_plain(message, SHAPE) for message in messages]
     if use is None:
         return plain
     listing = "\n".join(json.dumps(_described(tool), ensure_ascii=False) for tool in use.tools)
@@ -42,23 +44,33 @@ def taught(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[d
     return [{"role": "system", "content": text}, *plain]
 
 
+def in_system(
+    shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
+) -> Sequence[Mapping[str, Any]]:
+    """The conversation for a template that prints the ``tools`` of the system message, and neither calls nor results as
+    such."""
+    plain = [_plain(message, shape) for message in messages]
+    if use is None:
+        return plain
+    if not plain or plain[0]["role"] != "system":
+        plain.insert(0, {"role": "system", "content": "You are a helpful assistant with some tools."})
+    plain[0]["tools"] = json.dumps([_described(tool) for tool in use.tools], ensure_ascii=False)
+    return plain
+
+
 def _described(tool: Tool) -> dict[str, Any]:
     return {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
 
 
-def _plain(message: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(message: Mapping[str, Any], shape: CallShape) -> dict[str, Any]:
     if message.get("role") == "tool":
         return {"role": "user", "content": f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>"}
     calls = message.get("tool_calls")
     if not calls:
         return {name: value for name, value in message.items() if name != "tool_calls"}
     parts = [_text(message.get("content"))] if message.get("content") else []
-    for call in calls:
-        function = call.get("function", {})
-        arguments = function.get("arguments") or "{}"
-        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        name = SHAPE.before_name + str(function.get("name")) + SHAPE.after_name
-        parts.append(SHAPE.begin + name + arguments + SHAPE.end)
+    functions = [call.get("function", {}) for call in calls]
+    parts.append(shape.write((str(each.get("name")), each.get("arguments") or "{}") for each in functions))
     return {"role": "assistant", "content": "\n".join(parts)}
 
 

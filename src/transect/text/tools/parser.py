@@ -1,16 +1,21 @@
 """From an answer's text, in pieces of any size, to its own text and the calls in it, in pieces too.
 
-The grammar of a ``CallShape`` has seen to it that all but names and arguments is the shape's literal text. So the
-parser only counts letters and looks for the end of a JSON object; what it hands out as arguments is what was written,
-letter by letter. An answer that was cut off ends in the middle of a call, with whatever of it was there.
+The grammar of a ``CallShape`` has seen to it that all but names and arguments is the shape's literal text. What is not
+(an answer that was cut off, or a model that no grammar watched) stays text: nothing that looked like a call is lost.
+Blanks that the literal text has or lacks do not matter.
 """
 
 from __future__ import annotations
 
-import uuid
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .arguments import ArgumentReader
 from .shape import CallShape
+from .spec import Tool
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @dataclass(slots=True)
@@ -28,21 +33,23 @@ class ToolParser:
 
     Args:
         shape: the form of its calls.
-        free_text: text may come before the calls; else the answer begins with them.
+        tools: those that may be called: their schemas say which values are strings, where that is not written.
     """
 
-    def __init__(self, shape: CallShape, *, free_text: bool) -> None:
+    def __init__(self, shape: CallShape, tools: Sequence[Tool] = ()) -> None:
         self._shape = shape
-        self._held = ""
-        self._free = free_text
+        self._tools = {tool.name: tool for tool in tools}
+        self._held = self._raw = ""
+        """What has not been read; what has been read of a call that may turn out to be none."""
+        self._last = False
         self._begun = False
         """Text has been handed out."""
         self._index = -1
-        self._depth = 0
-        self._in_string = self._escaped = False
-        self._expect(self._opening(first=True))
-        if free_text:
-            self._state = "text"
+        self._name = ""
+        self._identity: str | None = None
+        self._reader: ArgumentReader | None = None
+        self._text, self._news = "", list[CallDelta]()
+        self._state: Callable[[], bool] = self._free if shape.begin else self._first
 
     @property
     def num_calls(self) -> int:
@@ -52,92 +59,154 @@ class ToolParser:
     def feed(self, piece: str, *, last: bool = False) -> tuple[str, list[CallDelta]]:
         """More of the answer: what it adds to its text, and to its calls. ``last``: no more will come."""
         self._held += piece
-        text, news = "", []
-        moving = True
-        while moving and self._held:
-            before = (self._state, len(self._held))
-            if self._state == "text":
-                text += self._text(last)
-            elif self._state == "literal":
-                self._literal()
-            elif self._state == "name":
-                news += self._name()
-            elif self._state == "arguments":
-                news += self._arguments()
-            else:  # after the last call there is nothing to see
-                self._held = ""
-            moving = (self._state, len(self._held)) != before
-        return text, news
+        self._last = last
+        self._text, self._news = "", []
+        while self._state():
+            pass
+        return self._text, self._news
 
-    def _opening(self, first: bool) -> str:
-        """The literal text before a name."""
-        shape = self._shape
-        if first:
-            return shape.begin + shape.opening + shape.before_name
-        return shape.separator + (shape.begin if shape.begins_each else "") + shape.before_name
+    # States. Each returns whether it has got anywhere.
 
-    def _expect(self, literal: str) -> None:
-        self._state, self._left = "literal", len(literal)
-
-    def _text(self, last: bool) -> str:
+    def _free(self) -> bool:
         """Text up to the mark; what may be the beginning of one is held back, and blanks before it are no text."""
         mark, held = self._shape.begin, self._held
-        if not mark:
-            self._free = not held.startswith(self._shape.before_name[0]) or self._begun
-            if not self._free:
-                self._expect(self._opening(first=True))
-                return ""
-            self._held, self._begun = "", True
-            return held
-        at = held.find(mark)
+        at = held.find(mark) if mark else -1
         if at >= 0:
-            self._held = held[at:]
-            self._expect(self._opening(first=True))
-            return held[:at].rstrip() if self._begun or held[:at].strip() else ""
+            before = held[:at].rstrip()
+            self._say(before)
+            self._raw, self._held = held[len(before) : at], held[at:]
+            self._state = self._header_first
+            return True
         sizes = range(min(len(mark) - 1, len(held)), 0, -1)
-        keep = 0 if last else next((n for n in sizes if mark.startswith(held[-n:])), 0)
+        keep = 0 if self._last else next((n for n in sizes if mark.startswith(held[-n:])), 0)
         ready = held[: len(held) - keep]
-        if not last:
+        if (mark and not self._last) or self.num_calls:
             ready = ready.rstrip()
-        self._held = held[len(ready) :]
-        self._begun = self._begun or bool(ready)
-        return ready
+        self._say(ready)
+        self._held = held[len(ready) :] if not self._last else ""
+        return False
 
-    def _literal(self) -> None:
-        taken = min(self._left, len(self._held))
-        self._held, self._left = self._held[taken:], self._left - taken
-        if not self._left:
-            self._state = "name"
+    def _first(self) -> bool:
+        """The beginning of an answer whose calls have no mark."""
+        shape, held = self._shape, self._held
+        found = self._take(shape.prefix) if shape.prefix else False
+        if found is not None:
+            found = self._fits(shape.opening + shape.before_name)
+        if found is None and not self._last:
+            self._held = held
+            return False
+        if found:
+            self._raw, self._state = held[: len(held) - len(self._held)], self._header_first
+        else:
+            self._held, self._state = held, self._free
+        return True
 
-    def _name(self) -> list[CallDelta]:
-        name, found, rest = self._held.partition(self._shape.after_name)
-        if not found:
-            return []
-        self._index += 1
-        self._held, self._state = rest, "arguments"
-        self._depth, self._in_string, self._escaped = 0, False, False
-        unique = uuid.uuid4().hex
-        identity = unique[:9] if self._shape.short_ids else f"call_{unique[:24]}"
-        return [CallDelta(self._index, "", identity, name)]
+    def _header_first(self) -> bool:
+        shape = self._shape
+        return self._header(shape.begin + shape.opening + shape.before_name)
 
-    def _arguments(self) -> list[CallDelta]:
-        for position, letter in enumerate(self._held):
-            if self._in_string:
-                if self._escaped:
-                    self._escaped = False
-                elif letter == "\\":
-                    self._escaped = True
-                elif letter == '"':
-                    self._in_string = False
-            elif letter == '"':
-                self._in_string = True
-            elif letter in "{[":
-                self._depth += 1
-            elif letter in "}]":
-                self._depth -= 1
-                if not self._depth:
-                    piece, self._held = self._held[: position + 1], self._held[position + 1 :]
-                    self._expect(self._shape.end + self._opening(first=False))
-                    return [CallDelta(self._index, piece)]
-        piece, self._held = self._held, ""
-        return [CallDelta(self._index, piece)]
+    def _header_next(self) -> bool:
+        shape = self._shape
+        return self._header(shape.separator + shape.before_name)
+
+    def _header(self, before: str) -> bool:
+        """All of a call before its arguments, at once."""
+        shape, held = self._shape, self._held
+        found = self._take(before)
+        self._held = self._held.lstrip()
+        name = _NAME.match(self._held) if found else None
+        self._identity = None
+        if name is not None:
+            self._name, self._held = name[0], self._held[name.end() :]
+            marked = self._take(shape.id_mark) if shape.id_mark else False
+            identity = _NAME.match(self._held) if marked else None
+            if identity is not None:
+                self._identity, self._held = identity[0], self._held[identity.end() :]
+            found = None if marked is None or not self._held else self._take(shape.after_name)
+            if found and shape.arguments.begin:
+                self._held = self._held.lstrip()
+                found = self._fits(shape.arguments.begin)
+        elif found:
+            found = False if self._held else None
+        if found:
+            self._raw, self._state = "", self._arguments
+            self._index += 1
+            self._reader = shape.arguments.reader(self._tools.get(self._name))
+            identity_ = shape.call_id(self._name, self._index, self._identity)
+            self._news.append(CallDelta(self._index, "", identity_, self._name))
+            return True
+        if found is None and not self._last:
+            self._held = held
+            return False
+        self._say(self._raw + held[:1])  # no call after all: the rest is read as text
+        self._raw, self._held = "", held[1:]
+        self._state = self._free
+        return True
+
+    def _arguments(self) -> bool:
+        assert self._reader is not None
+        piece, self._held, done = self._reader.feed(self._held, self._last)
+        if piece:
+            self._news.append(CallDelta(self._index, piece))
+        if done:
+            self._state = self._after
+        elif self._last:
+            self._held = ""
+        return done
+
+    def _after(self) -> bool:
+        """The end of a call."""
+        found = self._take(self._shape.end)
+        if found is None:
+            self._held = "" if self._last else self._held
+            return False
+        self._state = self._between if found and not self._shape.begins_each else self._free
+        return True
+
+    def _between(self) -> bool:
+        """Another call of the same list, or its end."""
+        shape = self._shape
+        another = self._fits(shape.separator + shape.before_name)
+        close = self._fits(shape.close) if shape.close else False
+        if another:
+            self._state = self._header_next
+        elif close:
+            self._take(shape.close)
+            self._state = self._free
+        elif None in (another, close):
+            self._held = "" if self._last else self._held
+            return False
+        else:
+            self._state = self._free
+        return True
+
+    def _say(self, text: str) -> None:
+        self._text += text
+        self._begun = self._begun or bool(text)
+
+    def _fits(self, literal: str) -> bool | None:
+        """Whether ``held`` begins with this text; None: so far it may."""
+        return _end_of(literal, self._held)[1]
+
+    def _take(self, literal: str) -> bool | None:
+        """``_fits``, and if it does, it is read."""
+        size, found = _end_of(literal, self._held)
+        if found:
+            self._held = self._held[size:]
+        return found
+
+
+def _end_of(literal: str, held: str) -> tuple[int, bool | None]:
+    """(letters of ``held`` that are ``literal`` but for blanks, whether all of it is there; None: so far)."""
+    at = 0
+    for letter in literal:
+        if letter.isspace():
+            continue
+        while at < len(held) and held[at].isspace():
+            at += 1
+        if at == len(held):
+            return at, None
+        if held[at] != letter:
+            return at, False
+        at += 1
+    return at, True

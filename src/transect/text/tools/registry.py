@@ -1,18 +1,16 @@
-"""All forms of tool calls by name, and which of them a chat template speaks."""
+"""Which form of tool calls a model speaks, by its name or by what its chat template says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import generic, hermes, llama3, mistral
+from . import generic
+from .families import ALIASES, FAMILIES
 from .shape import CallShape
-from .spec import tool_use
+from .spec import ToolUse, tool_use
 
-SHAPES: dict[str, CallShape] = {
-    shape.name: shape for shape in (hermes.SHAPE, llama3.SHAPE, mistral.SHAPE, generic.SHAPE)
-}
-ALIASES = {"qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes", "llama3": "llama3_json"}
+SHAPES: dict[str, CallShape] = {shape.name: shape for shape in (*FAMILIES, generic.SHAPE)}
 
 
 def names() -> list[str]:
@@ -36,15 +34,20 @@ def shape_of(template: str | None, name: str = "auto") -> CallShape:
             raise ValueError(f"there is no form of tool calls {name!r}; there are {', '.join(names())}, and auto")
         return found
     source = template or ""
-    if "tools" not in source:
-        return generic.SHAPE
-    if "[TOOL_CALLS]" in source:
-        return mistral.SHAPE
-    if "<tool_call>" in source:
-        return hermes.SHAPE
-    if "ipython" in source and "parameters" in source:
-        return llama3.SHAPE
-    return generic.SHAPE
+    speaks = (shape for shape in FAMILIES if all(text in source for text in shape.told_by))
+    return next(speaks, generic.SHAPE) if "tools" in source else generic.SHAPE
+
+
+def with_tools(
+    shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
+) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+    """A conversation, and variables of its template, so that the model learns of tools and of calls."""
+    if shape.taught:
+        called = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+        return (generic.taught(messages, use) if use is not None or called else messages), {}
+    if shape.in_system:
+        return generic.in_system(shape, messages, use), {}
+    return messages, {} if use is None else {"tools": [tool.as_openai() for tool in use.tools]}
 
 
 def for_template(template: str | None, messages: Any, variables: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
@@ -63,7 +66,8 @@ def for_template(template: str | None, messages: Any, variables: Mapping[str, An
     if not isinstance(messages, Sequence) or not all(isinstance(each, Mapping) for each in messages):
         return messages, variables
     called = any(each.get("role") == "tool" or each.get("tool_calls") for each in messages)
-    if not (tools or called) or "tools" in (template or ""):
+    shape = shape_of(template)
+    if not (tools or called) or not (shape.in_system or "tools" not in (template or "")):
         return messages, variables
     rest = {name: value for name, value in variables.items() if name != "tools"}
-    return generic.taught(messages, tool_use(tools)), rest
+    return with_tools(shape, messages, tool_use(tools))[0], rest

@@ -1,20 +1,20 @@
 """The literal text of a form of tool calls, and its grammar.
 
-A call reads ``begin + before_name + NAME + after_name + ARGUMENTS + end``. All but the name and the arguments (JSON of
-the tool's schema) is fixed to the letter: that is how the model was taught to write it, and it lets the parser find the
-parts without guessing.
+A call reads ``begin + before_name + NAME + after_name + ARGUMENTS + end``. All but the name and the arguments (values
+of the tool's schema) is fixed to the letter: that is how the model was taught to write it, and it lets the parser find
+the parts without guessing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import uuid
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..grammar import lark
-from ..grammar.closed import closed
 from ..grammar.lark import Lead
-from ..grammar.sources import tidy, with_options
+from .arguments import JSON, ArgumentStyle
 from .spec import Tool, ToolUse
 
 
@@ -24,16 +24,20 @@ class CallShape:
 
     Attributes:
         name: for ``--tool-call-parser``.
-        begin: opens the calls, and each of them unless ``separator`` does; in free text it is the sign that a call
-            comes.
-            Empty: an answer that begins with ``before_name`` is a call.
         before_name, after_name, end: see above.
+        begin: opens the calls, and each of them if ``begins_each``; in free text it is the sign that a call comes.
+            Empty: an answer that begins with ``opening`` and ``before_name`` is a call.
+        told_by: a chat template with all these texts speaks this form.
+        prefix: a special token that may stand before everything, where ``begin`` is empty.
         opening: between ``begin`` and the first call.
         separator: between two calls.
         begins_each: every call has its own ``begin``.
         close: after the last call.
-        short_ids: the template wants ids of calls that are nine letters and digits.
+        id_mark, id_pattern: the model may write ``id_mark`` and an id of this regular expression after a name.
+        ids: what ids of calls look like: ``call_...``; nine letters and digits; or ``functions.NAME:NUMBER``.
+        arguments: how arguments are written.
         taught: the model's template says nothing of tools; the prompt does (``generic.py``).
+        in_system: the template takes tools as JSON text in the system message, and shows no calls (``generic.py``).
     """
 
     name: str
@@ -41,17 +45,42 @@ class CallShape:
     before_name: str
     after_name: str
     end: str
+    told_by: tuple[str, ...] = ()
+    prefix: str = ""
     opening: str = ""
     separator: str = ""
     begins_each: bool = True
     close: str = ""
-    short_ids: bool = False
+    id_mark: str = ""
+    id_pattern: str = ""
+    ids: Literal["call", "nine", "numbered"] = "call"
+    arguments: ArgumentStyle = JSON
     taught: bool = False
+    in_system: bool = False
 
     @property
-    def mark(self) -> str:
-        """What tells a call from text."""
-        return self.begin or self.before_name
+    def marks(self) -> tuple[str, ...]:
+        """All its literal texts."""
+        return (self.prefix, self.begin, self.opening, self.before_name, self.id_mark, self.after_name, self.end,
+                self.separator, self.close)  # fmt: skip
+
+    def call_id(self, name: str, index: int, written: str | None) -> str:
+        """The id of a call; ``written``: the one that the model has given it."""
+        if self.ids == "numbered":
+            return f"functions.{name}:{index if written is None else written}"
+        unique = uuid.uuid4().hex
+        return f"call_{unique[:24]}" if self.ids == "call" else written or unique[:9]
+
+    def write(self, calls: Iterable[tuple[str, Mapping[str, Any] | str]]) -> str:
+        """The text of calls, each a name and arguments: an object, or text that is left as it is."""
+        texts = []
+        for number, (name, arguments) in enumerate(calls):
+            identity = f"{self.id_mark}{number}" if self.ids == "numbered" else ""
+            head = self.before_name + name + identity + self.after_name
+            written = arguments if isinstance(arguments, str) else self.arguments.write(arguments)
+            texts.append(head + written + self.end)
+        between = self.separator + (self.begin if self.begins_each else "")
+        return self.begin + self.opening + between.join(texts) + self.close
 
     def grammar(
         self, use: ToolUse, special_ids: Mapping[str, int], lead: Lead | None = None, *, form: bool = False
@@ -64,7 +93,8 @@ class CallShape:
             form: an answer in text has a form, the grammar called ``@answer``.
 
         Raises:
-            ValueError: calls of this shape cannot be told from an answer that has a form.
+            ValueError: calls of this shape cannot be told from an answer that has a form, or a strict tool cannot be
+                kept to.
         """
         if form and use.mode == "auto" and not self.begin:
             raise ValueError(
@@ -76,18 +106,19 @@ class CallShape:
             return lark.literal(text, special_ids)
 
         calls = " | ".join(f"call_{number}" for number in range(len(use.callable)))
-        lines = [self._call(number, tool, fixed) for number, tool in enumerate(use.callable)]
+        lines = [line for number, tool in enumerate(use.callable) for line in self._call(number, tool, fixed)]
         again = (
             f" ({fixed(self.separator)} {fixed(self.begin) if self.begins_each else ''} call)*" if use.parallel else ""
         )
-        lines += [f"call: {calls}", f"calls: {fixed(self.opening)} call{again} {fixed(self.close)}"]
+        prefix = f"{fixed(self.prefix)}? " if self.prefix in special_ids else ""
+        lines += [f"call: {calls}", f"calls: {prefix}{fixed(self.opening)} call{again} {fixed(self.close)}"]
         first, other = ("", "") if lead is None else ("lead ", f" & ~{lead.begins}" if lead.begins else "")
         if use.mode != "auto" or form:
             text = "@answer | " if form and use.mode == "auto" else ""
             lines.insert(0, f"start: {first}({text}{fixed(self.begin)} calls)")
         elif not self.begin:
             # No mark: what begins like a call is one.
-            letter = self.before_name[:1]
+            letter = lark.escaped((self.opening + self.before_name)[:1])
             lines[:0] = [f"start: {first}(PLAIN | calls)?", f"PLAIN: /[^{letter}\\s](?s:.*)/{other}"]
         elif self.begin in special_ids:
             lines[:0] = [f"start: {first}(TEXT? | TEXT? {fixed(self.begin)} calls)", f"TEXT: /(?s:.+)/{other}"]
@@ -96,7 +127,11 @@ class CallShape:
             lines.append(f"TEXT: {lark.ANY_TEXT}{other}")
         return "\n".join(lines if lead is None else [*lines, lead.rules])
 
-    def _call(self, number: int, tool: Tool, fixed: Any) -> str:
-        schema = with_options(tidy(closed(tool.parameters)), lenient=not tool.strict)
-        head = fixed(f"{self.before_name}{tool.name}{self.after_name}")
-        return f"call_{number}: {head} {lark.schema(schema)} {fixed(self.end)}".rstrip()
+    def _call(self, number: int, tool: Tool, fixed: Any) -> list[str]:
+        arguments, rules = self.arguments.grammar(f"a{number}", tool, fixed)
+        if self.id_mark:
+            identity = f"({fixed(self.id_mark)} /{self.id_pattern}/)?"
+            head = f"{fixed(self.before_name + tool.name)} {identity} {fixed(self.after_name)}"
+        else:
+            head = fixed(f"{self.before_name}{tool.name}{self.after_name}")
+        return [f"call_{number}: {head} {arguments} {fixed(self.end)}".rstrip(), *rules]
