@@ -198,3 +198,30 @@ def test_what_a_command_does_is_said_in_whole(run, group):
     assert code == 0
     listed = out.partition("Commands:\n")[2]
     assert "..." not in listed.replace("warps, stages, ...)", "") and listed.count(".") >= 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("bench", "latency", "--json"),
+        ("bench", "serve", "--plot"),
+        ("bench", "collectives", "--out"),
+        ("demo", "--svg"),
+        ("roofline", "llama-3.1-8b", "--preset", "h200", "--json"),
+        ("explain", "run", "--html"),
+        ("trace", "vector_add", "--plot"),
+    ],
+    ids=lambda command: "-".join(command[:2]),
+)
+def test_a_file_that_cannot_be_written_is_said_before_the_work(run, tmp_path, command, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    rest = ("--", "python", "nothing.py") if command[0] == "explain" else ()
+    code, out, errors = run(*command, str(tmp_path / "file" / "o.svg"), *rest)
+    assert (code, out) == (2, "") and "cannot be written (a file stands where its folder would be)" in errors
+    code, out, errors = run(*command, str(tmp_path), *rest)
+    assert (code, out) == (2, "") and errors == (
+        f"transect: error: {tmp_path} cannot be written (it is a folder): choose another file\n"
+    )
+    monkeypatch.setattr("os.access", lambda place, mode: False)
+    code, out, errors = run(*command, str(tmp_path / "new" / "o.svg"), *rest)
+    assert (code, out) == (2, "") and "cannot be written (no permission to write there)" in errors

@@ -1,7 +1,10 @@
 """The GGUF reader against the gguf package's writer and reader, and against damaged files."""
 
+import errno
+import os
 import struct
 import tracemalloc
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from transect.formats.ggml_quantize import WRITABLE, quantize
 from transect.formats.gguf_file import GGUFFile
+from transect.formats.gguf_write import write_gguf
 
 
 def write(path, metadata=(), tensors=()):
@@ -280,3 +284,15 @@ def refuses_file(path, message):
     with pytest.raises(ValueError, match=message) as caught:
         GGUFFile.open(path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_system_that_takes_nothing_is_named_by_the_file_that_was_asked_for(tmp_path, monkeypatch) -> None:
+    """One that is read-only refuses to unlink, even where there is no file."""
+
+    def refuse(*arguments: object, **keywords: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), ".partial-m.gguf")
+
+    monkeypatch.setattr(gguf, "GGUFWriter", refuse)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    with pytest.raises(ValueError, match=r"^cannot write .*/m\.gguf: Read-only file system$"):
+        write_gguf(tmp_path / "m.gguf", {"general.architecture": "llama"}, [])

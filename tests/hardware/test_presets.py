@@ -2,6 +2,7 @@
 
 import pytest
 
+from transect.hardware import presets
 from transect.hardware.presets import PRESETS, preset
 
 
@@ -20,8 +21,17 @@ def test_figures_make_sense(name: str) -> None:
 def test_the_beginning_of_a_name_is_enough_where_one_begins_so() -> None:
     assert preset("h100") is preset("h100-sxm") is preset("H100")
     assert preset("h200") is PRESETS["h200"]
-    with pytest.raises(ValueError, match=r"'h' is the beginning of h100-sxm, h200; there are: a100-80gb"):
-        preset("h")
+
+
+def test_another_device_is_not_taken_for_one_whose_name_goes_on() -> None:
+    with pytest.raises(ValueError, match=r"no preset 'h20'; there are: a100-80gb"):
+        preset("h20")
+
+
+def test_the_beginning_of_several_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "PRESETS", {**PRESETS, "h100-pcie": PRESETS["l4"]})
+    with pytest.raises(ValueError, match=r"'h100' is the beginning of h100-sxm, h100-pcie; there are: a100-80gb"):
+        preset("h100")
 
 
 def test_floor_of_a_preset() -> None:

@@ -94,6 +94,8 @@ def test_page_of_the_operator(op: Op) -> None:
 
 def test_names_are_sorted_and_known() -> None:
     assert all(a.name < b.name for a, b in pairwise(OPS))
+    with pytest.raises(ValueError, match=r"no operator 'matmull'; did you mean 'matmul'\?"):
+        get("matmull")
     with pytest.raises(ValueError, match=r"no operator 'nothing'; there are: "):
         get("nothing")
 

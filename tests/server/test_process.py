@@ -199,5 +199,7 @@ def test_tls(engine, tmp_path, monkeypatch):
     assert asyncio.run(run(engine, sock, during)) == 0
     with pytest.raises(ValueError, match="cannot be used"):
         ServerOptions(model_names=("m",), ssl_certfile=key)
+    with pytest.raises(ValueError, match=r"^ssl_certfile nowhere cannot be used: there is no such file$"):
+        ServerOptions(model_names=("m",), ssl_certfile="nowhere")
     with pytest.raises(ValueError, match="needs ssl_certfile"):
         ServerOptions(model_names=("m",), ssl_keyfile=key)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .settings import output_file
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,7 +29,7 @@ def command(
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     iterations: Annotated[int, typer.Option(min=1, help="Of each size; large ones have fewer.")] = 20,
     graphs: Annotated[bool, typer.Option(help="On GPUs: replayed from a CUDA graph, as steps are.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
+    out: Annotated[Path | None, output_file(help="Write the results there, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
     """How fast ranks exchange data. Starts them here, or takes those that torchrun has started; exits with 1 when a

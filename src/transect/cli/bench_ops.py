@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .settings import output_file
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -21,7 +23,7 @@ def command(
     ops: Annotated[str, typer.Option(help="The same, separated by commas.")] = "",
     case: Annotated[str, typer.Option(help="Only cases whose name contains this.")] = "",
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda.")] = "auto",
-    json: Annotated[Path | None, typer.Option(help="Put the rows into this file; other operators' rows stay.")] = None,
+    json: Annotated[Path | None, output_file(help="Put the rows into this file; other operators' rows stay.")] = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Leave out cases that the file of --json holds from this commit and device."),

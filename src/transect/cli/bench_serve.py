@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .bench_shared import show, write
+from .bench_shared import Json, show, write
 from .serve import keys_in
+from .settings import output_file
 
 if TYPE_CHECKING:
     from ..bench.levels import Result
@@ -73,8 +74,8 @@ def command(
     ] = None,
     energy: Annotated[bool, typer.Option("--energy", help="Joules per token, where the server's GPU is here.")] = False,
     energy_gpu: Annotated[int, typer.Option(min=0, help="Its number, as nvidia-smi counts.")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture to this file (.png, .svg, .pdf).")] = None,
+    json: Json = None,
+    plot: Annotated[Path | None, output_file(help="Write a picture to this file (.png, .svg, .pdf).")] = None,
 ) -> int:
     """Load any OpenAI-compatible server and report latencies, rates and goodput. Exits with 1 where none succeeded."""
     import asyncio

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..parallel.layout import Layout
+from .settings import output_file
 
 if TYPE_CHECKING:
     from ..bench.energy import EnergyMeter
@@ -31,7 +32,7 @@ Model = Annotated[str, typer.Option(help="A built-in name, a .gguf file, a direc
 Runs = Annotated[int, typer.Option(min=1, help="Measured runs, after one that warms up; the median is shown.")]
 MeasureEnergy = Annotated[bool, typer.Option("--energy", help="Joules per token, from NVML.")]
 EnergyGpu = Annotated[int, typer.Option(min=0, help="Number of the GPU whose energy is read, as nvidia-smi counts.")]
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+Json = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,5 +166,4 @@ def write(path: Path | None, result: dict[str, Any]) -> None:
         return
     from ..bench.environment import environment
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"environment": environment(), **result}, indent=1) + "\n")

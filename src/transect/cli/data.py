@@ -32,6 +32,7 @@ def tokenize(
     turns: Annotated[str, typer.Option(help="As data.turns of a run: together or apart.")] = "together",
 ) -> None:
     """Tokenize files on all cores into a file that training maps. After an interruption, run it again: it continues."""
+    from rich.console import Console
     from rich.progress import Progress
 
     from ..train.config import DataConfig
@@ -39,7 +40,8 @@ def tokenize(
     from ..train.tokenize import tokenize
 
     chats = build(DataConfig, {"chat_template": chat_template, "turns": turns}, "--")
-    with Progress(transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokenizing")
         tokens, documents = tokenize(
             inputs,

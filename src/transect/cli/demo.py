@@ -16,6 +16,7 @@ import typer
 
 from .demo_view import Gauges, Talk, View, summary
 from .engine_options import BUILTIN, ModelArgument
+from .settings import output_file
 
 if TYPE_CHECKING:
     import httpx
@@ -36,7 +37,7 @@ STOP_WAIT_S = 20.0
 def command(
     model: ModelArgument = BUILTIN,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 128,
-    svg: Annotated[Path | None, typer.Option(help="Keep a picture of it in this file.")] = None,
+    svg: Annotated[Path | None, output_file(help="Keep a picture of it in this file.")] = None,
 ) -> None:
     """Start the server, stream eight chats at the same time, show what happens, and stop the server."""
     from rich.console import Console
@@ -44,8 +45,6 @@ def command(
     from ..models.resolve import resolve
     from .demo_picture import WIDTH, svg_of
 
-    if svg is not None and not svg.parent.is_dir():
-        raise ValueError(f"--svg {svg}: there is no folder {svg.parent}")
     console = Console()
     resolve(model)
     console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)

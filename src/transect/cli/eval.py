@@ -16,6 +16,7 @@ from .engine_options import (
     takes,
     where_it_runs,
 )
+from .settings import output_file
 
 if TYPE_CHECKING:
     from ..engine.llm import LLM
@@ -45,7 +46,7 @@ def command(
         Path | None, typer.Option(help="--formats: also those of 4 to 6 bits calibrated with this text.")
     ] = None,
     calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
-    plot: Annotated[Path | None, typer.Option(help="--formats: a picture, perplexity over bits.")] = None,
+    plot: Annotated[Path | None, output_file(help="--formats: a picture, perplexity over bits.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     **engine_settings: Any,
 ) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from .settings import output_file
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -123,8 +124,8 @@ def replay(
         raise ValueError(f"the replay differs at {found.difference}")
 
 
-HtmlFile = Annotated[Path | None, typer.Option("--html", help="Write the report as one page that loads nothing.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+HtmlFile = Annotated[Path | None, output_file("--html", help="Write the report as one page that loads nothing.")]
+JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 
 
 @application.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -132,7 +133,7 @@ def run(
     context: typer.Context,
     command: Annotated[list[str], typer.Argument(help="python SCRIPT ARGUMENTS, after --.")],
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
-    keep_trace: Annotated[Path | None, typer.Option(help="Keep the profiler's trace in this file.")] = None,
+    keep_trace: Annotated[Path | None, output_file(help="Keep the profiler's trace in this file.")] = None,
     stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
     apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
@@ -156,7 +157,7 @@ def run(
     from ..hardware.presets import preset as find
 
     script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
-    keep_trace, html, as_json = (_output(file) for file in (keep_trace, html, as_json))
+    keep_trace, html, as_json = (file and file.absolute() for file in (keep_trace, html, as_json))
     ceilings = None if preset is None else find(preset).ceilings()
     failed: ScriptFailed | None = None
     with Energies(energy, grid) as energies:
@@ -197,20 +198,6 @@ def _script(words: list[str], stdin: Any) -> Any:
     return Script(words[0], tuple(words[1:]), module, given)
 
 
-def _output(file: Path | None) -> Path | None:
-    """Where a result will be written, wherever a program goes meanwhile.
-
-    Raises:
-        ValueError: it cannot be written there; better said now than after a long run.
-    """
-    if file is None:
-        return None
-    full = file.absolute()
-    if full.is_dir() or not os.access(full.parent, os.W_OK):
-        raise ValueError(f"{file} cannot be written: choose a file in a folder that is there")
-    return full
-
-
 @application.command("trace")
 def trace(
     file: Annotated[Path, typer.Argument(help="A Chrome trace of torch.profiler: .json or .json.gz.")],
@@ -226,9 +213,9 @@ def trace(
     from ..explain.trace_file import read_trace
     from ..hardware.presets import preset as find
 
-    html, as_json = _output(html), _output(as_json)
     ceilings = machine_ceilings() if preset is None else find(preset).ceilings()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=1.0)
         recorded = read_trace(file, lambda share: progress.update(task, completed=share))
     _show(explain_trace(recorded, ceilings), as_json, html)

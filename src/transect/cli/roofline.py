@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .settings import output_file
+
 
 def command(
     subject: Annotated[str, typer.Argument(help="A model, an operator (see `transect bench ops`), or a trace file.")],
@@ -14,8 +16,8 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Sequences that decode, for a model.")] = 8,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each of them.")] = 1024,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prefill.")] = 1024,
-    svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    svg: Annotated[Path | None, output_file(help="Write a picture to this file.")] = None,
+    json: Annotated[Path | None, output_file("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Draw a roofline: FLOPs per byte against what the device can do, decode and prefill, 16 and 4 bits."""
     from json import dumps

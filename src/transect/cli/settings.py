@@ -7,6 +7,7 @@ An option's value is what the command line says; else what its environment varia
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -128,7 +129,8 @@ def load_config(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--config {path} cannot be read ({error}): give a YAML or TOML file") from None
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"--config {path} cannot be read ({reason}): give a YAML or TOML file") from None
     try:
         if path.suffix.lower() == ".toml":
             import tomllib
@@ -157,3 +159,27 @@ ConfigFile = Annotated[
         allow_from_autoenv=True,
     ),
 ]
+
+
+def _writable(context: typer.Context, file: Path | None) -> Path | None:
+    """Make the folder of a file to be written, and say now, not after a long run, that it cannot be."""
+    if file is None or context.resilient_parsing:
+        return file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        reason = "a file stands where its folder would be"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
+        reason = "it is a folder" if file.is_dir() else ""
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            reason = "no permission to write there"
+    if reason:
+        raise ValueError(f"{file} cannot be written ({reason}): choose another file")
+    return file
+
+
+def output_file(*names: str, help: str) -> Any:
+    """An option that names a file to be written."""
+    return typer.Option(*names, help=help, callback=_writable)

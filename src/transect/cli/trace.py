@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from .settings import output_file
+
 
 def command(
     op: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
@@ -16,7 +18,7 @@ def command(
         int | None, typer.Option(min=0, help="The program to look at closely; else the first of the busiest.")
     ] = None,
     row: Annotated[int, typer.Option(min=0, help="The row of its tile whose watched variables are shown.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Also draw into this file (png; matplotlib).")] = None,
+    plot: Annotated[Path | None, output_file(help="Also draw into this file (png; matplotlib).")] = None,
 ) -> None:
     """Which program touches which tile, what one program does in order, and how its running values change."""
     if "triton" not in sys.modules:

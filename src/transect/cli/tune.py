@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .settings import output_file
+
 if TYPE_CHECKING:
     from ..ops.tools.search import Found
 
@@ -33,7 +35,7 @@ def command(
     ] = False,
     keep: Annotated[bool, typer.Option(help="Keep the best in the user's tuning file.")] = True,
     ship: Annotated[bool, typer.Option("--ship", help="Keep it in the source tree instead, for everyone.")] = False,
-    json: Annotated[Path | None, typer.Option(help="Write every trial here.")] = None,
+    json: Annotated[Path | None, output_file(help="Write every trial here.")] = None,
 ) -> None:
     """Try operators' knobs (tile sizes, warps, stages, ...), or the kernels for a model's products, on this GPU; show
     what each is worth, keep the best."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,8 @@ def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[Planne
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system that is read-only refuses this even where there is no file
+            partial.unlink(missing_ok=True)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:

@@ -129,13 +129,15 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The machine called ``name``, or the one whose name begins so, in small or capital letters.
+    """The machine called ``name``, or the one whose name begins with these parts, in small or capital letters.
+
+    Parts are whole: an H20 is no H200.
 
     Raises:
         ValueError: there is none of that name, or several begin so.
     """
     wanted = name.lower()
-    found = [each for each in PRESETS if each == wanted] or [each for each in PRESETS if each.startswith(wanted or "?")]
+    found = [each for each in PRESETS if f"{each}-".startswith(f"{wanted}-")]
     if len(found) != 1:
         what = f"{name!r} is the beginning of {', '.join(found)}" if found else f"no preset {name!r}"
         raise ValueError(f"{what}; there are: {', '.join(PRESETS)}")

@@ -396,7 +396,7 @@ def _damaged(path: Path, error: BaseException) -> ValueError:
 
 
 def line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    return getattr(error, "strerror", None) or (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 def few(names: list[str]) -> str:

@@ -6,6 +6,7 @@ operator by name. An implementation is resolved to a plain callable once, when a
 
 from __future__ import annotations
 
+import difflib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -227,7 +228,9 @@ def register(op: Op) -> Op:
 def get(name: str) -> Op:
     """The entry called ``name``."""
     if name not in _OPS:
-        raise ValueError(f"no operator {name!r}; there are: {', '.join(sorted(_OPS))}")
+        near = difflib.get_close_matches(name, _OPS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(_OPS))}"
+        raise ValueError(f"no operator {name!r}; {hint}")
     return _OPS[name]
 
 

@@ -143,7 +143,9 @@ def _check_tls(certificate: str | None, key: str | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
-        raise ValueError(f"ssl_certfile {certificate} and ssl_keyfile {key} cannot be used: {error}") from None
+        named = f"ssl_certfile {certificate}" + (f" and ssl_keyfile {key}" if key is not None else "")
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise ValueError(f"{named} cannot be used: {reason}") from None
 
 
 class Serving:
