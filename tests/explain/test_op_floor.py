@@ -8,13 +8,16 @@ from torch import nn
 from torch.nn import functional
 
 from transect.explain.op_floor import cost, dtype_of, floor
+from transect.explain.program import Explain
 from transect.explain.trace import Key
 from transect.explain.trace_file import read_trace
+from transect.hardware.ceilings import Ceilings
 from transect.hardware.presets import preset
 
 HALF, FP8, LONG = "c10::bfloat16", "c10::float8_e4m3fn", "long int"
 LISTS = ("", "", "", "[16]", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1")
 GRADIENT, IMAGE, KERNEL = [2, 16, 32, 32], [2, 8, 32, 32], [16, 8, 3, 3]
+LIMITS = Ceilings("slow", 1e9, 1e9, {"float32": 1e12}, update_bytes_per_second=2e9)
 PRODUCT = 2.0 * 2 * 16 * 32 * 32 * 8 * 9
 
 
@@ -107,6 +110,85 @@ def test_attention_of_rows_of_several_lengths_is_not_guessed():
 )
 def test_what_touches_a_part_has_no_floor_of_the_whole(name, shapes, kinds, most):
     assert cost(keyed(name, shapes, kinds)).bytes == most
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "kinds", "moved"),
+    [
+        ("aten::mul", [[], [1000], [1000]], ["double", "float", "float"], 8 + 8000),  # the third is ``out``
+        ("aten::add_", [[1000], [1000], []], ["float", "float", "Scalar"], 12000),
+        ("aten::abs", [[1000], [0]], ["c10::complex<float>", "float"], 8000 + 4000),
+        ("aten::gt", [[1000], []], ["float", "Scalar"], 4000 + 1000),
+        ("aten::exponential_", [[1000], [], []], ["float", "Scalar", ""], 4000),
+        ("aten::mse_loss", [[1000], [1000], []], ["float", "float", "Scalar"], 8000),
+        ("aten::take", [[1 << 20], [4]], ["float", LONG], 0),
+        ("aten::searchsorted", [[1 << 20], [4], [], [], [], []], ["float", "float", *["Scalar"] * 2, "", ""], 16 + 16),
+        ("aten::index_select", [[1 << 20, 64], [], [4]], ["float", "Scalar", LONG], 2 * 1024 + 32),
+        ("aten::nll_loss2d_forward", [[4, 1000, 9, 9], [4, 9, 9]], ["float", LONG], 324 * 16),
+        ("aten::avg_pool2d_backward", [[4, 8, 8], [4, 16, 16]], ["float", "float"], 1024 + 4096),
+        ("aten::view_as_real", [[1000]], ["c10::complex<float>"], 0),
+        ("aten::transpose_", [[1000, 1000], [], []], ["float", "Scalar", "Scalar"], 0),
+    ],
+)
+def test_what_is_written_is_what_the_operator_says(name, shapes, kinds, moved):
+    assert cost(keyed(name, shapes, kinds)).bytes == moved
+
+
+def test_numbers_that_a_tensor_repeats_count_once(tmp_path):
+    row = torch.ones(64)
+    keys = recorded(tmp_path, lambda: torch.add(row.expand(1000, 64), 1, out=torch.empty(1000, 64)))
+    assert cost(keys["aten::add"]).bytes == 4 * (64 + 64_000) + 8
+
+
+def test_nobody_knows_how_much_a_sparse_tensor_has(tmp_path):
+    sparse = torch.sparse_coo_tensor(
+        torch.zeros(2, 3, dtype=torch.long), torch.ones(3), (1 << 10, 1 << 10), check_invariants=True
+    )
+    keys = recorded(tmp_path, lambda: torch.sparse.mm(sparse, torch.ones(1 << 10, 8)))
+    assert cost(keys["aten::_sparse_mm"]) is None and cost(keys["aten::addmm"]) is None
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Adagrad"])
+def test_a_fused_optimizer_has_its_parameters_type(tmp_path, optimizer):
+    weight = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    step = getattr(torch.optim, optimizer)([weight], fused=True)
+
+    def train():
+        (weight * torch.ones(64, 64, dtype=torch.bfloat16)).sum().backward()
+        step.step()
+
+    train()
+    found = cost(recorded(tmp_path, train)[f"aten::_fused_{optimizer.lower()}_"])
+    states = {"AdamW": 7, "SGD": 3, "Adagrad": 5}[optimizer]  # of SGD's the momentum is empty
+    assert found.bytes == pytest.approx(states * 2 * 4096, rel=0.01)
+
+
+def test_a_kernels_template_says_what_lists_hold():
+    limits = preset("h100").ceilings()
+    added = Key("aten::_foreach_add_", [[[1 << 20]] * 4, [[1 << 20]] * 4, []], ("TensorList", "TensorList", "Scalar"))
+    kernel = "void multi_tensor_apply_kernel<TensorListMetadata<2>, BinaryOpListAlphaFunctor<{}, 2, 2, 0>, float>()"
+    wide = floor(added, limits, kernel.format("float"))
+    assert wide == pytest.approx(3 * 16 * (1 << 20) / limits.copy_bytes_per_second)
+    assert floor(added, limits, kernel.format("c10::BFloat16")) == wide / 2
+
+
+def test_what_an_operator_calls_has_the_floor_alone(tmp_path):
+    """``zero_`` calls ``fill_``, and ``clone`` copies."""
+    x = torch.ones(1 << 20)
+    with Explain(LIMITS, stacks=False) as run:
+        x.zero_()
+        x.clone()
+        torch.isnan(x)
+    floors = {op.key.name: op.floor for op in run.result.split.ops}
+    assert floors["aten::zero_"] == floors["aten::clone"] == floors["aten::isnan"] == 0
+    assert min(floors["aten::fill_"], floors["aten::copy_"], floors["aten::ne"]) >= (4 << 20) / 1e9
+
+
+def test_numbers_are_updated_in_place_faster_than_they_are_copied():
+    update = keyed("aten::add_", [[1 << 20], [1 << 20], []], ["float", "float", "Scalar"])
+    assert floor(update, LIMITS) == pytest.approx((12 << 20) / 2e9)
+    fresh = keyed("aten::add", [[1 << 20], [1 << 20], []], ["float", "float", "Scalar"])
+    assert floor(fresh, LIMITS) == pytest.approx((12 << 20) / 1e9)
 
 
 def test_a_fused_adam_reads_four_tensors_and_writes_three():

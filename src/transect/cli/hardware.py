@@ -80,6 +80,8 @@ def ceiling_rows(limits: Ceilings) -> Rows:
         ("read", f"{limits.read_bytes_per_second / 1e9:.1f} GB/s"),
         ("copy (read + written)", f"{limits.copy_bytes_per_second / 1e9:.1f} GB/s"),
     ]
+    if limits.update_bytes_per_second:
+        rows.append(("update in place (read + written)", f"{limits.update_bytes_per_second / 1e9:.1f} GB/s"))
     for dtype, rate in limits.flops_per_second.items():
         rows.append((f"matmul {dtype}", f"{rate / 1e12:.2f} TFLOP/s"))
     if limits.launch_seconds:

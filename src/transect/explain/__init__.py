@@ -15,8 +15,9 @@ Any PyTorch program:
 * ``program``: ``Explain``, the context manager, and scripts; ``script`` runs one as ``python`` would. ``sampler``: what
   Python does meanwhile.
 * ``trace_file``: reads traces piece by piece. ``trace``: their events as columns of numbers.
-* ``split``: the wall time by cause. ``op_floor``: the least time of an operator. ``stretches``: when data is loaded or
-  code compiled. ``gaps``: names for what lies between, by ``doing``: what a Python stack says.
+* ``split``: the wall time by cause. ``op_floor``: the least time of an operator; ``signatures``: what PyTorch says of
+  it. ``stretches``: when data is loaded or code compiled. ``gaps``: names for what lies between, by ``doing``: what a
+  Python stack says.
 * ``findings``: what to change, by predicted gain; ``findings_host``: on the host; ``finding``: what one is.
 * ``report``: ``Explanation``, all of it, as text and JSON; ``report_html``: as a page.
 * ``changes``: what can be changed from outside of a script. ``apply``: does it, and measures again.

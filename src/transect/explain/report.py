@@ -12,6 +12,9 @@ from .gaps import Named
 from .split import PARTS, OpStat, Split
 
 MOST_OPS = 12
+SURE = 1.1
+"""An operator is faster than its floor where that is longer than its time by this factor."""
+CACHED = "operators above 100% of their floor found their inputs in a cache: floors count them from memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +59,20 @@ def lines(explanation: Explanation) -> Iterator[str]:
         yield ""
         yield "   time ms   calls   of floor  operator"
         for op in top:
-            share = "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):8.0%}"
-            yield f"{1e3 * op.seconds:10.2f} {op.calls:7d}  {share:>9}  {op.title} {op.key.shapes or ''}"[:160]
-    for note in split.notes:
+            yield f"{1e3 * op.seconds:10.2f} {op.calls:7d}  {of_floor(op):>9}  {op.title} {op.key.shapes or ''}"[:160]
+    for note in notes(explanation):
         yield f"note: {note}"
+
+
+def of_floor(op: OpStat) -> str:
+    """The share of an operator's time that its floor is; empty where it has none."""
+    return "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):.0%}"
+
+
+def notes(explanation: Explanation) -> list[str]:
+    """What is to be known of the figures."""
+    faster = any(op.floor and op.calls * op.floor > SURE * op.seconds for op in heaviest(explanation))
+    return [*explanation.split.notes, *([CACHED] if faster else [])]
 
 
 def heaviest(explanation: Explanation) -> list[OpStat]:
@@ -86,5 +99,5 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
             for op in sorted(split.ops, key=lambda op: -op.seconds)[:100]
         ],
         "facts": explanation.facts,
-        "notes": split.notes,
+        "notes": notes(explanation),
     }

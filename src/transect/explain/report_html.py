@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .report import Explanation, as_dict, heaviest
+from .report import Explanation, as_dict, heaviest, notes, of_floor
 from .roofline import points_of_trace, roofline
 from .roofline_svg import svg
 from .split import PARTS
@@ -72,7 +72,7 @@ def page(explanation: Explanation, title: str = "Where the time went") -> str:
                 escape(f"{op.title} {op.key.shapes or ''}"[:140]),
                 str(op.calls),
                 f"{1e3 * op.seconds:.2f}",
-                "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):.0%}",
+                of_floor(op),
             )
             for op in heaviest(explanation)
         ],
@@ -81,7 +81,7 @@ def page(explanation: Explanation, title: str = "Where the time went") -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style></head><body>
 <h1>{escape(title)}</h1>
-<p>Wall time {wall:.1f} ms on the {"GPU" if split.on_gpu else "CPU"}. {escape(" ".join(split.notes))}</p>
+<p>Wall time {wall:.1f} ms on the {"GPU" if split.on_gpu else "CPU"}. {escape("; ".join(notes(explanation)))}</p>
 <div id="bar">{bar}</div>
 {parts}
 <h2>What to change</h2>

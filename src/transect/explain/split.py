@@ -13,12 +13,12 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from ..hardware.ceilings import Ceilings
-from .op_floor import floor
+from .op_floor import floor, own_floors
 from .stretches import COMPILING, LOADING, pieces, stretches
 from .trace import COPY, KERNEL, OP, OVERHEAD, RANGE, RUNTIME, SET, Key, Trace
 
@@ -322,6 +322,7 @@ def _host(
     seen: set[int] = set()
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
+    least = own_floors(trace, mine, ceilings)
     segments = self_segments(trace, mine, begin, end)
     for first, last, owner, index in ((*each, index) for a, b, index in segments for each in pieces(owners, a, b)):
         if owner:
@@ -333,14 +334,16 @@ def _host(
         number = int(trace.key[index])
         stat = stats.get(number)
         if stat is None:
-            stat = stats[number] = OpStat(trace.keys[number], first=first)
+            known = None if np.isnan(least[index]) else 0.0
+            stat = stats[number] = OpStat(trace.keys[number], first=first, floor=known)
         stat.seconds += last - first
         stat.last = last
         if index not in seen:
             seen.add(index)
             stat.calls += 1
+            stat.floor = stat.floor + least[index] if stat.floor is not None else None
     for stat in stats.values():
-        stat.floor = floor(stat.key, ceilings)
+        stat.floor = stat.floor / stat.calls if stat.floor is not None else None
         parts["profiler"] += (cost := min(stat.calls * profiler_s, 0.9 * stat.seconds))
         stat.seconds -= cost
         _add_op(parts, stat)
@@ -357,9 +360,10 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
         parts["copies"] += stat.seconds
     elif stat.floor is None:
         launch = min(stat.calls * LAUNCH_S, stat.seconds)
-        plumbing = name.startswith(PLUMBING) or name.endswith("Backward0")
-        parts["launch"] += stat.seconds if plumbing else launch
-        parts["unrated"] += 0.0 if plumbing else stat.seconds - launch
+        if name.startswith(PLUMBING) or name.endswith("Backward0"):  # what takes longer frees memory, or copies
+            launch = min(stat.calls * SMALL_S, stat.seconds)
+        parts["launch"] += launch
+        parts["unrated"] += stat.seconds - launch
     else:
         least = min(stat.seconds, stat.calls * stat.floor)
         parts["floor"] += least
@@ -411,7 +415,7 @@ def _device(
         stat = stats.get(mark)
         if stat is None:
             key = trace.key_of(op) if op is not None and rank == 0 else trace.key_of(index)
-            key = Key(name, key.shapes, key.types, key.values, key.nodes, trace.key_of(index).bytes)
+            key = replace(key, name=name, bytes=trace.key_of(index).bytes)
             stat = stats[mark] = OpStat(key, first=float(trace.ts[index]))
             if op is not None and rank == 0:
                 stat.operator = trace.key_of(op).name

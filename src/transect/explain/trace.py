@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,9 @@ KINDS = {
     "overhead": OVERHEAD,
 }
 """By ``cat``, in the spellings of the versions that there were."""
+NARROWEST = ("c10::half", "c10::bfloat16", "float", "double")
+OPTIMIZERS = ("aten::_foreach", "aten::_fused_")
+"""Operators whose lists are parameters, gradients and states."""
 LARGEST = 1 << 62
 """No time and no number in a trace is larger."""
 
@@ -48,6 +51,11 @@ class Key:
     nodes: bool = False
     bytes: int = 0
     """Those that a copy moves."""
+    strides: Any = None
+    """Of its inputs, where one of them repeats numbers (a stride of 0), or has none, as a sparse tensor."""
+    listed: str = ""
+    """The type of the numbers in its lists of tensors, which no trace has: what other operators say of tensors of these
+    shapes."""
 
 
 class Trace:
@@ -124,14 +132,16 @@ class Trace:
         size: Any = args.get("bytes") if kind in (COPY, SET) else 0
         counted = int(size) if _number(size) else 0
         nodes = "Sequence number" in args and kind == OP and not name.endswith(("Backward0", "AccumulateGrad"))
-        mark = (name, repr(shapes), repr(types), repr(values), counted, nodes)
+        strides = args.get("Input Strides")
+        strides = strides if shapes is not None and _unusual(shapes, strides) else None
+        mark = (name, repr(shapes), repr(types), repr(values), counted, nodes, repr(strides))
         number = self._numbers.get(mark)
         if number is None:
             number = self._numbers[mark] = len(self.keys)
             listed = types if isinstance(types, (list, tuple)) else ()
             plain = tuple(each.lower() if "c10" in each else each for each in map(_printable, listed))
             concrete = tuple(str(each) for each in values) if isinstance(values, (list, tuple)) else ()
-            self.keys.append(Key(sys.intern(_printable(name)), shapes, plain, concrete, nodes, counted))
+            self.keys.append(Key(sys.intern(_printable(name)), shapes, plain, concrete, nodes, counted, strides))
         return number
 
     def close(self) -> None:
@@ -149,6 +159,27 @@ class Trace:
         self._columns = {name: array(column.typecode) for name, column in self._columns.items()}
         self.size_kept = len(self.ts)
         self._numbers.clear()
+        self._type_lists()
+
+    def _type_lists(self) -> None:
+        """Give lists of tensors the narrowest floating-point type that other operators have for tensors of their
+        shapes; of an optimizer's lists, what gradients of these shapes have."""
+        seen: dict[bool, dict[str, set[str]]] = {True: {}, False: {}}
+        for key in self.keys:
+            gradient = key.name == "torch::autograd::AccumulateGrad"
+            for shape, kind in zip(key.shapes if isinstance(key.shapes, list) else (), key.types, strict=False):
+                if shape and kind in NARROWEST:
+                    seen[gradient].setdefault(repr(shape), set()).add(kind)
+        for number, key in enumerate(self.keys):
+            if "TensorList" not in key.types or not isinstance(key.shapes, list):
+                continue
+            lists = [each for each, kind in zip(key.shapes, key.types, strict=False) if kind == "TensorList"]
+            shapes = {repr(shape) for each in lists if isinstance(each, list) for shape in each}
+            first = key.name.startswith(OPTIMIZERS)
+            for kinds in [seen[True]] * first + [seen[False]]:
+                if found := set().union(*(kinds.get(shape, ()) for shape in shapes)):
+                    self.keys[number] = replace(key, listed=min(found, key=NARROWEST.index))
+                    break
 
     def drop_before(self, moment: float) -> None:
         """Forget the events that ended before a moment; times stay as they are."""
@@ -176,6 +207,21 @@ class Trace:
     def on_gpu(self) -> bool:
         """Whether kernels ran."""
         return bool((self.kind == KERNEL).any())
+
+
+def _unusual(shapes: list[Any], strides: Any) -> bool:
+    """Whether a tensor, or one in a list of them, repeats numbers, or has no strides."""
+    if not isinstance(strides, list):
+        return False
+    for shape, steps in zip(shapes, strides, strict=False):
+        if not isinstance(shape, list) or not isinstance(steps, list):
+            continue
+        if shape and isinstance(shape[0], list):
+            if _unusual(shape, steps):
+                return True
+        elif shape and (0 in steps or not steps):
+            return True
+    return False
 
 
 def _number(value: Any) -> bool:

@@ -20,6 +20,8 @@ class Ceilings:
         host_to_device_bytes_per_second: from pinned host memory; None on a processor, or where not known.
         device_to_host_bytes_per_second: into pinned host memory.
         memory_bytes: size of the device's memory; None where not known.
+        update_bytes_per_second: bytes read plus bytes written where numbers are changed in place, on a processor faster
+            than a copy; None where not measured.
     """
 
     device: str
@@ -30,6 +32,7 @@ class Ceilings:
     host_to_device_bytes_per_second: float | None = None
     device_to_host_bytes_per_second: float | None = None
     memory_bytes: int | None = None
+    update_bytes_per_second: float | None = None
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of matrix products on numbers of ``dtype``: a processor that multiplies floats faster than halves can

@@ -40,13 +40,15 @@ def best_seconds(work: Callable[[], object], repeats: int = REPEATS) -> float:
     return min(times)
 
 
-def memory_bandwidth() -> tuple[float, float]:
-    """(read, copy) in bytes per second with torch's current number of threads; a copy counts both directions."""
+def memory_bandwidth() -> tuple[float, float, float]:
+    """(read, copy, update in place) in bytes per second with torch's current number of threads; a copy and an update
+    count both directions."""
     source = torch.ones(PROBE_BYTES // 4)
     target = torch.empty_like(source)
     read = PROBE_BYTES / best_seconds(source.sum)
     copy = 2 * PROBE_BYTES / best_seconds(lambda: target.copy_(source))
-    return read, copy
+    update = 2 * PROBE_BYTES / best_seconds(lambda: target.neg_())
+    return read, copy, update
 
 
 def matmul_rate(dtype: torch.dtype) -> float:
@@ -68,9 +70,9 @@ def launch_seconds(launches: int = LAUNCHES) -> float:
 
 
 def measure() -> Ceilings:
-    """Read and copy bandwidth over 256 MiB, matrix products in float32 and bfloat16, and the cost of an eager call."""
-    read, copy = memory_bandwidth()
+    """Bandwidth of reads, copies and updates over 256 MiB, products in float32 and bfloat16, cost of an eager call."""
+    read, copy, update = memory_bandwidth()
     rates = {str(d).removeprefix("torch."): matmul_rate(d) for d in (torch.float32, torch.bfloat16)}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = f"{processor_name()}, {torch.get_num_threads()} threads"
-    return Ceilings(name, read, copy, rates, launch_seconds(), memory_bytes=memory)
+    return Ceilings(name, read, copy, rates, launch_seconds(), memory_bytes=memory, update_bytes_per_second=update)

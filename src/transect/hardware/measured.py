@@ -27,7 +27,7 @@ from .load import QUIET, cpu_load, gpu_load, wait_until_quiet
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
