@@ -43,6 +43,11 @@ from transect.train.schedule import factor
         ),
         ({"model": "m", "optimizer": {"beta1": 1.0}}, r"optimizer\.beta1 must be at least 0 and less than 1"),
         ({"model": "m", "lora": {"targets": ["qkv"]}}, "lora.targets must be some of q, k"),
+        (
+            {"model": "m", "objective": "kto", "data": {"streaming": True}},
+            "'kto' needs all of its rows before the first",
+        ),
+        ({"model": "m", "grpo": {"reward_weights": [float("nan")]}}, r"grpo\.reward_weights must be finite numbers"),
         ({"model": "m", "grpo": {"group": 1}}, r"grpo\.group must be at least 2"),
         ({"model": "m", "schedule": {"final": 2}}, r"schedule\.final is a share"),
     ],
@@ -50,6 +55,11 @@ from transect.train.schedule import factor
 def test_mistakes_are_named(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig.from_dict(values)
+
+
+def test_settings_make_good_what_a_stored_run_has_wrong() -> None:
+    values = {"model": "m", "objective": "grpo", "data": {"streaming": True}}
+    assert not TrainConfig.from_dict(values, ["data.streaming=false"]).data.streaming
 
 
 def test_tables_that_mean_nothing_are_told_of() -> None:

@@ -246,6 +246,51 @@ def test_rewards_are_weighted_sums_and_none_counts_for_nothing(tmp_path, monkeyp
     assert {"reward/length", "reward/vowels"} <= set(extra)
 
 
+def test_exact_says_nothing_of_a_row_without_an_answer() -> None:
+    """An empty answer is not right there, nor is "None"."""
+    judge = Judge(["exact"], [])
+    said = [judge(*given)[0] for given in (("", {}), ("None", {"answer": None}), (" 3\n", {"answer": 3}))]
+    assert np.isnan(said[:2]).all() and said[2] == 1
+
+
+def test_prompts_that_cannot_be_used_are_left_out_and_told_of(tmp_path) -> None:
+    good, long = {"prompt": "1?", "answer": "1"}, {"prompt": "?" * 99}
+    (tmp_path / "odd.jsonl").write_text("\n".join([json.dumps(good), "{", json.dumps(long), '{"prompt": null}']))
+    odd = {"train": [str(tmp_path / "odd.jsonl")], "on_bad_row": "skip"}
+    objective = Trainer(grpo_run(tmp_path, data=odd)).objective
+    said = " ".join(objective.described())
+    assert said.startswith("1 prompts") and said.count("left out 1 row: ") == 3
+    assert "the prompt has 118 tokens" in said and "line 2" in said
+    (tmp_path / "odd.jsonl").write_text(json.dumps(long))
+    with pytest.raises(ValueError, match="no row that can be used; left out 1 row: the prompt has 118 tokens"):
+        Trainer(grpo_run(tmp_path, data=odd))
+
+
+ODD = """
+import sys
+
+def ends(answer, record):
+    sys.exit()
+
+def huge(answer, record):
+    return 1e200
+
+def changes(answer, record):
+    record["prompt"]["content"] = "another"
+    return len(answer)
+"""
+
+
+def test_what_a_reward_does_to_its_row_or_the_process_stays_with_it(tmp_path) -> None:
+    (tmp_path / "odd.py").write_text(ODD)
+    record = {"prompt": {"content": "this"}}
+    assert Judge([f"{tmp_path}/odd.py:changes"], [])("four", record) == [4.0]
+    assert record == {"prompt": {"content": "this"}}
+    for name, message in (("ends", "raised SystemExit"), ("huge", "must return a finite number")):
+        with pytest.raises(StepFailed, match=message):
+            Judge([f"{tmp_path}/odd.py:{name}"], [])("four", record)
+
+
 def test_a_reward_that_raises_names_the_record_and_the_run_is_saved(tmp_path) -> None:
     config = grpo_run(tmp_path, steps=4)
     trainer = Trainer(config)

@@ -127,12 +127,19 @@ def test_grpo_resumes_to_the_last_bit(tmp_path) -> None:
     [
         ("dpo", {"prompt": "x", "chosen": "y"}, "line 1: no layout is known with the keys prompt, chosen;"),
         ("dpo", {"prompt": "x", "chosen": "y", "rejected": ""}, '"rejected" must be text'),
-        ("grpo", {"answer": "3"}, 'line 1 needs a "prompt"'),
+        ("grpo", {"answer": "3"}, 'line 1: the row needs a "prompt"; its keys are answer'),
+        ("grpo", {"prompt": 3}, 'line 1: "prompt" must be a list of messages'),
+        ("grpo", {"prompt": "", "answer": "3"}, 'line 1: "prompt" must be text'),
+        ("grpo", {"prompt": [{"role": "user"}]}, 'line 1: messages.0. needs a "content"'),
+        ("grpo", {"prompt": "x", "tools": [3]}, "line 1: tools.0. must be an object such as"),
+        ("grpo", {"prompt": "x" * 99, "answer": "3"}, "the prompt has 118 tokens; .* leaves room for 60 beside"),
+        ("grpo", {"prompt": "x"}, '"exact" compares with a row\'s "answer", and no row of data.train has one'),
     ],
 )
 def test_bad_data_is_named(tmp_path, objective: str, line: dict, message: str) -> None:
     (tmp_path / "bad.jsonl").write_text(json.dumps(line) + "\n")
-    config = tiny_run(tmp_path, objective=objective, data={"train": [str(tmp_path / "bad.jsonl")]})
+    data = {"train": [str(tmp_path / "bad.jsonl")]}
+    config = tiny_run(tmp_path, objective=objective, data=data, grpo={"max_tokens": 4})
     with pytest.raises(ValueError, match=message):
         Trainer(config)
 

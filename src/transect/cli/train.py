@@ -30,8 +30,6 @@ def command(
     ] = "",
 ) -> int:
     """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume goes on as if nothing had happened."""
-    import dataclasses
-
     from ..train import checkpoint
     from ..train.config import TrainConfig
     from ..train.follow import Run, crew, follow, started_again
@@ -42,8 +40,7 @@ def command(
         if config is not None:
             raise ValueError("a resumed run brings its own configuration: leave the file out")
         found = checkpoint.newest(run or newest_run(Path("runs")))
-        settings = TrainConfig.from_dict(found.state["config"])
-        settings = dataclasses.replace(settings, run_dir=str(found.path.parent)).changed(changes)
+        settings = TrainConfig.from_dict({**found.state["config"], "run_dir": str(found.path.parent)}, changes)
     elif config is None:
         raise ValueError("give a TOML file to train by, or --resume")
     else:

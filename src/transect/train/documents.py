@@ -35,6 +35,13 @@ class Tally:
     first: dict[str, str] = field(default_factory=dict)
     """The place of the first row that was left out for a reason."""
 
+    def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
+        """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
+        if not skip:
+            raise ValueError(f'{where}: {why}; data.on_bad_row = "skip" leaves such rows out and counts them') from None
+        self.left_out[str(why)] += 1
+        self.first.setdefault(str(why), where)
+
     def __str__(self) -> str:
         what = f"{self.read} rows, {self.layout}; trained on: {self.trained}" if self.layout else "one text"
         what = "no row that can be used" if self.left_out and not self.read else what
@@ -74,12 +81,7 @@ class Forms:
                     raise ValueError(f"this row is {found.name}, and those before are {layout.name}")
                 made = use(found.read(row))
             except ValueError as error:
-                if not self._skip:
-                    raise ValueError(
-                        f'{where}: {error}; data.on_bad_row = "skip" leaves such rows out and counts them'
-                    ) from None
-                tally.left_out[str(error)] += 1
-                tally.first.setdefault(str(error), where)
+                tally.leave_out(where, error, skip=self._skip)
                 continue
             if layout is None:
                 layout = found

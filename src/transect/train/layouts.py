@@ -200,6 +200,15 @@ def _preference(row: Mapping[str, Any]) -> Preference:
     return Preference(prompt, sides[0], sides[1], _tools(row))
 
 
+def prompt_of(row: Mapping[str, Any]) -> tuple[Messages, list[Any] | None]:
+    """The prompt of a row that needs no answer, and its tools. ValueError if there is none."""
+    if "prompt" not in row:
+        raise ValueError(f'the row needs a "prompt"; its keys are {", ".join(map(str, row))}')
+    if isinstance(row["prompt"], str):
+        return [{"role": "user", "content": _string(row, "prompt")}], _tools(row)
+    return _messages(row, "prompt"), _tools(row)
+
+
 VERDICTS = {"true": True, "false": False}
 
 

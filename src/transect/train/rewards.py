@@ -6,6 +6,7 @@ number, or None where it has nothing to say about the answer.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import math
@@ -16,15 +17,20 @@ from typing import Any
 
 import numpy as np
 
+from .documents import Tally
 from .files import find
+from .layouts import Messages, prompt_of
 from .objectives.base import StepFailed
 
+LARGEST = 1e100
+"""Beyond it squares of rewards are not finite."""
 Reward = Callable[[str, Mapping[str, Any]], float | None]
 
 
-def exact(answer: str, record: Mapping[str, Any]) -> float:
-    """1 where the answer, stripped, equals the row's ``answer``; 0 elsewhere."""
-    return float(answer.strip() == str(record.get("answer", "")).strip())
+def exact(answer: str, record: Mapping[str, Any]) -> float | None:
+    """1 where the answer, stripped, equals the row's ``answer``, 0 where not; None where the row has none."""
+    right = record.get("answer")
+    return None if right is None else float(answer.strip() == str(right).strip())
 
 
 def reward_function(name: str) -> Reward:
@@ -96,11 +102,11 @@ class Judge:
         for name, function in zip(self.names, self._functions, strict=True):
             where = f"the reward {name} of the answer {answer!r:.200} to the record {dict(record)!r:.400}"
             try:
-                value = function(answer, record)
+                value = function(answer, copy.deepcopy(record))
                 number = math.nan if value is None else float(value)
-            except Exception as error:  # the function is the user's: anything may happen in it
+            except (Exception, SystemExit) as error:  # the function is the user's: anything may happen in it
                 raise StepFailed(f"{where} raised {type(error).__name__}: {error}") from error
-            if value is not None and not math.isfinite(number):
+            if value is not None and not abs(number) < LARGEST:
                 raise StepFailed(f"{where} is {value}: the function must return a finite number or None")
             found.append(number)
         return found
@@ -111,18 +117,45 @@ class Judge:
         return np.where(np.isnan(rewards).all(1), np.nan, sums)
 
 
-def read_prompts(paths: Sequence[str], setting: str = "data.train") -> list[dict[str, Any]]:
-    """Rows with a ``prompt``: a string or messages. ValueError names the place of a bad row."""
-    records = []
+Prompt = tuple[dict[str, Any], list[int]]
+"""A row of the data, and its prompt as tokens."""
+
+
+def read_prompts(
+    paths: Sequence[str],
+    encode: Callable[[Messages, list[Any] | None], list[int]],
+    *,
+    setting: str = "data.train",
+    skip: bool = False,
+    tell: Callable[[str], None] = lambda said: None,
+) -> list[Prompt]:
+    """Rows with a ``prompt``: a string or messages.
+
+    Args:
+        encode: the tokens of a prompt's messages and tools; ValueError for one that cannot be answered.
+        skip: leave out rows that cannot be used.
+        tell: is told of each file with such rows.
+
+    Raises:
+        ValueError: no file, no prompt in any, or a row that cannot be used; its place is named.
+    """
+    prompts: list[Prompt] = []
+    why: list[str] = []
     for file in find(list(paths), setting):
         if file.kind in ("text", "tokens"):
             raise ValueError(f'{file.path} holds no prompts: objective = "grpo" needs rows with a "prompt"')
+        tally = Tally(str(file.path), "prompts", "the answers to them")
         for where, row in file.rows():
-            if isinstance(row, ValueError):
-                raise ValueError(f"{where}: {row}")
-            if not row.get("prompt"):
-                raise ValueError(f'{where} needs a "prompt"; its keys are {", ".join(map(str, row))}')
-            records.append(dict(row))
-    if not records:
-        raise ValueError(f"no prompts: name a file with them in {setting}")
-    return records
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                prompts.append((dict(row), encode(*prompt_of(row))))
+                tally.read += 1
+            except ValueError as error:
+                tally.leave_out(where, error, skip=skip)
+        if tally.left_out:
+            why.append(str(tally))
+            tell(why[-1])
+    if not prompts:
+        raise ValueError("; ".join(why) or f"no prompts: name a file with them in {setting}")
+    return prompts

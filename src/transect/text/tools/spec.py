@@ -69,6 +69,8 @@ def tools_of(values: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     found: dict[str, Tool] = {}
     for number, value in enumerate(values):
         where = f"tools[{number}]"
+        if not isinstance(value, Mapping):
+            raise ValueError(f'{where} must be an object such as {{"type": "function", "function": {{"name": "f"}}}}')
         if value.get("type", "function") != "function":
             kind = str(value.get("type"))[:40]
             raise ValueError(f"{where} is of type {kind!r}; this server knows tools of type 'function' only")

@@ -103,7 +103,8 @@ class GRPOConfig:
     """Reinforcement learning from rewards.
 
     Attributes:
-        reward: one or several functions. ``exact`` is 1 where the answer, stripped, equals the row's ``answer``.
+        reward: one or several functions. ``exact`` is 1 where the answer, stripped, equals the row's ``answer``,
+            and says nothing of rows without one.
             ``module:function`` or ``path/to/file.py:function`` is called as ``function(answer_text, record)``;
             ``record`` is the prompt's row of the data. It returns a number, or None where it has nothing to say.
         reward_weights: what each function's reward is multiplied by in the sum; empty: 1.
@@ -163,6 +164,8 @@ class GRPOConfig:
                 f"grpo.reward_weights has {len(self.reward_weights)} numbers for {len(self.reward)} functions of "
                 "grpo.reward: give one for each"
             )
+        if not all(map(math.isfinite, self.reward_weights)):
+            raise ValueError(f"grpo.reward_weights must be finite numbers, not {list(self.reward_weights)}")
         if self.minibatches > self.prompts * self.group:
             raise ValueError(
                 f"grpo.minibatches ({self.minibatches}) is more than the {self.prompts * self.group} answers of a "

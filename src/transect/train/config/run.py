@@ -123,6 +123,11 @@ class TrainConfig:
             raise ValueError(f"log_to knows {', '.join(PLACES)}, not {', '.join(unknown)}")
         if self.data.weights and self.objective not in ("next_token", "distill"):
             raise ValueError(f'data.weights is for objective = "next_token" or "distill", not {self.objective!r}')
+        if self.data.streaming and self.objective not in ("next_token", "distill"):
+            raise ValueError(
+                f"data.streaming reads text and chats as the run goes; objective = {self.objective!r} needs all of its "
+                "rows before the first step: leave data.streaming out"
+            )
         if self.patience and not (self.eval_every and self.data.validation):
             raise ValueError("patience counts measurements on data.validation: set that, and eval_every")
         if self.memory:
@@ -168,13 +173,13 @@ class TrainConfig:
             raise ValueError(f"cannot read {path}: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is not TOML: {error}") from None
-        return cls.from_dict(_overridden(values, settings))
+        return cls.from_dict(values, settings)
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainConfig:
+    def from_dict(cls, values: Mapping[str, Any], settings: Sequence[str] = ()) -> TrainConfig:
         """From nested mappings, such as ``to_dict`` gives; what they leave out and the task decides is filled in
-        (``defaults.py``). Errors as in ``from_toml``."""
-        config: TrainConfig = build(cls, by_task(values), "")
+        (``defaults.py``). ``settings`` and errors are as in ``from_toml``."""
+        config: TrainConfig = build(cls, by_task(_overridden(values, settings)), "")
         return config
 
     def changed(self, settings: Sequence[str]) -> TrainConfig:
@@ -183,7 +188,7 @@ class TrainConfig:
         Raises:
             ValueError: not such a setting, or as in ``from_toml``.
         """
-        return self.from_dict(_overridden(self.to_dict(), settings))
+        return self.from_dict(self.to_dict(), settings)
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values."""

@@ -42,6 +42,7 @@ from ..config import TrainConfig
 from ..data import Position
 from ..drawn import Cut, kept_tokens
 from ..identity import base_identity
+from ..layouts import Messages
 from ..logprobs import batch_hidden, token_logprobs
 from ..model import Trainable
 from ..reference import Reference
@@ -63,6 +64,7 @@ class GRPO(Objective):
         self.position = Position()
         settings = config.grpo
         self._judge = Judge(settings.reward, settings.reward_weights)
+        self._left_out: list[str] = []
         self._records, self._prompts = self._read(config.data.train, "data.train")
         self._held_out = self._read(config.data.validation, "data.validation") if config.data.validation else None
         self._cut = Cut(settings.top_k, settings.top_p, settings.min_p)
@@ -75,6 +77,7 @@ class GRPO(Objective):
     def described(self) -> Sequence[str]:
         files = ", ".join(self._config.data.train)
         lines = [f"{len(self._prompts)} prompts from {files}; rewards: {', '.join(self._judge.names)}"]
+        lines += self._left_out
         if self._reference is not None:
             lines.append(f"the reference is a copy of what is trained: {self._reference.nbytes / 2**20:.1f} MiB")
         return lines
@@ -178,20 +181,24 @@ class GRPO(Objective):
         """The rows of prompts, and the prompts as tokens."""
         template = self._trainable.template
         assert template is not None
-        records = read_prompts(paths, setting)
-        prompts = []
-        for record in records:
-            prompt = record["prompt"]
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-            tools = {"tools": record["tools"]} if record.get("tools") else {}
-            prompts.append(chat_tokens(template, self._tokenizer, messages, **tools)[1])
-        check_ids(max(map(max, prompts)), self._trainable.source.config.vocab_size, setting)
         room = self._config.data.seq_len - self._config.grpo.max_tokens
-        if max(map(len, prompts)) > room:
-            raise ValueError(
-                f"a prompt of {setting} has {max(map(len, prompts))} tokens; data.seq_len leaves room for {room} "
-                "beside an answer: raise it or lower grpo.max_tokens"
-            )
+
+        def encode(messages: Messages, tools: list[Any] | None) -> list[int]:
+            variables: dict[str, Any] = {"tools": tools} if tools else {}
+            ids = chat_tokens(template, self._tokenizer, messages, **variables)[1]
+            if len(ids) > room:
+                raise ValueError(
+                    f"the prompt has {len(ids)} tokens; data.seq_len leaves room for {room} beside an answer: raise it "
+                    "or lower grpo.max_tokens"
+                )
+            return ids
+
+        skip = self._config.data.on_bad_row == "skip"
+        found = read_prompts(paths, encode, setting=setting, skip=skip, tell=self._left_out.append)
+        records, prompts = [record for record, _ in found], [ids for _, ids in found]
+        check_ids(max(map(max, prompts)), self._trainable.source.config.vocab_size, setting)
+        if "exact" in self._judge.names and all(record.get("answer") is None for record in records):
+            raise ValueError(f'grpo.reward = "exact" compares with a row\'s "answer", and no row of {setting} has one')
         return records, prompts
 
     # ---- a rollout ---------------------------------------------------------------------------------------------------
