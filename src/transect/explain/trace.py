@@ -52,7 +52,7 @@ class Key:
     bytes: int = 0
     """Those that a copy moves."""
     strides: Any = None
-    """Of its inputs, where one of them repeats numbers (a stride of 0), or has none, as a sparse tensor."""
+    """Those of its inputs, where one of them repeats numbers (a stride of 0) or, sparse, has none."""
     listed: str = ""
     """The type of the numbers in its lists of tensors, which no trace has: what other operators say of tensors of these
     shapes."""
