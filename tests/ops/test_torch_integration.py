@@ -28,9 +28,9 @@ def usable(implementation: Implementation) -> Callable[..., Any]:
         pytest.skip(str(error))
 
 
-def example_of(op: Op, made: Implementation, which: int = 0) -> dict[str, Any]:
-    """A non-empty example that the implementation takes, on the device, in a dtype that it takes."""
-    dtype = getattr(torch, "float32" if "float32" in made.dtypes else made.dtypes[0])
+def example_of(op: Op, made: Implementation, which: int = 0, wanted: str = "float32") -> dict[str, Any]:
+    """A non-empty example that the implementation takes, on the device, in the dtype wanted or one that it takes."""
+    dtype = getattr(torch, wanted if wanted in made.dtypes else made.dtypes[0])
 
     def place(key: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
@@ -79,6 +79,8 @@ def test_opcheck(op: Op, implementation: Implementation) -> None:
     inputs = example_of(op, implementation)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(call, (), inputs, test_utils=tests)
+    half = example_of(op, implementation, wanted="bfloat16")  # results of a fixed dtype are found out
+    torch.library.opcheck(call, (), half, test_utils="test_faketensor")
     if proving():  # like the next test, with sizes that may change
         torch.library.opcheck(call, (), inputs, test_utils="test_aot_dispatch_dynamic")
 

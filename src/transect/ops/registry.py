@@ -228,7 +228,7 @@ def register(op: Op) -> Op:
 def get(name: str) -> Op:
     """The entry called ``name``."""
     if name not in _OPS:
-        near = difflib.get_close_matches(name, _OPS, n=1)
+        near = difflib.get_close_matches(name, _OPS, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(_OPS))}"
         raise ValueError(f"no operator {name!r}; {hint}")
     return _OPS[name]
