@@ -29,13 +29,17 @@ def text_plot(values: Sequence[float], width: int = WIDTH, height: int = HEIGHT)
 
 def show(curves: Mapping[str, Sequence[float]], file: Path | None = None) -> None:
     """Print each curve, or with ``file`` (a .png, .svg or .pdf) draw all of them into it with matplotlib."""
-    if file is None:
+    figures = None
+    if file is not None:
+        try:
+            import matplotlib.figure as figures
+        except ImportError:
+            print("--plot needs matplotlib: pip install matplotlib")
+    if file is None or figures is None:
         for name, values in curves.items():
             print(f"\n{name}, by step\n{text_plot(values)}")
         return
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
+    figure = figures.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, values in curves.items():
         axes.plot(range(1, len(values) + 1), values, label=name)

@@ -28,7 +28,6 @@ from pathlib import Path
 
 import torch
 from curve import show
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 from transect.ops.activation.gelu import gelu
@@ -43,6 +42,10 @@ Data = tuple[Tensor, Tensor]
 
 def data(seed: int = 0) -> tuple[Data, Data]:
     """(pictures ``[N, 64]`` from 0 to 1, digits ``[N]``) to train on, and 397 of them to test with."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise SystemExit("the digits come with scikit-learn: pip install scikit-learn") from None
     pictures, digits = load_digits(return_X_y=True)
     order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed))
     x, y = torch.tensor(pictures, dtype=torch.float32)[order] / 16, torch.tensor(digits)[order]

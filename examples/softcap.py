@@ -6,6 +6,8 @@ Shapes: x and the result ``[...]``. Bound by bytes: some 10 FLOPs an element aga
 ``TRITON_INTERPRET=1 python examples/softcap.py`` checks it against float64 without a GPU.
 """
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
@@ -16,8 +18,7 @@ from transect.ops.tools.accuracy import check
 
 
 def reference(x: Tensor, cap: float) -> Tensor:
-    wide = x.to(compute_dtype(x.dtype))
-    return (cap * torch.tanh(wide / cap)).to(x.dtype)
+    return (cap * torch.tanh(x.to(compute_dtype(x.dtype)) / cap)).to(x.dtype)
 
 
 @kernel

@@ -96,3 +96,11 @@ def test_help_loads_neither_torch_nor_triton() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+
+
+def test_without_triton_a_trace_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    """Builds of torch for processors bring none."""
+    monkeypatch.setattr("transect.ops.tools.trace.triton", None)
+    code, out, err = run(capsys, "trace", "vector_add")
+    assert (code, out) == (2, "")
+    assert err == "transect: error: Triton is not installed: pip install 'transect[gpu]'\n"

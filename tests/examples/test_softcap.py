@@ -20,4 +20,4 @@ def test_it_checks_itself_against_float64() -> None:
 
 
 def test_it_fits_in_eighty_lines() -> None:
-    assert len(FILE.read_text().splitlines()) < 80
+    assert len(FILE.read_text().splitlines()) <= 80

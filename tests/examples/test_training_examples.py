@@ -112,3 +112,32 @@ def test_adapters_learn_over_four_bits(smollm2) -> None:
     assert 4 < bits < 6
     losses = [float(value) for value in re.findall(r"loss (\S+) nats", out)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("missing", "example", "message"),
+    [
+        ("sklearn", ("digits",), "the digits come with scikit-learn: pip install scikit-learn"),
+        (
+            "matplotlib",
+            ("line", "--steps", "9", "--plot", "line.png"),
+            "--plot needs matplotlib: pip install matplotlib",
+        ),
+        ("triton", ("softcap",), "Triton is not installed: pip install 'transect[gpu]'"),
+    ],
+    ids=["digits", "plot", "kernel"],
+)
+def test_a_package_that_is_missing_is_named(missing: str, example: tuple[str, ...], message: str) -> None:
+    """An installation for running models has none of these."""
+    file, *rest = example
+    lines = (
+        "import runpy, sys",
+        f"sys.modules[{missing!r}] = None",
+        f"sys.argv = ['example', *{rest!r}]",
+        f"sys.path.insert(0, {str(EXAMPLES)!r})",
+        f"runpy.run_path({str(EXAMPLES / file)!r} + '.py', run_name='__main__')",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent / "src")}
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert any(line.endswith(message) for line in (done.stdout + done.stderr).splitlines()), done.stderr

@@ -181,7 +181,7 @@ def _one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     text = " ".join(str(error).split())
-    if isinstance(error, ValueError) or type(error).__name__ in ("EngineDeadError", "TrainingStopped"):
+    if isinstance(error, ValueError) or type(error).__name__ in ("EngineDeadError", "TrainingStopped", "Unavailable"):
         return text
     return f"{type(error).__name__}: {text} (this should not happen; `transect --debug ...` shows where)"
 

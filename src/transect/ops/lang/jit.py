@@ -52,6 +52,7 @@ def interpreter_refusal(triton_version: str, numpy_version: str) -> str:
     )
 
 
+MISSING = "Triton is not installed: pip install 'transect[gpu]'"
 INTERPRETED: bool = triton is not None and bool(triton.knobs.runtime.interpret)
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TRITON_TARGETS = ("sm_80", "sm_90", "gfx942")
@@ -100,7 +101,7 @@ def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
 
     def load() -> Callable[..., Any]:
         if triton is None:
-            raise Unavailable("Triton is not installed: pip install 'transect[gpu]'")
+            raise Unavailable(MISSING)
         if not INTERPRETED and not torch.cuda.is_available():
             raise Unavailable("Triton kernels need a GPU here, or TRITON_INTERPRET=1 in the environment")
         if INTERPRETED and (reason := interpreter_refusal(triton.__version__, np.__version__)):

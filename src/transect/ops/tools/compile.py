@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..lang.cuda_build import compile_source, ptx_of, source
-from ..lang.jit import INTERPRETED, triton
+from ..lang.jit import INTERPRETED, MISSING, triton
 from ..registry import Kernel, Unavailable
 from . import machine_code
 
@@ -70,7 +70,7 @@ def compile_kernel(kernel: Kernel, target: str, *, sass: bool = True) -> Compile
         ValueError: the kernel does not support the target.
     """
     if triton is None:
-        raise Unavailable("Triton is not installed: pip install 'transect[gpu]'")
+        raise Unavailable(MISSING)
     if INTERPRETED:
         raise Unavailable("the interpreter is on: unset TRITON_INTERPRET to compile")
     if target not in kernel.targets:

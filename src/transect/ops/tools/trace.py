@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..lang.jit import INTERPRETED, interpreter_refusal, triton
+from ..lang.jit import INTERPRETED, MISSING, interpreter_refusal, triton
 from ..registry import Op, Trace, Unavailable
 
 Program = tuple[int, int, int]
@@ -102,8 +102,10 @@ def recording(watch: Sequence[str] = ()) -> Iterator[list[Launch]]:
     Raises:
         Unavailable: Triton is missing, or its interpreter is off.
     """
-    if triton is None or not INTERPRETED:
-        raise Unavailable("following a kernel needs Triton and its interpreter: set TRITON_INTERPRET=1")
+    if triton is None:
+        raise Unavailable(MISSING)
+    if not INTERPRETED:
+        raise Unavailable("following a kernel needs Triton's interpreter: set TRITON_INTERPRET=1")
     if reason := interpreter_refusal(triton.__version__, np.__version__):
         raise Unavailable(reason)
     from triton.runtime import interpreter
