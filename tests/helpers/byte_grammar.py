@@ -12,15 +12,17 @@ from transect.text.grammar.constraint import GrammarConstraint
 from transect.text.grammar.params import StructuredOutputsParams
 from transect.text.grammar.vocabulary import Vocabulary
 
-SPECIAL = {"<|end|>": 256, "[TOOL_CALLS]": 257, "[THINK]": 258, "[/THINK]": 259}
-END = SPECIAL["<|end|>"]
-SIZE = 262
+SPELLED = ("<eos>", "[TOOL_CALLS]", "[THINK]", "[/THINK]", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>",
+           "<|end|>", "<|tool_call|>", "<|python_tag|>", "[ARGS]", "[CALL_ID]")  # fmt: skip
+SPECIAL = {spelling: 256 + number for number, spelling in enumerate(SPELLED)}
+END = SPECIAL["<eos>"]
+SIZE = 256 + len(SPECIAL) + 2
 
 
 class ByteTokenizer:
-    """Ids 0 to 255 are bytes, 256 to 259 are ``SPECIAL``; the model has two rows more."""
+    """Ids 0 to 255 are bytes, those from 256 on ``SPECIAL``; the model has two rows more."""
 
-    vocab_size = 260
+    vocab_size = 256 + len(SPECIAL)
     special_ids = frozenset(SPECIAL.values())
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -1,10 +1,14 @@
 """Tools, thoughts, ``/v1/responses`` and ``/v1/messages`` on the fake engine: scripted text, one byte a token."""
 
+import dataclasses
 import json
 
+import httpx
 import pytest
 
 from transect.server import responses
+from transect.server.app import create_app
+from transect.text.chat_template import ChatTemplate
 
 ADD = {
     "type": "function",
@@ -84,17 +88,69 @@ async def test_an_answer_that_is_cut_off_in_a_call(client, engine):
     assert arguments and ARGUMENTS[0].startswith(arguments) and arguments != ARGUMENTS[0]
 
 
+CHANNELS = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}{{ tools }}"
+    "<|start|>assistant{# <|channel|> #}"
+)
+THOUGHT = "<|channel|>analysis<|message|>I see.<|end|><|start|>assistant"
+CALLED = THOUGHT + '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 4}'
+TOLD = THOUGHT + "<|channel|>final<|message|>Yes"
+
+
+@pytest.mark.parametrize("reply", [TOLD, CALLED])
+async def test_answers_in_channels(client, engine, options, reply):
+    engine.chat_template, engine.reply = ChatTemplate(CHANNELS), reply
+    client = client_of(engine, options)
+    body = {**ASK, "tools": [ADD]}
+    whole = (await client.post("/v1/chat/completions", json=body)).json()
+    message = whole["choices"][0]["message"]
+    calls = message.get("tool_calls", [])
+    assert message["reasoning_content"] == message["reasoning"] == "I see."
+    assert message["content"] == (None if calls else "Yes")
+    assert [call["function"] for call in calls] == [{"name": "add", "arguments": '{"a": 4}'}] * (reply == CALLED)
+    counted = len("<|channel|>analysis<|message|>I see.<|end|>")
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": counted}
+    chunks = await events(client, "/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    assert chunks[-1]["usage"] == whole["usage"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
+    assert "".join(delta.get("reasoning", "") for delta in deltas) == "I see."
+    assert "".join(delta.get("content", "") for delta in deltas) == (message["content"] or "")
+    pieces = [call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(pieces) == ('{"a": 4}' if calls else "")
+    tool = {"type": "function", "name": "add", "parameters": ADD["function"]["parameters"]}
+    response = (await client.post("/v1/responses", json={"input": "x", "tools": [tool]})).json()
+    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call" if calls else "message"]
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": counted}
+    turn = {"max_tokens": 400, "tools": [{"name": "add", "input_schema": {}}], "messages": ASK["messages"]}
+    blocks = (await client.post("/v1/messages", json=turn)).json()["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "tool_use" if calls else "text"]
+
+
+async def test_thoughts_that_the_template_begins(client, engine, options):
+    """The prompt ends with their mark, so the answer has the closing one alone."""
+    engine.chat_template = ChatTemplate("{{ messages[-1].content }}[assistant]<think>\n")
+    engine.reply = "I see.</think>\n\nYes"
+    client = client_of(engine, options)
+    whole = (await client.post("/v1/chat/completions", json=ASK)).json()
+    message = whole["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("I see.", "Yes")
+    assert whole["usage"]["completion_tokens_details"] == {"reasoning_tokens": len("I see.</think>")}
+    form = {"type": "json_schema", "json_schema": {"name": "f", "schema": {"type": "integer"}}}
+    await client.post("/v1/chat/completions", json={**ASK, "response_format": form})
+    assert '"</think>"' in engine.seen[-1][1].structured_outputs.lead
+    plain = client_of(engine, dataclasses.replace(options, reasoning_parser="none"))
+    message = (await plain.post("/v1/chat/completions", json=ASK)).json()["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": engine.reply, "refusal": None}
+
+
+def client_of(engine, options):
+    return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine, options)), base_url="http://server")
+
+
 @pytest.mark.parametrize("reply", ["<think>I see {</think>\n\nYes", "Yes", "<thin", "<think>no end"])
 async def test_thoughts(engine, options, reply):
-    import dataclasses
-
-    import httpx
-
-    from transect.server.app import create_app
-
     engine.reply = reply
-    app = create_app(engine, dataclasses.replace(options, reasoning_parser="qwen3"))
-    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+    client = client_of(engine, dataclasses.replace(options, reasoning_parser="qwen3"))
     message = (await client.post("/v1/chat/completions", json=ASK)).json()["choices"][0]["message"]
     thoughts, text = {"<": ("I see {", "Yes"), "Y": (None, "Yes")}[reply[0]]
     if reply == "<thin":

@@ -45,6 +45,61 @@ def test_pieces_of_any_size_make_the_same(state, text, thoughts, answer, sizes):
     assert found == [thoughts, answer]
 
 
+def test_what_the_template_says():
+    told = {
+        "{{ x }}<think></think>": "qwen3",
+        "content.split('</think>')[-1]": "deepseek_r1",
+        "[THINK]": "mistral",
+        "between <think></think> and <response></response>": "granite_tags",
+        "after 'Here is my thought process:'": "granite",
+        "<|channel|>analysis<|message|>": "gpt_oss",
+    }
+    for template, name in told.items():
+        found = thoughts_of("auto", template)
+        assert found is not None and found.name == name
+    assert thoughts_of("auto", "{{ messages }}") is None and thoughts_of("none", "<think></think>") is None
+
+
+def test_an_answer_that_was_begun():
+    assert QWEN.state("<a>user said <think>", "<think>hm") == "inside"
+    assert QWEN.state("...", "<think>hm</think> So") == QWEN.state("...", "So") == "over"
+
+
+@pytest.mark.parametrize(
+    ("text", "thoughts", "answer"),
+    [
+        ("<think>hm</think>\n\n<response>Yes <b></response>", "hm", "Yes <b>"),
+        ("<think>hm</think><response>Yes</resp", "hm", "Yes</resp"),
+        ("<think>hm</think>Yes", "hm", "Yes"),
+        ("<think>hm</think><resp", "hm", "<resp"),
+        ("No <response>", "", "No <response>"),
+    ],
+)
+def test_an_answer_between_marks_of_its_own(text, thoughts, answer):
+    for pieces in ([text], list(text)):
+        parser = ThoughtParser(PARSERS["granite_tags"], "before")
+        found = [parser.feed(piece, last=index == len(pieces) - 1) for index, piece in enumerate(pieces)]
+        assert ("".join(each[0] for each in found), "".join(each[1] for each in found)) == (thoughts, answer)
+
+
+def test_answer_marks_may_be_written_under_a_form():
+    lead = PARSERS["granite_tags"].lead("before", SPECIAL)
+    grammar = constraint(json={"type": "integer"}, lead=lead.rules)
+    assert all(accepts(grammar, f"<think>hm</think>{mark}5") for mark in ("", "\n", "\n<response>", "<response>\n"))
+
+
+@pytest.mark.parametrize(
+    ("state", "text", "size"),
+    [("before", "<think>é</think>\nYes", 17), ("before", "Yes", 0), ("inside", "é</th", 6), ("over", "Yes", 0)],
+)
+def test_how_far_the_thoughts_go(state, text, size):
+    for pieces in ([text], list(text)):
+        parser = ThoughtParser(QWEN, state)
+        for piece in pieces:
+            parser.feed(piece)
+        assert parser.thought_bytes == size
+
+
 @pytest.mark.parametrize("name", PARSERS)
 @pytest.mark.parametrize("state", ["inside", "before"])
 def test_a_form_is_kept_to_after_the_thoughts(name, state):

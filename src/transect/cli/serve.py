@@ -73,8 +73,9 @@ def command(
         str, typer.Option(help="Form of tool calls: hermes, qwen3_coder, mistral_v11 ...; auto asks the template.")
     ] = "auto",
     reasoning_parser: Annotated[
-        str | None, typer.Option(help="How thoughts are marked: deepseek_r1, qwen3, mistral. Default: they are text.")
-    ] = None,
+        str,
+        typer.Option(help="How thoughts are marked: qwen3, mistral ...; auto asks the template; none: they are text."),
+    ] = "auto",
     hung_after: Annotated[
         float | None,
         typer.Option(help="Seconds of silence after which /health calls the engine hung."),

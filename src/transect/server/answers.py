@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..engine.sampling_params import SamplingParams
+from ..text import harmony
 from ..text.grammar.params import StructuredOutputsParams
+from ..text.harmony import HarmonyReader
 from ..text.reasoning import ThoughtParser
 from ..text.tools.parser import CallDelta, ToolParser
 from ..text.tools.spec import ToolUse
@@ -44,16 +47,25 @@ class WholeAnswer:
 class AnswerReader:
     """Reads one answer."""
 
-    def __init__(self, thoughts: ThoughtParser | None, tools: ToolParser | None) -> None:
+    def __init__(self, thoughts: ThoughtParser | HarmonyReader | None, tools: ToolParser | None) -> None:
         self._thoughts, self._tools = thoughts, tools
 
     @property
     def num_calls(self) -> int:
         """Calls that have begun."""
+        if isinstance(self._thoughts, HarmonyReader):
+            return self._thoughts.num_calls
         return 0 if self._tools is None else self._tools.num_calls
+
+    @property
+    def thought_bytes(self) -> int:
+        """Bytes of the answer up to the end of its thoughts."""
+        return 0 if self._thoughts is None else self._thoughts.thought_bytes
 
     def feed(self, text: str, *, last: bool = False) -> Piece:
         """More of the answer; ``last``: all of it has come."""
+        if isinstance(self._thoughts, HarmonyReader):
+            return Piece(*self._thoughts.feed(text, last=last))
         piece = Piece(text=text)
         if self._thoughts is not None:
             piece.thoughts, piece.text = self._thoughts.feed(text, last=last)
@@ -69,8 +81,7 @@ class AnswerReader:
             if news.name is not None:
                 calls.append(WholeCall(news.id or "", news.name, ""))
             calls[news.index].arguments += news.arguments
-        thoughts = piece.thoughts if self._thoughts is not None and piece.thoughts else None
-        return WholeAnswer(thoughts, None if calls and not piece.text else piece.text, calls)
+        return WholeAnswer(piece.thoughts or None, None if calls and not piece.text else piece.text, calls)
 
 
 class Answers:
@@ -79,17 +90,26 @@ class Answers:
     Args:
         use: tools that may be called, or None.
         prompt: the text that the model goes on from.
+        said: the beginning of the answer, if the prompt ends with that.
     """
 
-    def __init__(self, serving: Serving, use: ToolUse | None, prompt: str) -> None:
+    def __init__(self, serving: Serving, use: ToolUse | None, prompt: str, said: str = "") -> None:
         self._serving, self.use = serving, use
+        self._prompt, self._goes_on = prompt, bool(said)
+        self._channels = serving.channels
         self._thoughts = serving.thoughts
-        self._state = None if self._thoughts is None else self._thoughts.state(prompt)
+        self._state = None if self._thoughts is None else self._thoughts.state(prompt, said)
+        self._shows_special = False
 
     @property
     def plain(self) -> bool:
         """They are text and nothing else."""
-        return self.use is None and self._thoughts is None
+        return self.use is None and self._thoughts is None and not self._channels
+
+    @property
+    def thinks(self) -> bool:
+        """Thoughts may come before an answer."""
+        return self._thoughts is not None or self._channels
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Sampling parameters with the grammar of these answers.
@@ -99,32 +119,38 @@ class Answers:
         """
         if self.plain:
             return params
-        changes: dict[str, Any] = {}
+        asked, grammar, marks = params.structured_outputs, None, list[str]()
         special = self._serving.special_ids
-        asked = params.structured_outputs
-        lead = None
-        if self._thoughts is not None and self._state is not None:
-            lead = self._thoughts.lead(self._state, special)
-            if {self._thoughts.begin, self._thoughts.end} & set(special):
-                changes["skip_special_tokens"] = False
-        if self.use is not None:
-            shape = self._serving.shape
-            grammar = shape.grammar(self.use, special, lead, form=asked is not None)
-            if asked is None:
+        if self._channels:
+            marks = [harmony.CHANNEL]
+            if (self.use is not None or asked is not None) and not self._goes_on:
+                grammar = harmony.grammar(self.use, special, form=asked is not None)
+        else:
+            lead = None
+            if self._thoughts is not None and self._state is not None:
+                lead = self._thoughts.lead(self._state, special)
+                marks += [self._thoughts.begin, self._thoughts.end]
+            if self.use is not None:
+                grammar = self._serving.shape.grammar(self.use, special, lead, form=asked is not None)
+                marks += self._serving.shape.marks
+            elif asked is not None and lead is not None:
+                asked = dataclasses.replace(asked, lead=lead.rules)
+        if grammar is not None:
+            if asked is None or (self.use is not None and self.use.mode != "auto"):
                 asked = StructuredOutputsParams(lark=grammar, field="tools")
-            elif self.use.mode == "auto":
-                asked = dataclasses.replace(asked, lark=grammar)
             else:
-                asked = StructuredOutputsParams(lark=grammar, field="tools")
-            changes["structured_outputs"] = asked
-            if any(token in mark for mark in shape.marks for token in special):
-                changes["skip_special_tokens"] = False
-        elif asked is not None and lead is not None:
-            changes["structured_outputs"] = dataclasses.replace(asked, lead=lead.rules)
-        return params.with_(**changes)
+                asked = dataclasses.replace(asked, lark=grammar)
+        changes: dict[str, Any] = {"structured_outputs": asked}
+        if any(token in mark for mark in marks for token in special):
+            changes["skip_special_tokens"] = False
+        changed = params.with_(**changes)
+        self._shows_special = not changed.skip_special_tokens
+        return changed
 
     def reader(self) -> AnswerReader:
         """For one answer."""
+        if self._channels:
+            return AnswerReader(HarmonyReader(self._prompt, calls=self.use is not None), None)
         thoughts = tools = None
         if self._thoughts is not None and self._state is not None:
             thoughts = ThoughtParser(self._thoughts, self._state)
@@ -136,3 +162,15 @@ class Answers:
         """An answer that ends with calls says so, unless the request had named the call."""
         called = reader.num_calls and self.use is not None and self.use.mode != "named"
         return "tool_calls" if called and reason == "stop" else reason
+
+    def thought_tokens(self, reader: AnswerReader, token_ids: Sequence[int]) -> int:
+        """Tokens of an answer that has been read that are thoughts: the first ones."""
+        tokenizer, left, count = self._serving.engine.tokenizer, reader.thought_bytes, 0
+        unseen = () if self._shows_special else self._serving.special_ids.values()
+        hidden = frozenset(unseen)
+        for token in token_ids:
+            if left <= 0:
+                break
+            count += 1
+            left -= 0 if token in hidden else len(tokenizer.token_bytes(token))
+        return count

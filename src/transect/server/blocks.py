@@ -110,6 +110,8 @@ class Conversation:
         self.deadline = deadline
         self.blocks = Blocks()
         self.ending = Ending("stop", None)
+        self.thought_tokens = 0
+        """Tokens of the answer that were thoughts; known when it has ended."""
 
     async def start(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> Generation:
         """Submit; a refusal is raised here. ``goes_on``: with the last message, which is the beginning of the answer.
@@ -128,7 +130,8 @@ class Conversation:
                 template_kwargs=template_kwargs,
                 use=self.use,
             )
-        self._answers = Answers(self.serving, self.use, prompt.text or "")
+        last = self.messages[-1].content if goes_on else None
+        self._answers = Answers(self.serving, self.use, prompt.text or "", last if isinstance(last, str) else "")
         try:
             params = self._answers.params(self.params)
         except ValueError as error:
@@ -148,6 +151,8 @@ class Conversation:
                     news += self.blocks.close()
                     reason = self._answers.finish_reason(update.finish_reason, reader)
                     self.ending = Ending(reason, update.stop_reason)
+                if update.final is not None:
+                    self.thought_tokens = self._answers.thought_tokens(reader, update.final.outputs[0].token_ids)
                 yield news
 
     async def whole(self) -> list[Block]:

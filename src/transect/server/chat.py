@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING
 
 from ..text.tools.spec import tool_use
@@ -22,6 +22,7 @@ from .replies import (
     ChatLogprobs,
     ChatResponse,
     ChunkChoice,
+    CompletionDetails,
     Delta,
     FunctionCall,
     ToolCall,
@@ -32,7 +33,7 @@ from .serving import Serving
 from .sse import PLACE, TextEvents, event
 
 if TYPE_CHECKING:
-    from ..text.outputs import CompletionOutput, PositionLogprobs
+    from ..text.outputs import CompletionOutput, PositionLogprobs, RequestOutput
     from ..text.tools.parser import CallDelta
 
 
@@ -90,7 +91,8 @@ class Chat:
             template_kwargs=self.body.chat_template_kwargs,
             use=self.use,
         )
-        self.answers = Answers(self.serving, self.use, prompt.text or "")
+        last = self.body.messages[-1].content if self.body.continue_final_message else None
+        self.answers = Answers(self.serving, self.use, prompt.text or "", last if isinstance(last, str) else "")
         try:
             self.params = self.answers.params(self.params)
         except ValueError as error:
@@ -111,18 +113,27 @@ class Chat:
         async with self.deadline:
             generation = await self._prepare()
         (result,) = await generation.whole()
+        readers = [self.answers.reader() for _ in result.outputs]
+        choices = [await self._choice(*each) for each in zip(result.outputs, readers, strict=True)]
         return ChatResponse(
             id=f"chatcmpl-{generation.id}",
             created=generation.created,
             model=self.serving.model_name,
-            choices=[await self._choice(output) for output in result.outputs],
-            usage=generation.usage(),
+            choices=choices,
+            usage=self._usage(generation, zip(readers, result.outputs, strict=True)),
             prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
             prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else None,
         )
 
-    async def _choice(self, output: CompletionOutput) -> ChatChoice:
-        reader = self.answers.reader()
+    def _usage(self, generation: Generation | Beams, read: Iterable[tuple[AnswerReader, CompletionOutput]]) -> Usage:
+        """Token counts; ``read``: the answers, and who has read them."""
+        usage = generation.usage()
+        if self.answers.thinks:
+            count = sum(self.answers.thought_tokens(reader, output.token_ids) for reader, output in read)
+            usage.completion_tokens_details = CompletionDetails(reasoning_tokens=count)
+        return usage
+
+    async def _choice(self, output: CompletionOutput, reader: AnswerReader) -> ChatChoice:
         answer = reader.whole(output.text)
         calls = [
             ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
@@ -135,7 +146,10 @@ class Chat:
         return ChatChoice(
             index=output.index,
             message=AssistantMessage(
-                content=answer.text, reasoning_content=answer.thoughts, tool_calls=calls if calls else None
+                content=answer.text,
+                reasoning_content=answer.thoughts,
+                reasoning=answer.thoughts,
+                tool_calls=calls if calls else None,
             ),
             logprobs=logprobs,
             finish_reason=finish_reason(self.answers.finish_reason(output.finish_reason or "", reader)),
@@ -154,6 +168,7 @@ class Chat:
     async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
         texts: dict[int, TextEvents] = {}
         readers: dict[int, AnswerReader] = {}
+        final: RequestOutput | None = None
         async with generation:
             async for news in generation:
                 body = b""
@@ -167,6 +182,7 @@ class Chat:
                     texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
                     readers[news.choice] = self.answers.reader()
                 update, reader = news.update, readers[news.choice]
+                final = update.final or final
                 piece = reader.feed(update.text, last=update.finish_reason is not None)
                 plain = not (self.body.logprobs or self.body.continuous_usage or self.body.return_token_ids)
                 if plain and not (piece.calls or piece.thoughts or update.finish_reason):
@@ -175,13 +191,15 @@ class Chat:
                     chunks = self._pieces(news, piece, reader)
                     yield body + b"".join(event(self._chunk(generation, [chunk])) for chunk in chunks)
             if self.body.include_usage:
-                yield event(self._chunk(generation, [], generation.usage()))
+                read = [] if final is None else [(readers[output.index], output) for output in final.outputs]
+                yield event(self._chunk(generation, [], self._usage(generation, read)))
 
     def _pieces(self, news: Event, piece: Piece, reader: AnswerReader) -> list[ChunkChoice]:
         """The update as chunks: what is new, then the end by itself."""
         update, index = news.update, news.choice
         ids = update.token_ids if self.body.return_token_ids else None
-        deltas = [Delta(reasoning_content=piece.thoughts)] if piece.thoughts else []
+        thoughts = piece.thoughts
+        deltas = [Delta(reasoning_content=thoughts, reasoning=thoughts)] if thoughts else []
         if piece.text or ((update.logprobs or ids) and not (deltas or piece.calls)):
             deltas.append(Delta(content=piece.text))
         deltas += [Delta(tool_calls=[_call(call)]) for call in piece.calls]
@@ -206,7 +224,7 @@ class Chat:
             created=generation.created,
             model=self.serving.model_name,
             choices=choices,
-            usage=generation.usage() if self.body.continuous_usage else usage,
+            usage=generation.usage() if usage is None and self.body.continuous_usage else usage,
         )
 
 

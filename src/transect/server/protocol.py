@@ -156,11 +156,14 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     tool_calls: list[MessageCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The message as the chat template takes it."""
+        """The message as the chat template takes it; thoughts under the name that templates know."""
         role = "system" if self.role == "developer" else self.role
-        return {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
+        fields = {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
+        thoughts = fields.pop("reasoning", None)
+        return {"reasoning_content": thoughts, **fields} if thoughts is not None else fields
 
 
 Messages = Annotated[Listed[ChatMessage], Field(min_length=1), FewParts]

@@ -15,13 +15,28 @@ class PromptDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    """How many of the completion tokens are thoughts."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
-    """Token counts of a whole request, all prompts and choices together."""
+    """Token counts of a whole request, all prompts and choices together. ``completion_tokens_details`` is there where
+    the model thinks before it answers."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_details(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        if self.completion_tokens_details is None:
+            del fields["completion_tokens_details"]
+        return fields
 
 
 class TopLogprob(BaseModel):
@@ -114,17 +129,19 @@ class ToolCall(Brief):
 
 
 class AssistantMessage(BaseModel):
-    """The model's answer. Without calls and thoughts it has no fields for them."""
+    """The model's answer. Without calls and thoughts it has no fields for them. Thoughts have two names, since clients
+    look for the one or the other."""
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
     @model_serializer(mode="wrap")
     def _without_what_is_missing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        missing = [name for name in ("reasoning_content", "tool_calls") if getattr(self, name) is None]
+        missing = [name for name in ("reasoning_content", "reasoning", "tool_calls") if getattr(self, name) is None]
         return {name: value for name, value in handler(self).items() if name not in missing}
 
 
@@ -158,6 +175,7 @@ class Delta(Brief):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 

@@ -140,7 +140,7 @@ class Responses:
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {"cached_tokens": usage.prompt_tokens_details.cached_tokens},
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.conversation.thought_tokens},
             "total_tokens": usage.total_tokens,
         }
         if self.body.store is not False:

@@ -87,7 +87,8 @@ class ServerOptions:
         root_path: where a proxy shows this server: ``/llm``.
         ssl_certfile, ssl_keyfile: PEM files; where they are given the server speaks TLS.
         tool_call_parser: the form of tool calls (``text.tools.registry``); ``auto``: what the chat template says.
-        reasoning_parser: how thoughts are marked (``text.reasoning``); None: they are text like any other.
+        reasoning_parser: how thoughts are marked (``text.reasoning``); ``auto``: what the chat template says; ``none``:
+            they are text like any other.
         otlp_traces_endpoint: where spans of requests are sent (``tracing``); None: there are none.
     """
 
@@ -107,7 +108,7 @@ class ServerOptions:
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     tool_call_parser: str = "auto"
-    reasoning_parser: str | None = None
+    reasoning_parser: str | None = "auto"
     otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
@@ -164,8 +165,11 @@ class Serving:
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self.shape = shape_of(getattr(engine.chat_template, "source", None), options.tool_call_parser)
-        self.thoughts = thoughts_of(options.reasoning_parser)
+        template = getattr(engine.chat_template, "source", None)
+        self.shape = shape_of(template, options.tool_call_parser)
+        self.thoughts = thoughts_of(options.reasoning_parser, template)
+        self.channels = self.shape.channels or (self.thoughts is not None and self.thoughts.channels)
+        """Answers come in channels, whatever is asked for."""
         tokenizer = engine.tokenizer
         special = sorted(getattr(tokenizer, "special_ids", ()))
         self.special_ids = {name: token for token in special if (name := tokenizer.token_text(token))}

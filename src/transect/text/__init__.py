@@ -22,6 +22,7 @@ On the way in:
 
 * ``grammar/``             what an answer must look like, and which tokens may come next so that it does
 * ``tools/``               tool calls: their forms, as grammars and as parsers
+* ``harmony.py``           answers in channels (gpt-oss): thoughts, text and calls
 * ``reasoning.py``         thoughts before an answer: their grammar and parser
 
 Of both, what other levels need: ``protocols.py``.

@@ -1,5 +1,7 @@
 """Thoughts before an answer: ``<think>...</think>`` in the text of models that were taught to think aloud.
 
+``PARSERS`` is the table of families; gpt-oss, whose answers come in channels, is in it by name (``harmony.py``).
+
 ``Thoughts.state`` says from the end of a prompt whether the model is thinking already (the template has opened the
 tag), may begin to, or may not (the template has closed it). ``Thoughts.lead`` is the grammar of the thoughts, so that
 the form of an answer is kept to after them; ``ThoughtParser`` parts them from the answer.
@@ -8,7 +10,7 @@ the form of an answer is kept to after them; ``ThoughtParser`` parts them from t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .grammar import lark
@@ -19,18 +21,36 @@ State = Literal["inside", "before", "over"]
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """How a family of models marks them."""
+    """How a family of models marks them.
+
+    Attributes:
+        name: for ``--reasoning-parser``.
+        begin, end: around the thoughts.
+        told_by: a chat template with all these texts belongs to such a model.
+        answer_begin, answer_end: around the rest of the answer, where the model marks that too.
+        channels: answers come in channels (``harmony.py``).
+    """
 
     name: str
     begin: str
     end: str
+    told_by: tuple[str, ...] = ()
+    answer_begin: str = ""
+    answer_end: str = ""
+    channels: bool = False
 
-    def state(self, prompt: str) -> State:
-        """Where a model stands that goes on from this prompt: ``inside`` thoughts, ``before`` them, or ``over``."""
-        tail = prompt.rstrip()
+    def state(self, prompt: str, said: str = "") -> State:
+        """Where a model stands that goes on from this prompt: ``inside`` thoughts, ``before`` them, or ``over``.
+
+        Args:
+            said: the beginning of the answer, if the prompt ends with that.
+        """
+        tail = said.strip() or prompt.rstrip()
+        if said.strip() and self.begin in tail:
+            return "inside" if tail.rfind(self.begin) > tail.rfind(self.end) else "over"
         if tail.endswith(self.begin):
             return "inside"
-        return "over" if tail.endswith(self.end) else "before"
+        return "over" if said.strip() or tail.endswith(self.end) else "before"
 
     def lead(self, state: State, special_ids: Mapping[str, int]) -> Lead | None:
         """The grammar of the thoughts; None where there are none to come."""
@@ -47,30 +67,51 @@ class Thoughts:
         else:
             rules = f"thought[lazy]: {begin} THOUGHT {end}\nTHOUGHT: {lark.ANY_TEXT}"
             begins = f"/(?s:{lark.escaped(self.begin)}.*)/"
+        if self.answer_begin:
+            blank += f" ({lark.literal(self.answer_begin, special_ids)} {blank})?"
         optional = f"(thought {blank})?" if state == "before" else f"thought {blank}"
         return Lead(f"lead: {optional}\n{rules}", begins)
 
 
 PARSERS: dict[str, Thoughts] = {
-    name: Thoughts(name, begin, end)
-    for name, begin, end in (
-        ("deepseek_r1", "<think>", "</think>"),
-        ("qwen3", "<think>", "</think>"),
-        ("mistral", "[THINK]", "[/THINK]"),
+    row.name: row
+    for row in (
+        Thoughts("gpt_oss", "<|channel|>analysis<|message|>", "<|end|>", ("<|channel|>", "<|message|>"), channels=True),
+        Thoughts("mistral", "[THINK]", "[/THINK]", ("[THINK]",)),
+        # Granite 3.3, then 3.2
+        Thoughts("granite_tags", "<think>", "</think>", ("<think>", "<response>"), "<response>", "</response>"),
+        Thoughts("granite", "Here is my thought process:", "Here is my response:", ("Here is my thought process:",)),
+        # Qwen 3, and all who mark thoughts as DeepSeek R1 did: GLM 4.5, Kimi K2, SmolLM3, QwQ ...
+        Thoughts("qwen3", "<think>", "</think>", ("<think>",)),
+        Thoughts("deepseek_r1", "<think>", "</think>", ("</think>",)),
+        Thoughts("deepseek_v3", "<think>", "</think>"),
+        Thoughts("glm45", "<think>", "</think>"),
+        Thoughts("kimi_k2", "<think>", "</think>"),
     )
 }
+"""By name; the first row whose ``told_by`` a template has is the template's."""
 
 
-def thoughts_of(name: str | None) -> Thoughts | None:
+def thoughts_of(name: str | None, template: str | None = None) -> Thoughts | None:
     """The marks that ``--reasoning-parser`` names; None for none.
+
+    Args:
+        name: of a parser; ``auto``: what the template says; ``none`` or None: thoughts are text like any other.
+        template: the source of the model's chat template, or None.
 
     Raises:
         ValueError: there is no such parser.
     """
-    if name is None:
+    if name in (None, "none"):
         return None
+    if name == "auto":
+        rows = (
+            row for row in PARSERS.values() if row.told_by and all(text in (template or "") for text in row.told_by)
+        )
+        return next(rows, None)
     if name not in PARSERS:
-        raise ValueError(f"there is no reasoning parser {name!r}; there are {', '.join(sorted(PARSERS))}")
+        found = ", ".join(sorted(PARSERS))
+        raise ValueError(f"there is no reasoning parser {name!r}; there are {found}, auto and none")
     return PARSERS[name]
 
 
@@ -86,10 +127,17 @@ class ThoughtParser:
         self._thoughts = thoughts
         self._state = {"inside": "inside", "before": "before", "over": "answer"}[state]
         self._held = ""
+        self._fed = self._end = 0
+
+    @property
+    def thought_bytes(self) -> int:
+        """Bytes of the answer up to the end of its thoughts, their marks included."""
+        return self._fed if self._state == "inside" else self._end
 
     def feed(self, piece: str, *, last: bool = False) -> tuple[str, str]:
         """More of the text: what it adds to the thoughts, and to the answer. ``last``: no more will come."""
         self._held += piece
+        self._fed += len(piece.encode(errors="replace"))
         thought = answer = ""
         while self._held:
             before = (self._state, len(self._held))
@@ -98,10 +146,9 @@ class ThoughtParser:
             elif self._state == "inside":
                 thought += self._inside(last)
             elif self._state == "after":  # blanks between thoughts and answer belong to neither
-                self._held = self._held.lstrip()
-                self._state = "answer" if self._held else "after"
+                self._after(last)
             else:
-                answer, self._held = answer + self._held, ""
+                answer += self._answer(last)
             if (self._state, len(self._held)) == before:
                 break
         return thought, answer
@@ -114,12 +161,36 @@ class ThoughtParser:
             self._state = "answer"
 
     def _inside(self, last: bool) -> str:
-        mark, held = self._thoughts.end, self._held
+        thought, ended = self._up_to(self._thoughts.end, last)
+        if ended:
+            self._state = "after"
+            self._end = self._fed - len(self._held.encode(errors="replace"))
+        return thought
+
+    def _after(self, last: bool) -> None:
+        self._held, mark = self._held.lstrip(), self._thoughts.answer_begin
+        if mark and self._held.startswith(mark):
+            self._held = self._held[len(mark) :].lstrip()
+            mark = ""
+            self._thoughts = replace(self._thoughts, answer_begin="")
+        if self._held and (last or not mark or not mark.startswith(self._held)):
+            self._state = "answer"
+
+    def _answer(self, last: bool) -> str:
+        mark = self._thoughts.answer_end if self._end else ""
+        if mark:
+            return self._up_to(mark, last)[0]
+        answer, self._held = self._held, ""
+        return answer
+
+    def _up_to(self, mark: str, last: bool) -> tuple[str, bool]:
+        """(what is before the mark, whether it is there); what may be the beginning of one is held back."""
+        held = self._held
         at = held.find(mark)
         if at >= 0:
-            self._held, self._state = held[at + len(mark) :], "after"
-            return held[:at]
+            self._held = held[at + len(mark) :]
+            return held[:at], True
         sizes = range(min(len(mark) - 1, len(held)), 0, -1)
         keep = 0 if last else next((n for n in sizes if mark.startswith(held[-n:])), 0)
         self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        return held[: len(held) - keep], False

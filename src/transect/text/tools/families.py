@@ -24,6 +24,9 @@ def _list(name: str, begin: str, close: str = "]", **rest: Any) -> CallShape:
 
 
 FAMILIES = (
+    # gpt-oss. A call is a message to a function in the commentary channel; ``text/harmony.py`` reads and writes it.
+    CallShape("gpt_oss", "<|channel|>", "commentary to=functions.", " <|constrain|>json<|message|>", "",
+              told_by=("<|channel|>", "<|message|>"), channels=True),
     # DeepSeek V3 and R1, then V3.1
     CallShape("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
               "\n```<｜tool▁call▁end｜>", told_by=("<｜tool▁calls▁begin｜>", "```json"), separator="\n",
@@ -66,7 +69,7 @@ FAMILIES = (
 
 ALIASES = {
     "qwen": "hermes", "qwen25": "hermes", "qwen3": "hermes", "granite4": "hermes", "llama3": "llama3_json",
-    "llama4_pythonic": "pythonic", "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder",
-    "deepseek_r1": "deepseek_v3", "glm4_moe": "glm45", "phi4_mini_json": "phi4_mini",
+    "llama4_pythonic": "pythonic", "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "openai": "gpt_oss",
+    "harmony": "gpt_oss", "deepseek_r1": "deepseek_v3", "glm4_moe": "glm45", "phi4_mini_json": "phi4_mini",
 }  # fmt: skip
 """Other names of forms, among them vLLM's."""

@@ -38,6 +38,7 @@ class CallShape:
         arguments: how arguments are written.
         taught: the model's template says nothing of tools; the prompt does (``generic.py``).
         in_system: the template takes tools as JSON text in the system message, and shows no calls (``generic.py``).
+        channels: answers come in channels (``text/harmony.py``), which has their grammar and their reader.
     """
 
     name: str
@@ -57,6 +58,7 @@ class CallShape:
     arguments: ArgumentStyle = JSON
     taught: bool = False
     in_system: bool = False
+    channels: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
