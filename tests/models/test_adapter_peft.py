@@ -125,6 +125,11 @@ def test_damaged_and_missing_files_are_named(base, tmp_path) -> None:
     with pytest.raises(ValueError, match=r"has no adapter_config\.json"):
         resolve(str(base), adapter=str(tmp_path))
     make_adapter(base, tmp_path, **KINDS["lora"])
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"base_model_name_or_path": 3}))
+    with pytest.raises(ValueError, match=r"adapter_config\.json has a setting of the wrong type \(base_model"):
+        resolve(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"12345678{")
     with pytest.raises(ValueError, match="is damaged"):
         resolve(str(base), adapter=str(tmp_path))

@@ -81,6 +81,12 @@ def test_killed_at_random_moments_whatever_is_there_is_whole(tmp_path) -> None:
     assert not list(run.glob(".partial-*"))
 
 
+def altered(path, was, now):
+    text = path.read_text()
+    assert text.count(was) == 1
+    path.write_text(text.replace(was, now))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -88,6 +94,8 @@ def test_killed_at_random_moments_whatever_is_there_is_whole(tmp_path) -> None:
         (lambda p: (p / "model.txt").unlink(), "model.txt is missing"),
         (lambda p: (p / "model.txt").write_text("n"), "SHA-256 differs"),
         (lambda p: (p / "train_state.json").write_text("{"), "is damaged"),
+        (lambda p: altered(p / "train_state.json", '"step": 2', '"step": 3'), "train_state.json is damaged"),
+        (lambda p: altered(p / "train_state.json", '"loss": 0.1', '"loss": 0.3'), "train_state.json is damaged"),
         (lambda p: (p / "train_state.json").unlink(), "is not a training checkpoint"),
         (lambda p: (p / "train_state.json").write_text(json.dumps({"version": 9, "step": 1, "state": {}, "files": {}})),
          "version 9"),
@@ -99,6 +107,13 @@ def test_damage_is_named_and_the_others_are_untouched(tmp_path, damage, message:
     with pytest.raises(ValueError, match=message):
         newest(tmp_path)
     assert read(tmp_path / "step-00000001").step == 1
+
+
+def test_the_state_of_an_earlier_version_has_no_sum_of_itself(tmp_path) -> None:
+    save(tmp_path, 1)
+    file = tmp_path / "step-00000001" / "train_state.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "sha256"}))
+    assert newest(tmp_path).step == 1
 
 
 def test_damage_says_what_to_go_on_from(tmp_path) -> None:

@@ -280,6 +280,11 @@ def test_damaged_and_foreign_token_files_are_refused(tiny, tmp_path) -> None:
         open_tokens(output, 300, "other")
     with pytest.raises(ValueError, match="token ids up to 300"):
         open_tokens(output, 200, tokenizer.fingerprint)
+    meta = (output / "meta.json").read_text()
+    (output / "meta.json").write_text(meta.replace('"vocab_size": 300', '"vocab_size": []'))
+    with pytest.raises(ValueError, match=r"meta\.json is damaged"):
+        open_tokens(output, 300)
+    (output / "meta.json").write_text(meta)
     (output / "tokens.bin").write_bytes(b"12")
     with pytest.raises(ValueError, match=r"tokens\.bin has 2 bytes"):
         open_tokens(output, 300, tokenizer.fingerprint)

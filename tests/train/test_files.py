@@ -3,6 +3,7 @@
 import csv
 import gzip
 import json
+import struct
 
 import pytest
 from tiny_llm import save_tiny_llm
@@ -243,6 +244,18 @@ def test_tools_of_a_chat_reach_the_template(tools) -> None:
     assert isinstance(form, Chat)
     ids, _ = chat_tokens(form.messages, tokenizer, template, tools=form.tools)
     assert tokenizer.decode(ids).startswith("tools: clock ")
+
+
+def test_a_dataset_whose_offsets_lie_is_refused(tools, tmp_path) -> None:
+    """Arrow would follow them out of its memory."""
+    saved_dataset(tmp_path / "saved", *({"text": "12345"} for _ in range(3)))
+    (file,) = (tmp_path / "saved").glob("*.arrow")
+    whole, offsets = file.read_bytes(), struct.pack("<4i", 0, 5, 10, 15)
+    assert whole.count(offsets) == 1
+    for lies in ((0, 5, -10, 15), (0, 5, 2**30, 15)):
+        file.write_bytes(whole.replace(offsets, struct.pack("<4i", *lies)))
+        with pytest.raises(ValueError, match="saved is not a dataset that can be read"):
+            load_stream([str(tmp_path / "saved")], 300, *tools)
 
 
 def test_a_file_without_rows_is_told_of(tmp_path) -> None:

@@ -87,7 +87,10 @@ def read_settings(directory: Path) -> PeftSettings:
     if strange or values.get("bias", "none") != "none":
         name = strange[0] if strange else "bias"
         raise ValueError(f"{path}: {name} = {json.dumps(values[name])[:80]} is not supported: train without it")
+    base = values.get("base_model_name_or_path")
     try:
+        if not isinstance(base, str | None):
+            raise TypeError(f"base_model_name_or_path is {base!r:.60}")
         return PeftSettings(
             rank=int(values.get("r", 8)),
             alpha=float(values.get("lora_alpha", 8)),
@@ -95,7 +98,7 @@ def read_settings(directory: Path) -> PeftSettings:
             dora=bool(values.get("use_dora", False)),
             dropout=float(values.get("lora_dropout") or 0.0),
             alpha_pattern=tuple((str(k), float(v)) for k, v in (values.get("alpha_pattern") or {}).items()),
-            base=values.get("base_model_name_or_path"),
+            base=base,
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} has a setting of the wrong type ({error})") from None
@@ -114,7 +117,7 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
             if not 2 <= size <= MAX_HEADER:
                 raise ValueError("it is no safetensors file")
             header = json.loads(file.read(size))
-        about = header.pop("__metadata__", {})
+        about = header.pop("__metadata__", None) or {}
         return {name.removeprefix(PREFIX): tuple(entry["shape"]) for name, entry in header.items()}, about
     except FileNotFoundError:
         pickled = (directory / "adapter_model.bin").is_file()

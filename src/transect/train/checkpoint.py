@@ -3,7 +3,7 @@
 ``RUN/step-00000100/`` holds the model in Hugging Face layout (config.json, safetensors, tokenizer), which ``transect
 serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state, of several ranks a file
 of each (``parts.py``, ``stored_state.py``); and ``train_state.json``: step, position in the data, the run's
-configuration and the SHA-256 of every file. ``RUN/last`` is a link to the newest, ``RUN/best`` one to that with the
+configuration and the SHA-256 of every file and of itself. ``RUN/last`` is a link to the newest, ``RUN/best`` one to that with the
 lowest validation loss.
 
 A checkpoint is written to ``.partial-...``, each file is flushed to the disk, ``train_state.json`` last, and only then
@@ -13,6 +13,7 @@ Nothing is pickled or unpickled: tensors are safetensors, the rest is JSON.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -214,7 +215,8 @@ def write(snapshot: Snapshot, partial: Path, final: Path, ended: threading.Event
         if path.is_file():
             flush(path)
             files[str(path.relative_to(partial))] = entry(path)
-    write_json({"version": VERSION, "step": snapshot.step, "state": snapshot.state, "files": files}, partial / STATE)
+    stored = {"version": VERSION, "step": snapshot.step, "state": snapshot.state, "files": files}
+    write_json(stored | {"sha256": _sum(stored)}, partial / STATE)
     flush(partial / STATE)
     flush(partial)
     old = final.with_name(f".partial-old-{final.name}")
@@ -266,6 +268,8 @@ def read(path: str | Path, *, check: bool = True) -> Checkpoint:
         raise ValueError(f"{path / STATE} is damaged ({error}): {_advice(path)}") from None
     if version != VERSION:
         raise ValueError(f"{path} is a checkpoint of version {version}; this reads version {VERSION}")
+    if stored.pop("sha256", None) not in (None, _sum(stored)):  # earlier checkpoints have none
+        raise ValueError(f"{path / STATE} is damaged (its SHA-256 differs): {_advice(path)}")
     for name, expected in files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -296,6 +300,12 @@ def newest(run_dir: str | Path, *, check: bool = True) -> Checkpoint:
             raise ValueError(f"there is no {run_dir}: go on from {' or '.join(others)}")
         raise ValueError(f"{run_dir} has no checkpoint to go on from: start the run without --resume")
     return read(steps[-1], check=check)
+
+
+def _sum(stored: Mapping[str, Any]) -> str:
+    """The SHA-256 of plain values, the same for those that were read again."""
+    plain = json.loads(json.dumps(stored))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def _advice(path: Path) -> str:

@@ -237,6 +237,7 @@ def row_group_bytes(path: Path) -> list[int]:
 
 def _numbered(path: Path, batches: Iterator[Any], number: int = 0) -> Iterator[Row]:
     for batch in batches:
+        batch.validate(full=True)  # arrow follows the offsets of a damaged file out of its memory
         for row in batch.to_pylist():
             number += 1
             # A table has every column in every row; what a row does not have is null.

@@ -121,7 +121,7 @@ def open_tokens(directory: str | Path, vocab_size: int, tokenizer: str | None = 
         dtype, version, vocabulary, made_by = (
             np.dtype(meta["dtype"]),
             meta["version"],
-            meta["vocab_size"],
+            int(meta["vocab_size"]),
             meta["tokenizer"],
         )
     except FileNotFoundError:
