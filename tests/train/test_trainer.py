@@ -352,8 +352,9 @@ def test_tokens_that_the_model_does_not_know_are_refused(tmp_path, objective) ->
     row = {"prompt": "q", "chosen": "é", "rejected": "b", "text": "é", "answer": "é"}
     row = {"text": "\u00e9" * 300} if objective == "next_token" else row
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    data = {"train": [str(tmp_path / "rows.jsonl")]}
     with pytest.raises(ValueError, match=r"gives the token 2\d\d, and the model knows 200"):
-        Trainer(tiny_run(tmp_path, objective=objective, data={"train": [str(tmp_path / "rows.jsonl")]}))
+        Trainer(tiny_run(tmp_path, objective=objective, data=data, grpo={"max_tokens": 4}))
 
 
 def test_pairs_that_are_too_long_are_told_of_in_training_and_validation(tmp_path) -> None:

@@ -3,8 +3,8 @@
 ``RUN/step-00000100/`` holds the model in Hugging Face layout (config.json, safetensors, tokenizer), which ``transect
 serve`` and transformers load as it is; ``train_state.safetensors`` with the optimizer's state, of several ranks a file
 of each (``parts.py``, ``stored_state.py``); and ``train_state.json``: step, position in the data, the run's
-configuration and the SHA-256 of every file and of itself. ``RUN/last`` is a link to the newest, ``RUN/best`` one to that with the
-lowest validation loss.
+configuration and the SHA-256 of every file and of itself. ``RUN/last`` is a link to the newest, ``RUN/best`` one to
+that with the lowest validation loss.
 
 A checkpoint is written to ``.partial-...``, each file is flushed to the disk, ``train_state.json`` last, and only then
 the directory gets its name. So a directory called ``step-...`` is whole, whenever the process was killed.
