@@ -21,6 +21,14 @@ def imported(text: str, own: tuple[str, ...], files: set[str]) -> set[str]:
     return (found & files) - {".".join(own)}
 
 
+def test_what_the_package_offers_is_there_for_programs_readers_and_type_checkers() -> None:
+    assert (SOURCES / "py.typed").is_file()
+    assert set(transect.__all__) <= set(dir(transect)) and all(hasattr(transect, name) for name in transect.__all__)
+    seen = IMPORT.findall((SOURCES / "__init__.py").read_text())
+    typed = {name.strip() for _, _, names in seen for name in names.split(",")}
+    assert typed == set(transect.__all__)
+
+
 def test_no_files_import_each_other() -> None:
     paths = [path for path in SOURCES.rglob("*.py") if path.name != "__init__.py"]
     places = {path: ("transect", *path.relative_to(SOURCES).with_suffix("").parts) for path in paths}

@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from .engine.pooling import PoolingParams
     from .engine.sampling_params import SamplingParams
     from .text.grammar.params import StructuredOutputsParams
+    from .text.outputs import CompletionOutput, RequestOutput
 
 __all__ = [
     "LLM",
     "AsyncEngine",
     "BeamSearchParams",
+    "CompletionOutput",
     "PoolingParams",
+    "RequestOutput",
     "SamplingParams",
     "StructuredOutputsParams",
     "__version__",
@@ -32,7 +35,9 @@ _HOMES = {
     "LLM": "transect.engine.llm",
     "AsyncEngine": "transect.engine.async_engine",
     "BeamSearchParams": "transect.engine.beam_search",
+    "CompletionOutput": "transect.text.outputs",
     "PoolingParams": "transect.engine.pooling",
+    "RequestOutput": "transect.text.outputs",
     "SamplingParams": "transect.engine.sampling_params",
     "StructuredOutputsParams": "transect.text.grammar.params",
 }
@@ -44,3 +49,8 @@ def __getattr__(name: str) -> Any:
 
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'transect' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """With the names that have not arrived yet, for ``help`` and for whoever presses Tab."""
+    return sorted({*globals(), *__all__})

@@ -31,7 +31,12 @@ A backward pass:
 * ``losses``: which losses can be explained: a model's, or a Python file's.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .program import Explain
+
+__all__ = ["Explain"]
 
 
 def __getattr__(name: str) -> Any:
