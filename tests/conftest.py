@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import sys
 import tempfile
 from collections import defaultdict
@@ -129,6 +130,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         dearest = sorted(seconds, key=lambda name: -seconds[name])[:5]
         named = "; ".join(f"{seconds[name]:.0f} s {name}" for name in dearest)
         terminalreporter.write_line(f"{sum(seconds.values()):.0f} s of tests, of which {named}")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """For a server that cannot choose one by itself, and sets SO_REUSEADDR: meanwhile the system gives it to nobody."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -392,12 +391,12 @@ def test_a_rank_that_ends_ends_the_run_with_one_message(tmp_path):
 
 
 @pytest.mark.prove
-def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path):
+def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path, port):
     config = tiny_run(tmp_path, steps=60, accumulate=2, save_every=5, parallel={"data": 2, "zero": 3})
     file = tmp_path / "run.toml"
     file.write_text(toml_of(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "1"]
-    command += ["--master-port", str(free_port()), "-m", "transect", "train", str(file)]
+    command += ["--master-port", str(port), "-m", "transect", "train", str(file)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         until = time.monotonic() + 90
         while not checkpoint.list_steps(config.run_dir) and time.monotonic() < until:
@@ -412,11 +411,11 @@ def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path):
 
 
 @pytest.mark.prove
-def test_torchrun_that_is_asked_to_end_leaves_a_checkpoint(tmp_path):
+def test_torchrun_that_is_asked_to_end_leaves_a_checkpoint(tmp_path, port):
     config = tiny_run(tmp_path, steps=10000, accumulate=2, save_every=0, parallel={"data": 2})
     (tmp_path / "run.toml").write_text(toml_of(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command += ["--master-port", str(free_port()), "-m", "transect", "train", str(tmp_path / "run.toml")]
+    command += ["--master-port", str(port), "-m", "transect", "train", str(tmp_path / "run.toml")]
     log = Path(config.run_dir) / "log.jsonl"
     with subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
         until = time.monotonic() + 90
@@ -434,12 +433,6 @@ def test_one_host_that_counts_a_restart_is_enough(monkeypatch, tmp_path):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}.items():
         monkeypatch.setenv(name, value)
     assert started_again(tiny_run(tmp_path, accumulate=2, parallel={"data": 2}))
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def toml_of(config):

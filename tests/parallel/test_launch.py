@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -155,9 +154,9 @@ def test_groups_of_gpus_are_ended_by_one_thread_at_a_time(monkeypatch):
     wait_for(lambda: ended, "the end of the groups")
 
 
-def on_two_hosts(*program):
+def on_two_hosts(port, *program):
     """What a program says under ``torchrun`` on two "hosts" of one rank each: output and errors of each host."""
-    hosts = start_on_two_hosts(free_port(), *program)
+    hosts = start_on_two_hosts(port, *program)
     return [host.communicate(timeout=PATIENCE_S) for host in hosts]
 
 
@@ -173,10 +172,9 @@ def start_on_two_hosts(port, *program):
 
 
 @pytest.mark.prove
-def test_a_server_under_torchrun(tmp_path):
+def test_a_server_under_torchrun(tmp_path, port):
     """Rank 0 serves, the other one follows, and both end when rank 0 is told to."""
     save_tiny_llm(tmp_path)
-    port = free_port()
     options = ["--port", "0", "--tensor-parallel-size", "2", "--dtype", "float32", "--no-native", "--threads", "1"]
     hosts = start_on_two_hosts(port, "-m", "transect", "serve", str(tmp_path), "--served-model-name", "m", *options)
     try:
@@ -196,9 +194,9 @@ def test_a_server_under_torchrun(tmp_path):
 
 
 @pytest.mark.prove
-def test_collectives_between_two_hosts():
+def test_collectives_between_two_hosts(port):
     (out, errors), (other, _) = on_two_hosts(
-        "-m", "transect", "bench", "collectives", "--max-bytes", "4096", "--iterations", "2", "--json"
+        port, "-m", "transect", "bench", "collectives", "--max-bytes", "4096", "--iterations", "2", "--json"
     )
     rows = json.loads(out)["rows"]
     assert {row["collective"] for row in rows} == set(COLLECTIVES) and other == "", errors
@@ -206,7 +204,7 @@ def test_collectives_between_two_hosts():
 
 
 @pytest.mark.prove
-def test_under_torchrun_every_rank_runs_the_program(tmp_path):
+def test_under_torchrun_every_rank_runs_the_program(tmp_path, port):
     """Two "hosts" of one rank each, that meet at a port."""
     make_model("qwen3").save_pretrained(tmp_path / "model")
     save_tiny_llm_text(tmp_path / "model")
@@ -220,7 +218,7 @@ def test_under_torchrun_every_rank_runs_the_program(tmp_path):
         print("rank", os.environ["RANK"], [r.outputs[0].token_ids for r in found], flush=True)
     """)
     )
-    said = on_two_hosts(str(script), str(tmp_path / "model"))
+    said = on_two_hosts(port, str(script), str(tmp_path / "model"))
     lines = [line for out, _ in said for line in out.splitlines() if line.startswith("rank ")]
     assert len(lines) == 2 and lines[0].split(" ", 2)[2] == lines[1].split(" ", 2)[2], said
     assert sum(err.count("KV cache") for _, err in said) == 1  # one of them says what runs
@@ -241,12 +239,12 @@ AGAIN = """
 
 
 @pytest.mark.prove
-def test_hosts_that_count_restarts_apart_meet_again(tmp_path):
+def test_hosts_that_count_restarts_apart_meet_again(tmp_path, port):
     """A rank of the second "host" ends. That of the first is well and is ended, which is no restart to count there."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(AGAIN))
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
     command += ["--rdzv-id", "again", "--max-restarts", "2", str(script), str(tmp_path / "mark")]
     pipe = subprocess.PIPE
     hosts = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]
@@ -256,12 +254,6 @@ def test_hosts_that_count_restarts_apart_meet_again(tmp_path):
         for host in hosts:
             host.terminate()
     assert [out for out, _ in said] == ["restarts ['0', '1']\n"] * 2, said
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 FOUR = """

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -58,7 +57,7 @@ async def test_boards_that_were_made_for_vllm_find_what_they_ask_for(client):
 
 
 @pytest.mark.prove
-def test_a_real_prometheus_answers_every_query(live, tmp_path):
+def test_a_real_prometheus_answers_every_query(live, tmp_path, port):
     """With the configuration of the example, but for the address and the interval. Debian has the package."""
     command = shutil.which("prometheus")
     if command is None:
@@ -67,9 +66,7 @@ def test_a_real_prometheus_answers_every_query(live, tmp_path):
     settings["global"]["scrape_interval"] = "1s"
     settings["scrape_configs"][0]["static_configs"][0]["targets"] = [live.removeprefix("http://")]
     (tmp_path / "prometheus.yaml").write_text(yaml.safe_dump(settings))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{port}"
     places = ("--config.file", tmp_path / "prometheus.yaml", "--storage.tsdb.path", tmp_path / "data")
     process = subprocess.Popen([command, *places, "--web.listen-address", address], stderr=subprocess.DEVNULL)
     try:
