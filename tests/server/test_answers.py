@@ -143,6 +143,26 @@ async def test_thoughts_that_the_template_begins(client, engine, options):
     assert message == {"role": "assistant", "content": engine.reply, "refusal": None}
 
 
+async def test_a_template_of_its_own_for_tools(engine, options):
+    """Without tools the other one renders, to which calls of earlier turns are text."""
+    tool_use = "{% for m in messages %}{{ m.role }}{% endfor %}{{ tools[0].function.name }}[TOOL_CALLS]"
+    engine.chat_template = ChatTemplate(
+        "{% for m in messages %}{{ m.content }}{% endfor %}", variants={"tool_use": tool_use}
+    )
+    engine.reply = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
+    seen = []
+    stream = engine.stream
+    engine.stream = lambda ids, *args, **options: seen.append(bytes(ids).decode()) or stream(ids, *args, **options)
+    client = client_of(engine, options)
+    answer = (await client.post("/v1/chat/completions", json={**ASK, "tools": [ADD]})).json()["choices"][0]
+    (call,) = answer["message"]["tool_calls"]
+    assert len(call["id"]) == 9 and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    history = [*ASK["messages"], answer["message"], {"role": "tool", "tool_call_id": call["id"], "content": "2"}]
+    await client.post("/v1/chat/completions", json={**ASK, "messages": history})
+    assert seen[0] == "useradd[TOOL_CALLS]"
+    assert '<tool_call>\n{"name": "add"' in seen[1] and "<tool_response>\n2" in seen[1]
+
+
 def client_of(engine, options):
     return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine, options)), base_url="http://server")
 

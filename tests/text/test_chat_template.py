@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -258,3 +261,67 @@ def test_ordinary_loops_are_as_ever():
     )
     expected = "1/2a1False;2/2b2True;1231noneba12[1, None, 'a']{'a': 1}1-2ab42"
     assert ChatTemplate(source).render(USER) == expected
+
+
+VARIANTS = {"tool_use": "with tools: {{ tools[0].name }}", "rag": "with {{ documents | length }}", "other": "{{"}
+
+
+def test_a_template_for_tools_and_one_for_documents():
+    template = ChatTemplate("plain", variants=VARIANTS)
+    for each in (template, pickle.loads(pickle.dumps(template)), template.dated(datetime.date(2024, 1, 2))):
+        assert each.render(USER) == each.render(USER, tools=None, documents=[]) == "plain"
+        assert each.render(USER, tools=[{"name": "f"}], documents=[1]) == "with tools: f"
+        assert each.render(USER, documents=[1, 2]) == "with 2"
+        assert (each.source, each.tool_source) == ("plain", VARIANTS["tool_use"])
+    assert ChatTemplate("plain").tool_source == ChatTemplate("plain").sources == "plain" != template.sources
+
+
+@pytest.mark.parametrize("kind", ["list", "files", "gguf"])
+def test_where_a_model_has_its_templates(kind, tmp_path):
+    named = {"default": "plain", **VARIANTS}
+    if kind == "gguf":
+        more = {f"tokenizer.chat_template.{name}": text for name, text in VARIANTS.items()}
+        metadata = {"tokenizer.ggml.tokens": ["a"], "tokenizer.chat_template": "plain", **more}
+        template = ChatTemplate.from_gguf(metadata)
+    elif kind == "files":
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "chat_template.jinja").write_text("plain")
+        for name, text in VARIANTS.items():
+            (tmp_path / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+        template = ChatTemplate.from_hf(tmp_path)
+    else:
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": listed}))
+        template = ChatTemplate.from_hf(tmp_path)
+    assert template.render(USER) == "plain" and template.render(USER, tools=[{"name": "f"}]) == "with tools: f"
+
+
+ASSISTANT = {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": [CALL]}
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ m.tool_calls[0].function.arguments | tojson }}", '{"a": 1}'),
+        ("{{ '<call>' + m['tool_calls'][0]['function']['arguments'] + '\n' }}", '<call>{"a": 1}\n'),
+        ("{{ m.tool_calls[0].function.arguments }}", '{"a": 1}'),
+        ("{{ 'x' ~ m.tool_calls[0].function.arguments }}", 'x{"a": 1}'),
+        ("{% set a = m.tool_calls[0].function.arguments %}{{ a if a is string else a | tojson }}", '{"a": 1}'),
+        ("{% if m['content'] is none %}call{% else %}text{% endif %}", "call"),
+        ("{% if m.content == '' %}empty{% endif %}", "empty"),
+        ("{{ m.thinking }}", "hm"),
+        ("{{ m.reasoning_content }}{{ 'thinking' in m }}", "hmFalse"),
+    ],
+)
+def test_messages_are_what_the_template_expects(source, text):
+    """DeepSeek's templates add arguments to text, and look whether there is no content; gpt-oss's has a name of its own
+    for thoughts."""
+    assert ChatTemplate("{% set m = messages[0] %}" + source).render([ASSISTANT]) == text
+    parsed = {**CALL, "function": {"name": "add", "arguments": {"a": 1}}}
+    assert ChatTemplate("{% set m = messages[0] %}" + source).render([ASSISTANT | {"tool_calls": [parsed]}]) == text
+
+
+def test_thoughts_beside_calls_and_content_stay_out():
+    """gpt-oss's template refuses both."""
+    source = "{{ messages[0].content }} {{ messages[0].thinking is defined }}"
+    assert ChatTemplate(source).render([ASSISTANT | {"content": "So"}]) == "So False"

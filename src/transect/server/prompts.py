@@ -174,7 +174,8 @@ async def chat_prompt(
     if template is None:
         message = "this model brings no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    plain, variables = with_tools(serving.shape, [message.plain() for message in messages], use)
+    shape = serving.shape if use is not None else serving.shape_without_tools
+    plain, variables = with_tools(shape, [message.plain() for message in messages], use)
     extra = {**(template_kwargs or {}), **variables}
     reserved = sorted(RESERVED & extra.keys())
     if reserved:

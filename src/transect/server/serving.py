@@ -166,7 +166,9 @@ class Serving:
         self.idle = asyncio.Event()
         self.idle.set()
         template = getattr(engine.chat_template, "source", None)
-        self.shape = shape_of(template, options.tool_call_parser)
+        self.shape = shape_of(getattr(engine.chat_template, "tool_source", None), options.tool_call_parser)
+        self.shape_without_tools = shape_of(template, options.tool_call_parser)
+        """How calls of earlier turns are told where no tools are given: some models have another template then."""
         self.thoughts = thoughts_of(options.reasoning_parser, template)
         self.channels = self.shape.channels or (self.thoughts is not None and self.thoughts.channels)
         """Answers come in channels, whatever is asked for."""

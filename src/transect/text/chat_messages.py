@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
-def normal_messages(messages: Sequence[Mapping[str, Any]], *, as_parts: bool = False) -> list[dict[str, Any]]:
-    """Copies of the messages in which content is a string (or, ``as_parts``, a list of text parts).
+@dataclass(frozen=True, slots=True)
+class Wants:
+    """What a template expects of messages beside what most do.
+
+    Attributes:
+        parts: content is a list of text parts.
+        argument_text: the arguments of calls are JSON text.
+        none: a message with calls and no content has None there.
+        thinking: thoughts are called ``thinking``, and stand in no message that has both calls and content.
+    """
+
+    parts: bool = False
+    argument_text: bool = False
+    none: bool = False
+    thinking: bool = False
+
+
+def normal_messages(messages: Sequence[Mapping[str, Any]], wants: Wants | None = None) -> list[dict[str, Any]]:
+    """Copies of the messages as a template wants them; by itself one in which content is a string.
 
     Text parts are joined with line breaks; a missing or None content becomes empty text; the arguments of tool calls,
     which the API sends as a JSON string, become the object that templates print.
@@ -18,10 +36,10 @@ def normal_messages(messages: Sequence[Mapping[str, Any]], *, as_parts: bool = F
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise ValueError('messages must be a non-empty list of objects such as {"role": "user", "content": "Hello"}')
-    return [_normal(message, number, as_parts) for number, message in enumerate(messages)]
+    return [_normal(message, number, wants or Wants()) for number, message in enumerate(messages)]
 
 
-def _normal(message: Mapping[str, Any], number: int, as_parts: bool) -> dict[str, Any]:
+def _normal(message: Mapping[str, Any], number: int, wants: Wants) -> dict[str, Any]:
     where = f"messages[{number}]"
     if not isinstance(message, Mapping):
         raise ValueError(f'{where} must be an object with "role" and "content", got {type(message).__name__}')
@@ -32,9 +50,14 @@ def _normal(message: Mapping[str, Any], number: int, as_parts: bool) -> dict[str
         raise ValueError(f'{where} needs a "content"')
     texts = _texts(message.get("content"), where)
     result = dict(message)
-    result["content"] = [{"type": "text", "text": text} for text in texts] if as_parts else "\n".join(texts)
-    if message.get("tool_calls"):
-        result["tool_calls"] = [_normal_call(call, where) for call in message["tool_calls"]]
+    result["content"] = [{"type": "text", "text": text} for text in texts] if wants.parts else "\n".join(texts)
+    calls = message.get("tool_calls")
+    if calls:
+        result["tool_calls"] = [_normal_call(call, where, wants.argument_text) for call in calls]
+        if wants.none and not texts:
+            result["content"] = None
+    if wants.thinking and message.get("reasoning_content") and not (calls and texts):
+        result.setdefault("thinking", message["reasoning_content"])
     return result
 
 
@@ -60,14 +83,17 @@ def _texts(content: Any, where: str) -> list[str]:
     return texts
 
 
-def _normal_call(call: Any, where: str) -> Any:
+def _normal_call(call: Any, where: str, as_text: bool) -> Any:
     if not isinstance(call, Mapping):
         raise ValueError(f"{where}: tool_calls must hold objects, got {type(call).__name__}")
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+    if not isinstance(function, Mapping) or "arguments" not in function:
+        return dict(call)
+    arguments = function["arguments"]
+    if isinstance(arguments, str) == as_text:
         return dict(call)
     try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
+        arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
+    except (ValueError, TypeError):
         return dict(call)  # models do write broken JSON: then the template prints the string as it came
     return {**call, "function": {**function, "arguments": arguments}}

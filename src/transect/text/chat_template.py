@@ -19,13 +19,16 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from jinja2 import nodes
 
-from .chat_messages import normal_messages
-from .gguf_vocab import gguf_chat_template
+from .chat_messages import Wants, normal_messages
+from .gguf_vocab import gguf_chat_template, gguf_chat_variants
 from .hf_settings import read_hf_settings
 from .template_sandbox import MAX_CHARACTERS, Refused, TemplateLimit, compile_template, variables_of_rendering
 
 if TYPE_CHECKING:
     from ..models.resolve import ModelSource
+
+VARIANTS = {"tool_use": "tools", "rag": "documents"}
+"""Templates that a model may have beside its first, and the variable that asks for each."""
 
 
 class ChatTemplate:
@@ -35,17 +38,29 @@ class ChatTemplate:
         source: the Jinja text.
         bos, eos: the text of the model's special tokens, which templates write out.
         day: the day that ``strftime_now`` prints, at midnight; None: now.
+        variants: templates for some conversations, by name: ``tool_use`` where tools are given, ``rag`` where documents
+            are.
 
     Raises:
         ValueError: the source is not valid Jinja; the message says where.
     """
 
-    def __init__(self, source: str, bos: str = "", eos: str = "", *, day: datetime.date | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        bos: str = "",
+        eos: str = "",
+        *,
+        day: datetime.date | None = None,
+        variants: Mapping[str, str] | None = None,
+    ) -> None:
         self.source = source
         self._bos, self._eos, self._day = bos, eos, day
+        texts = {name: text for name, text in (variants or {}).items() if name in VARIANTS}
+        self._variants = {name: ChatTemplate(text, bos, eos, day=day) for name, text in texts.items()}
         try:
             self._template, tree = compile_template(source)
-            self._wants_parts = _reads_parts(tree)
+            self._wants = _wants(tree)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template is not valid Jinja (line {error.lineno}: {error.message}): correct it, or use "
@@ -56,7 +71,22 @@ class ChatTemplate:
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """For another process, which compiles it anew."""
-        return _again, (self.source, self._bos, self._eos, self._day)
+        return _again, (self.source, self._bos, self._eos, self._day, self.variants)
+
+    @property
+    def variants(self) -> dict[str, str]:
+        """The Jinja text of each variant by its name."""
+        return {name: template.source for name, template in self._variants.items()}
+
+    @property
+    def sources(self) -> str:
+        """The Jinja text of all of them: what a rendering can depend on."""
+        return "\0".join([self.source, *self.variants.values()])
+
+    @property
+    def tool_source(self) -> str:
+        """The Jinja text that renders conversations with tools."""
+        return self.variants.get("tool_use", self.source)
 
     @classmethod
     def from_source(cls, source: ModelSource) -> ChatTemplate | None:
@@ -75,13 +105,15 @@ class ChatTemplate:
         """The template of a directory in Hugging Face layout; None when it has none. Raises as ``from_source``."""
         settings = read_hf_settings(directory)
         template = settings.chat_template
-        return None if template is None else cls(template, settings.bos_token or "", settings.eos_token or "")
+        if template is None:
+            return None
+        return cls(template, settings.bos_token or "", settings.eos_token or "", variants=settings.chat_variants)
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
         """The template in the metadata of a GGUF file; None when it has none. Raises as ``from_source``."""
         template, bos, eos = gguf_chat_template(metadata)
-        return None if template is None else cls(template, bos, eos)
+        return None if template is None else cls(template, bos, eos, variants=gguf_chat_variants(metadata))
 
     def with_source(self, source: str) -> ChatTemplate:
         """Another template with the same special tokens and day.
@@ -93,7 +125,7 @@ class ChatTemplate:
 
     def dated(self, day: datetime.date) -> ChatTemplate:
         """The same template, which takes ``day`` for today."""
-        return ChatTemplate(self.source, self._bos, self._eos, day=day)
+        return ChatTemplate(self.source, self._bos, self._eos, day=day, variants=self.variants)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The text to encode with ``parse_special=True`` and ``add_special_tokens=False``.
@@ -108,12 +140,15 @@ class ChatTemplate:
             ValueError: the messages are malformed, the template refuses them (its own words are quoted), fails, or
                 produces too much.
         """
+        for name, field in VARIANTS.items():
+            if name in self._variants and kwargs.get(field):
+                return self._variants[name].render(messages, add_generation_prompt, **kwargs)
         variables = {
             "bos_token": self._bos,
             "eos_token": self._eos,
             **({} if self._day is None else {"strftime_now": self._day.strftime}),
             **kwargs,
-            "messages": normal_messages(messages, as_parts=self._wants_parts),
+            "messages": normal_messages(messages, self._wants),
             "add_generation_prompt": add_generation_prompt,
             **variables_of_rendering(),
         }
@@ -137,25 +172,41 @@ class ChatTemplate:
         return "".join(pieces)
 
 
-def _again(source: str, bos: str, eos: str, day: datetime.date | None) -> ChatTemplate:
-    return ChatTemplate(source, bos, eos, day=day)
+def _again(source: str, bos: str, eos: str, day: datetime.date | None, variants: Mapping[str, str]) -> ChatTemplate:
+    return ChatTemplate(source, bos, eos, day=day, variants=variants)
 
 
 def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _reads_parts(tree: nodes.Template) -> bool:
+def _wants(tree: nodes.Template) -> Wants:
+    tests = [(test.name, test.node) for test in tree.find_all(nodes.Test)]
+    printed = [
+        each
+        for kind in (nodes.Add, nodes.Concat, nodes.Output)
+        for found in tree.find_all(kind)
+        for each in found.iter_child_nodes()
+    ]
+    return Wants(
+        parts=_reads_parts(tree, {name for name, _ in tests}),
+        argument_text=any(_is_part(each, "arguments") for each in printed)
+        and not any(name in ("string", "mapping") and _is_part(node, "arguments") for name, node in tests),
+        none=any(name == "none" and _is_part(node, "content") for name, node in tests),
+        thinking=any(
+            _is_part(each, "thinking") for kind in (nodes.Getattr, nodes.Getitem) for each in tree.find_all(kind)
+        ),
+    )
+
+
+def _reads_parts(tree: nodes.Template, tests: set[str]) -> bool:
     """Whether the template only knows content as a list of parts: it loops over a ``content`` and never asks whether
     something is a string."""
-    if any(test.name == "string" for test in tree.find_all(nodes.Test)):
-        return False
-    return any(_is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    return "string" not in tests and any(_is_part(loop.iter, "content") for loop in tree.find_all(nodes.For))
 
 
-def _is_content(node: nodes.Node) -> bool:
+def _is_part(node: nodes.Node, name: str) -> bool:
+    """Whether an expression is the part of something that has this name."""
     if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const):
-        return bool(node.arg.value == "content")
-    return False
+        return node.attr == name
+    return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and bool(node.arg.value == name)

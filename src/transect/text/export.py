@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from .gguf_vocab import gguf_chat_template, read_gguf_vocabulary
+from .gguf_vocab import gguf_chat_template, gguf_chat_variants, read_gguf_vocabulary
 
 if TYPE_CHECKING:
     from ..models.resolve import ModelSource
@@ -22,6 +22,8 @@ COPIED = (
     "generation_config.json",
     "chat_template.jinja",
 )
+TEMPLATES = "additional_chat_templates"
+"""A folder of further chat templates."""
 
 
 def export_tokenizer(source: ModelSource, directory: str | Path) -> None:
@@ -41,6 +43,8 @@ def export_tokenizer(source: ModelSource, directory: str | Path) -> None:
         for name in COPIED:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, directory / name)
+        if (folder / TEMPLATES).is_dir():
+            shutil.copytree(folder / TEMPLATES, directory / TEMPLATES, dirs_exist_ok=True)
         return
     vocabulary = read_gguf_vocabulary(source.gguf.metadata)
     template, _, _ = gguf_chat_template(source.gguf.metadata)
@@ -59,7 +63,9 @@ def export_tokenizer(source: ModelSource, directory: str | Path) -> None:
     if vocabulary.eos_token_ids:
         config["eos_token"] = backend.id_to_token(vocabulary.eos_token_ids[0])
     if template is not None:
-        config["chat_template"] = template
+        named = {"default": template, **gguf_chat_variants(source.gguf.metadata)}
+        listed = [{"name": name, "template": text} for name, text in named.items()]
+        config["chat_template"] = template if len(listed) == 1 else listed
     _write(directory / "tokenizer_config.json", config)
     if vocabulary.eos_token_ids:
         generation = {"bos_token_id": vocabulary.bos_token_id, "eos_token_id": list(vocabulary.eos_token_ids)}

@@ -145,6 +145,16 @@ def gguf_chat_template(metadata: Mapping[str, Any]) -> tuple[str | None, str, st
     return template, "" if bos is None else tokens[bos], "" if eos is None else tokens[eos]
 
 
+def gguf_chat_variants(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Further chat templates in the file, by name (``tokenizer.chat_template.tool_use``)."""
+    prefix = "tokenizer.chat_template."
+    return {
+        key.removeprefix(prefix): text
+        for key, text in metadata.items()
+        if key.startswith(prefix) and isinstance(text, str)
+    }
+
+
 def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):

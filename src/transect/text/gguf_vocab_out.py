@@ -51,6 +51,7 @@ def gguf_vocabulary(source: ModelSource) -> dict[str, Any]:
     template = ChatTemplate.from_source(source)
     if template is not None:
         values["tokenizer.chat_template"] = template.source
+        values |= {f"tokenizer.chat_template.{name}": text for name, text in template.variants.items()}
     return values
 
 

@@ -18,6 +18,8 @@ class HFSettings:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     chat_template: str | None
+    chat_variants: dict[str, str]
+    """Further chat templates by name."""
 
 
 def read_hf_settings(directory: Path) -> HFSettings:
@@ -39,6 +41,7 @@ def read_hf_settings(directory: Path) -> HFSettings:
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=read.token_ids("eos_token_id"),
         chat_template=_chat_template(directory, tokenizer),
+        chat_variants=_chat_variants(directory, tokenizer),
     )
 
 
@@ -46,10 +49,7 @@ def _chat_template(directory: Path, tokenizer: dict[str, Any]) -> str | None:
     """chat_template.jinja if it is there, else what tokenizer_config.json holds; of several the one named "default"."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8 text ({error}): download it again") from error
+        return _text(path)
     template = tokenizer.get("chat_template")
     if isinstance(template, list):
         named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
@@ -60,6 +60,24 @@ def _chat_template(directory: Path, tokenizer: dict[str, Any]) -> str | None:
             f"'name' and 'template', not {shown(template)}"
         )
     return template
+
+
+def _chat_variants(directory: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
+    """The files of additional_chat_templates beside chat_template.jinja; without that, those that
+    tokenizer_config.json lists beside "default"."""
+    if (directory / "chat_template.jinja").is_file():
+        return {path.stem: _text(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    listed = tokenizer.get("chat_template")
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    named = [(entry.get("name"), entry.get("template")) for entry in entries]
+    return {name: text for name, text in named if isinstance(name, str) and isinstance(text, str) and name != "default"}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}): download it again") from error
 
 
 def _content(tokenizer: dict[str, Any], key: str, directory: Path) -> str | None:

@@ -31,6 +31,8 @@ class Template(Protocol):
 
     @property
     def source(self) -> str: ...
+    @property
+    def tool_source(self) -> str: ...
     def render(self, messages: Any, add_generation_prompt: bool = ..., **kwargs: Any) -> str: ...
 
 
@@ -232,7 +234,8 @@ def chat_tokens(
     Raises:
         ValueError: see ``ChatTemplate.render`` and ``Tokenizer.encode``.
     """
-    messages, variables = for_template(template.source, messages, kwargs)
+    source = template.tool_source if kwargs.get("tools") else template.source
+    messages, variables = for_template(source, messages, kwargs)
     rendering = ChatRendering(tokenizer, messages, variables, continue_final_message=continue_final_message)
     try:
         text = template.render(rendering.messages, add_generation_prompt, **rendering.variables)

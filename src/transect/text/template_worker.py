@@ -160,6 +160,11 @@ class TemplateApart:
         """The Jinja text."""
         return self._template.source
 
+    @property
+    def tool_source(self) -> str:
+        """See ``ChatTemplate.tool_source``."""
+        return self._template.tool_source
+
     def with_source(self, source: str) -> TemplateApart:
         """See ``ChatTemplate.with_source``."""
         return TemplateApart(self._template.with_source(source), self._worker)

@@ -215,7 +215,8 @@ class _Rendered:
     """A chat whose messages can spell no special token, and the texts of its beginnings."""
 
     def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
-        told, variables = for_template(template.source, messages, {"tools": tools} if tools else {})
+        source = template.tool_source if tools else template.source
+        told, variables = for_template(source, messages, {"tools": tools} if tools else {})
         self.added = len(told) - len(messages) if told is not messages else 0
         """Messages before the chat's own: one that describes its tools."""
         self._inert = ChatRendering(tokenizer, told, variables)

@@ -112,7 +112,7 @@ class StreamingLoader:
                     with inside.open("rb") as file:
                         data.update(hashlib.file_digest(file, "sha256").digest())
         config = self.config
-        template = "" if self._template is None else self._template.source
+        template = "" if self._template is None else self._template.sources
         masks = hashlib.sha256(repr((template, config.turns, config.date)).encode())
         sizes = f"{config.seq_len} {config.micro_batch} {self.seed} {config.too_long} {config.buffer_mib}"
         return {"data": data.hexdigest(), "masks": masks.hexdigest(), "sizes": sizes}

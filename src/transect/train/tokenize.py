@@ -74,7 +74,7 @@ def tokenize(
     parts = output / "parts"
     chats = chats or DataConfig()
     template = run_template(source, tokenizer, chats)
-    made_by = [tokenizer.fingerprint, "" if template is None else template.source]
+    made_by = [tokenizer.fingerprint, "" if template is None else template.sources]
     try:
         chats = _prepare(output, parts, chunks, made_by, chats)
         missing = [i for i in range(len(chunks)) if not (parts / f"{i:06}.npz").exists()]
