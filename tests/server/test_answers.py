@@ -163,6 +163,59 @@ async def test_a_template_of_its_own_for_tools(engine, options):
     assert '<tool_call>\n{"name": "add"' in seen[1] and "<tool_response>\n2" in seen[1]
 
 
+EFFORTS = [
+    ("{{ reasoning_effort }}", {"reasoning_effort": "high"}, "high"),
+    ("{{ enable_thinking }}", {"reasoning_effort": "none"}, "False"),
+    ("{{ thinking }}", {"reasoning_effort": "low"}, "True"),
+    ("{{ thinking }}", {"reasoning_effort": "low", "chat_template_kwargs": {"thinking": 5}}, "5"),
+    ("{{ thinking is defined }}", {}, "False"),
+    ("plain", {"reasoning_effort": "none"}, "plain"),
+]
+
+
+@pytest.mark.parametrize(("template", "fields", "prompt"), EFFORTS)
+async def test_how_long_a_model_shall_think(engine, options, template, fields, prompt):
+    engine.chat_template = ChatTemplate(template)
+    seen = []
+    stream = engine.stream
+    engine.stream = lambda ids, *args, **options: seen.append(bytes(ids).decode()) or stream(ids, *args, **options)
+    client = client_of(engine, options)
+    response = await client.post("/v1/chat/completions", json={**ASK, **fields})
+    assert response.status_code == 200, response.text
+    effort = fields.get("reasoning_effort")
+    body = {"input": "x", "reasoning": {"effort": effort}, "chat_template_kwargs": fields.get("chat_template_kwargs")}
+    assert (await client.post("/v1/responses", json=body)).json()["reasoning"]["effort"] == effort
+    assert seen == [prompt, prompt]
+
+
+async def test_an_effort_that_the_template_does_not_know(client):
+    response = await client.post("/v1/chat/completions", json={**ASK, "reasoning_effort": "low"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "reasoning_effort")
+    assert "(reasoning_effort) is not supported by this model's chat template" in error["message"]
+
+
+async def test_thoughts_go_back_in_the_conversation(engine, options):
+    """As each API has them; templates know them as ``reasoning_content``."""
+    engine.chat_template = ChatTemplate(
+        "{% for m in messages %}({{ m.reasoning_content }}|{{ m.content }}){% endfor %}"
+    )
+    seen = []
+    stream = engine.stream
+    engine.stream = lambda ids, *args, **options: seen.append(bytes(ids).decode()) or stream(ids, *args, **options)
+    client = client_of(engine, options)
+    for name in ("reasoning", "reasoning_content"):
+        turn = {"role": "assistant", "content": "Yes", name: "hm"}
+        await client.post("/v1/chat/completions", json={**ASK, "messages": [turn, *ASK["messages"]]})
+    item = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes"}]}
+    await client.post("/v1/responses", json={"input": [item, said, *ASK["messages"]]})
+    blocks = [{"type": "thinking", "thinking": "hm", "signature": ""}, {"type": "text", "text": "Yes"}]
+    turns = [{"role": "assistant", "content": blocks}, *ASK["messages"]]
+    await client.post("/v1/messages", json={"max_tokens": 5, "messages": turns})
+    assert seen == ["(hm|Yes)(|x)"] * 4
+
+
 def client_of(engine, options):
     return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine, options)), base_url="http://server")
 

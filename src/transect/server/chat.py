@@ -13,7 +13,7 @@ from .errors import ApiError, bad_value
 from .generation import Event, Generation, Prompt
 from .logprobs import chat_logprobs, prompt_logprobs
 from .long_replies import all_chat_logprobs
-from .prompts import chat_prompt
+from .prompts import chat_prompt, effort_kwargs
 from .protocol import FIELDS, ChatCompletionRequest, TokenizeRequest, opens_a_turn
 from .replies import (
     AssistantMessage,
@@ -88,7 +88,10 @@ class Chat:
             truncate=self.body.truncate_prompt_tokens,
             room=self.params.max_tokens or 1,
             add_special=self.body.add_special_tokens is True,
-            template_kwargs=self.body.chat_template_kwargs,
+            template_kwargs={
+                **effort_kwargs(self.serving, self.body.reasoning_effort),
+                **(self.body.chat_template_kwargs or {}),
+            },
             use=self.use,
         )
         last = self.body.messages[-1].content if self.body.continue_final_message else None

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from ..engine.sampling_params import SamplingParams
+from ..text.reasoning import SWITCHES
 from ..text.sampling_defaults import SamplingDefaults
 from ..text.tools.spec import ToolUse, tool_use
 from .errors import ApiError, bad_value
@@ -86,7 +87,7 @@ class CountRequest(Body):
     def template_kwargs(self) -> dict[str, Any] | None:
         """``thinking`` as templates of models that think know it."""
         kind = (self.thinking or {}).get("type")
-        return None if kind not in ("enabled", "disabled") else {"enable_thinking": kind == "enabled"}
+        return None if kind not in ("enabled", "disabled") else dict.fromkeys(SWITCHES, kind == "enabled")
 
 
 class MessagesRequest(CountRequest):

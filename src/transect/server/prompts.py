@@ -10,8 +10,10 @@ from ..engine.inputs import room_for_prompt
 from ..text.fill_in import Gap
 from ..text.inert import ChatRendering
 from ..text.protocols import TokenizerLike
+from ..text.reasoning import effort_variables
 from ..text.tools.registry import with_tools
 from ..text.tools.spec import ToolUse
+from . import unsupported
 from .encoding import TooManyTokens
 from .errors import ApiError
 from .generation import Prompt
@@ -202,6 +204,22 @@ async def chat_prompt(
     prompt = truncated(serving, Prompt(chat.shown(text), token_ids), truncate, room)
     check_length(serving, prompt.token_ids, "messages")
     return prompt
+
+
+def effort_kwargs(serving: Serving, effort: str | None) -> dict[str, Any]:
+    """Variables of the template for how long the model shall think.
+
+    Raises:
+        ApiError: 400 where the template knows no such thing, and thoughts are asked for.
+    """
+    if effort is None:
+        return {}
+    template = serving.engine.chat_template
+    found = None if template is None else effort_variables(effort, template.variables)
+    if found is None and effort != "none":
+        message = unsupported.sentence("reasoning_effort").replace("this server", "this model's chat template")
+        raise ApiError(400, message, param="reasoning_effort", code="unsupported_parameter")
+    return found or {}
 
 
 def check_length(serving: Serving, token_ids: Sequence[int], field: str) -> None:

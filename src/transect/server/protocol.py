@@ -52,7 +52,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_calls": (None, []),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "reasoning_effort": (None, "none"),
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
     "suffix": (None, ""),
@@ -306,6 +305,7 @@ class ChatCompletionRequest(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_TEMPLATE_ARGUMENTS)] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from ..text.reasoning import effort_variables
 from .blocks import Block, Conversation, News
 from .deadline import Deadline
 from .errors import ApiError
@@ -71,14 +72,20 @@ class Responses:
 
     async def whole(self) -> Raw:
         """The answer in one piece."""
-        await self.conversation.start(self.body.chat_template_kwargs)
+        await self._start()
         await self.conversation.whole()
         return Raw(self._end())
 
     async def begin(self) -> AsyncIterator[bytes]:
         """Submit, and return the events to come."""
-        await self.conversation.start(self.body.chat_template_kwargs)
+        await self._start()
         return self._events()
+
+    async def _start(self) -> None:
+        template, effort = self.serving.engine.chat_template, self.body.effort
+        known = template is not None and effort is not None
+        variables = effort_variables(effort, template.variables) if known else None  # type: ignore[arg-type, union-attr]
+        await self.conversation.start({**(variables or {}), **(self.body.chat_template_kwargs or {})})
 
     async def _events(self) -> AsyncIterator[bytes]:
         begun = False
@@ -162,7 +169,7 @@ class Responses:
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": body.effort, "summary": None},
             "store": body.store is not False,
             "temperature": self.conversation.params.temperature,
             "text": body.text or {"format": {"type": "text"}},

@@ -48,6 +48,12 @@ class ResponsesRequest(Body):
         if self.truncation not in (None, "disabled"):
             raise ApiError(400, "truncation must be disabled: this server shortens no input", param="truncation")
 
+    @property
+    def effort(self) -> str | None:
+        """How long the model shall think, if that is said."""
+        effort = (self.reasoning or {}).get("effort")
+        return effort if isinstance(effort, str) else None
+
     def new_messages(self) -> list[ChatMessage]:
         """``input`` in the chat API's form.
 
@@ -57,16 +63,22 @@ class ResponsesRequest(Body):
         if isinstance(self.input, str):
             return [ChatMessage(role="user", content=self.input)]
         found: list[ChatMessage] = []
+        thoughts = ""
         for number, item in enumerate(self.input):
+            if item.get("type") == "reasoning":
+                thoughts += _thoughts(item)
+                continue
             try:
                 message = _message(item, f"input[{number}]")
             except ValidationError:
                 raise ApiError(400, f"input[{number}] is not an item of a conversation", param="input") from None
-            if message is None:
-                continue
+            if thoughts and message.role == "assistant":
+                message.reasoning_content = thoughts
+            thoughts = ""
             last = found[-1] if found else None
             if message.tool_calls and last is not None and last.role == "assistant":
                 last.tool_calls = [*(last.tool_calls or ()), *message.tool_calls]
+                last.reasoning_content = last.reasoning_content or message.reasoning_content
             else:
                 found.append(message)
         return found
@@ -97,7 +109,14 @@ class ResponsesRequest(Body):
             raise bad_value(message, type(self).model_fields) from None
 
 
-def _message(item: dict[str, Any], where: str) -> ChatMessage | None:
+def _thoughts(item: dict[str, Any]) -> str:
+    """The text of thoughts that come back with a conversation; other servers may have encrypted theirs."""
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _message(item: dict[str, Any], where: str) -> ChatMessage:
     kind = item.get("type", "message")
     if kind == "message" and item.get("role") in _ROLES:
         return ChatMessage(role=item["role"], content=_text(item.get("content"), where))
@@ -108,8 +127,6 @@ def _message(item: dict[str, Any], where: str) -> ChatMessage | None:
         output = item.get("output")
         text = output if isinstance(output, str) else _text(output, where)
         return ChatMessage(role="tool", tool_call_id=str(item.get("call_id")), content=text)
-    if kind == "reasoning":
-        return None
     raise ApiError(400, f"{where} is of type {str(kind)[:40]!r}, which this server cannot read", param="input")
 
 

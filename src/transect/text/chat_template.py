@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
 from .chat_messages import Wants, normal_messages
 from .gguf_vocab import gguf_chat_template, gguf_chat_variants
@@ -61,6 +61,7 @@ class ChatTemplate:
         try:
             self._template, tree = compile_template(source)
             self._wants = _wants(tree)
+            self.variables = frozenset(meta.find_undeclared_variables(tree))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"the chat template is not valid Jinja (line {error.lineno}: {error.message}): correct it, or use "

@@ -9,9 +9,9 @@ the form of an answer is kept to after them; ``ThoughtParser`` parts them from t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .grammar import lark
 from .grammar.lark import Lead
@@ -113,6 +113,24 @@ def thoughts_of(name: str | None, template: str | None = None) -> Thoughts | Non
         found = ", ".join(sorted(PARSERS))
         raise ValueError(f"there is no reasoning parser {name!r}; there are {found}, auto and none")
     return PARSERS[name]
+
+
+SWITCHES = ("enable_thinking", "thinking")
+"""Variables of templates that turn thoughts on and off."""
+
+
+def effort_variables(effort: str, variables: Collection[str]) -> dict[str, Any] | None:
+    """How long a model shall think, as its template takes it; None where it takes nothing of the kind.
+
+    Args:
+        effort: ``none``, ``low``, ``medium``, ``high`` and their like; ``none`` turns thoughts off where the template
+            has a switch.
+        variables: those that the template knows.
+    """
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    switches = [name for name in SWITCHES if name in variables]
+    return dict.fromkeys(switches, effort != "none") if switches else None
 
 
 class ThoughtParser:

@@ -161,6 +161,11 @@ class TemplateApart:
         return self._template.source
 
     @property
+    def variables(self) -> frozenset[str]:
+        """Names that the template takes from its caller."""
+        return self._template.variables
+
+    @property
     def tool_source(self) -> str:
         """See ``ChatTemplate.tool_source``."""
         return self._template.tool_source
