@@ -107,6 +107,7 @@ def test_modules_run_as_with_m(tmp_path, monkeypatch):
 
 def test_outputs_that_cannot_be_written_are_refused_before_the_run(tmp_path):
     script = write(tmp_path, "raise SystemError('it ran')\n")
+    (tmp_path / "no").touch()
     for option in ("--json", "--html", "--keep-trace"):
         done = run_here("explain", "run", option, str(tmp_path / "no" / "x"), "--", "python", str(script))
         assert done.returncode == 2 and "cannot be written" in done.stderr and "it ran" not in done.stderr
@@ -190,6 +191,25 @@ def test_standard_input_that_nobody_reads_is_not_waited_for(tmp_path):
         assert not script.run().failed and not script.stdin.kept
         written.write(b"line\n")
         assert not replace(script, arguments=("read",)).run().failed and script.stdin.kept == b"line\n"
+
+
+def test_what_a_function_holds_ends_in_its_own_thread():
+    """Guards of torch's switch something of their thread back when they end: in another one autograd would stay off."""
+    ended = set()
+
+    class Guard:
+        def __del__(self):
+            ended.add(threading.get_ident())
+
+    def guarded():
+        guard = Guard()  # noqa: F841
+        return sum(range(20))
+
+    until = time.monotonic() + 0.5
+    with StackSampler(1e-5) as sampler:
+        while time.monotonic() < until:
+            guarded()
+    assert ended == {threading.get_ident()} and len(sampler.found.samples) > 20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="timers of Linux")

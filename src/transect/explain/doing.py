@@ -38,10 +38,14 @@ LOG = r"(?<!math)(?<!torch)(?<!\bnp)(?<!numpy)\.log\((?!\))"
 LINES = (
     ("logging", re.compile(rf"\bprint\(|\.write\(|\.flush\(|fsync|\blogg(?:er|ing)\b|\blog\.{LEVELS}|{LOG}")),
     ("sleep", re.compile(r"\bsleep\(")),
+    ("parse", re.compile(r"\b(?:u|or|simd)?json\.loads\(|literal_eval\(|yaml\.\w*load\(")),
     ("file", re.compile(r"\.load\(|\bopen\(|\.read\(|read_bytes|read_text|imread|pickle|loads\(")),
     ("collection", re.compile(r"gc\.collect")),
+    ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
 """What the user's line says, where that line is the innermost."""
+READS = ("parse", "file")
+"""Kinds that it says whatever library it called."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
 """Libraries that a line which logs may be in."""
 NATIVE = "/transect/ops/cpu/"
@@ -59,6 +63,16 @@ COMPILER_FILES = (
 PYTHONS_OWN = f"{sysconfig.get_paths()['stdlib']}/tokenize.py"
 """Cuts Python's own source into tokens, where a line of it is looked up."""
 IMPORTS = "<frozen importlib"
+LIBRARIES = (
+    ("stacks", re.compile(r"/traceback\.py:format_stack$")),
+    ("printing", re.compile(r"/torch/_tensor_str\.py:")),
+    ("saving", re.compile(r"/torch/serialization\.py:save$|/safetensors/torch\.py:save_file$")),
+    ("copying", re.compile(r"/copy\.py:deepcopy$")),
+    ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
+)
+"""What a function of a library does, whatever it calls for that: operators too."""
+RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
+"""Functions of ``subprocess`` that start a process and wait for its end."""
 FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
 """Functions of ``logging`` that every fork calls."""
 STARTS = re.compile(r"multiprocessing/(?:popen_\w+|process|context|spawn|resource_tracker|util)\.py$")
@@ -102,8 +116,12 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
 
 def _by_library(inner: Sequence[Frame]) -> str:
     """What a library is doing for the user's line; empty where its files do not say."""
-    if any(frame.function == "_execute_child" for frame in inner):
-        return "process"
+    for frame in reversed(inner):
+        for kind, place in LIBRARIES:
+            if place.search(f"{frame.file}:{frame.function}"):
+                return kind
+        if frame.function == "_execute_child" or (frame.file.endswith("/subprocess.py") and frame.function in RUN):
+            return "process"
     starts = any(STARTS.search(frame.file) for frame in inner)
     if inner and (WAITS.search(inner[0].file) or (starts and inner[0].function in WAITING)):
         return "wait"
@@ -114,4 +132,4 @@ def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
     """What the text of the user's line says, which called the ``inner`` frames."""
     text = linecache.getline(user.file, user.line) if user is not None else ""
     alone = all(WRITERS.search(frame.file) for frame in inner)
-    return next((kind for kind, each in LINES if (alone or kind == "file") and each.search(text)), "python")
+    return next((kind for kind, each in LINES if (alone or kind in READS) and each.search(text)), "python")

@@ -13,12 +13,14 @@ from dataclasses import replace
 
 from ..hardware.cores import usable_cores
 from .finding import MANY, Finding, Material
-from .findings_host import collector, host, other_threads, threads
+from .findings_host import collector, host, library, other_threads, threads, whole_shares
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
 from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
+CALLING = ("launch", "sync")
+"""Findings about calls of operators, whoever makes them."""
 LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
 RECORDING_S = 1e-6
@@ -32,6 +34,8 @@ VALUE_BYTES = 64
 def find(material: Material) -> list[Finding]:
     """All findings worth a look, the best first."""
     found = [each for detector in DETECTORS for each in detector(material)]
+    left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
+    found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
     return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
@@ -363,6 +367,7 @@ def fallback(material: Material) -> Iterator[Finding]:
 
 DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     host,
+    library,
     compiling,
     synchronisation,
     launching,

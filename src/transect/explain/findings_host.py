@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -18,18 +19,33 @@ HOST_ADVICE = {
     "logging": ("logging holds up the loop", "log every N steps, buffer the output, or write from another thread"),
     "sleep": ("the program sleeps", "remove the wait, or wait for the event itself"),
     "file": ("files are read in the loop", "read them once, or in a DataLoader with workers"),
+    "parse": ("text is parsed in the loop", "parse it once, before the loop, or in a DataLoader with workers"),
     "collection": ("the garbage collector is called in the loop", "call gc.collect() outside of it, or not at all"),
     "wait": (
         "the main thread waits for another thread, a process or a socket",
         "hand work over earlier, wait for several at once, or do it in this thread",
     ),
     "process": ("processes are started", "start them once and keep them: a pool, DataLoader(persistent_workers=True)"),
+    "stacks": (
+        "a Python stack is written down for each operator",
+        "switch autograd's anomaly detection off: set_detect_anomaly(False)",
+    ),
+    "printing": ("tensors are printed in the loop", "print a few numbers every N steps, not whole tensors"),
+    "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
+    "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
+    "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
     "import": ("modules are imported", "import only what is needed; it is done once, so a longer run shows the rest"),
     "python": (
         "Python computes between operators",
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
     ),
 }
+WHOLE = ("stacks", "printing", "saving", "copying", "optimizer")
+"""Kinds to which the operators belong that are called for them, not only the gaps between these."""
+CHECKS = ("isnan", "ne", "any", "is_nonzero", "item", "_local_scalar_dense")
+"""Operators by which anomaly detection looks at each gradient."""
+UPDATES = ("addcdiv_", "addcmul_", "lerp_", "mul_", "add_", "sqrt", "div_")
+"""Operators of an update; fused they move half as much."""
 IDLE = ("wait", "sleep")
 """Kinds in which the main thread has nothing to do."""
 
@@ -44,13 +60,42 @@ def host(material: Material) -> Iterator[Finding]:
         where = max(every, key=lambda each: each.seconds).doing.frame
         place = f"in {where}" if where else "outside of its own lines"
         evidence = f"{1e3 * seconds:.1f} ms between operators, most of it {place}"
-        if kind == "compile":
-            continue  # ``compiling`` has it
+        if kind == "compile" or kind in WHOLE:
+            continue  # ``compiling`` and ``library`` have them
         if kind in HOST_ADVICE:
             title, advice = HOST_ADVICE[kind]
             # Beside a thread that holds the lock nobody knows how long the same Python would take.
             alone = 1.0 - _thread_share(material) if kind == "python" else 1.0
             yield Finding(kind, title, evidence, seconds * alone, advice)
+
+
+def library(material: Material) -> Iterator[Finding]:
+    """What functions of libraries do, with the operators that they call for it."""
+    split = material.split
+    for kind, (count, line) in whole_shares(material).items():
+        seconds = count * split.own
+        if kind == "stacks":
+            checks = sum(op.calls for op in split.named(*(f"aten::{name}" for name in CHECKS)))
+            calls = sum(op.calls for op in split.ops) or 1
+            seconds += split.parts["sync"] + split.parts["launch"] * checks / calls
+        elif kind == "optimizer":
+            update = split.named(*(f"aten::{name}" for name in UPDATES))
+            seconds -= sum(op.calls * (op.floor or 0.0) for op in update) / 2
+        if split.on_gpu:  # beside what the GPU computes it costs nothing
+            seconds = min(seconds, max(0.0, split.issuing - split.busy))
+        title, advice = HOST_ADVICE[kind]
+        yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice)
+
+
+def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
+    """For each of the kinds in ``WHOLE`` the share of the samples in it, and the user's line that is most of them."""
+    samples = material.samples.samples if material.samples is not None else []
+    lines: dict[str, Counter[str]] = {}
+    for sample in samples:
+        doing = doing_of(sample.stack)
+        if doing.kind in WHOLE:
+            lines.setdefault(doing.kind, Counter())[str(doing.frame or "a library")] += 1
+    return {kind: (seen.total() / len(samples), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
 
 def other_threads(material: Material) -> Iterator[Finding]:

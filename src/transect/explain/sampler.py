@@ -11,9 +11,12 @@ import gc
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from types import CodeType, FrameType
-from typing import Self
+from itertools import accumulate, chain, islice, repeat, takewhile, tee
+from operator import attrgetter, itemgetter, methodcaller
+from types import CodeType
+from typing import Any, Self
 
 PERIOD_S = 0.002
 SWITCH_S = 20e-6
@@ -103,33 +106,30 @@ class StackSampler:
         before: dict[int, int] = {}
         seen: dict[int, float] = {}
         while not self._stop.wait(self.found.period):
-            frames = sys._current_frames()
+            places, running = _look(self._watched)
             at = time.perf_counter()
-            frame = frames.pop(self._watched, None)
-            frames.pop(own, None)
+            others = {thread: code for thread, code in running if thread not in (own, self._watched)}
             busy = 0
-            now = {each.ident: _ran(each) for each in threading.enumerate() if each.ident in frames}
-            for thread, other in frames.items():
+            now = {each.ident: _ran(each) for each in threading.enumerate() if each.ident in others}
+            for thread, code in others.items():
                 ran = now.get(thread)
                 if ran is None or ran - before.get(thread, ran) >= LITTLE_S * 1e9:
                     seen[thread] = at
                 # Where the system does not say how long a thread ran, the name of its function must do.
                 waits = at - seen.get(thread, -1.0) > RECENT_S
-                busy += not (waits or other.f_code.co_name in WAITS)
+                busy += not (waits or code.co_name in WAITS)
             before = {ident: ran for ident, ran in now.items() if ident is not None and ran is not None}
-            del frames
-            if frame is not None:
-                self.found.samples.append(Sample(at, self._stack(frame), busy))
+            if places:
+                self.found.samples.append(Sample(at, self._stack(places), busy))
 
-    def _stack(self, frame: FrameType | None) -> tuple[Frame, ...]:
+    def _stack(self, places: list[tuple[CodeType, int | None]]) -> tuple[Frame, ...]:
         found: list[Frame] = []
-        while frame is not None and len(found) < DEEPEST:
-            code, line = frame.f_code, frame.f_lineno or 0
+        for code, number in places:
+            line = number or 0
             known = self._frames.get((id(code), line))
             if known is None:  # the code is held, so that no other gets its number
                 known = self._frames[id(code), line] = Frame(code.co_filename, code.co_name, line), code
             found.append(known[0])
-            frame = frame.f_back
         stack = tuple(found)
         return self._stacks.setdefault(stack, stack)
 
@@ -138,6 +138,37 @@ class StackSampler:
             self._collecting = time.perf_counter()
         else:
             self.found.collections.append((self._collecting, time.perf_counter()))
+
+
+def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:
+    """(code, line) of a thread's frames, innermost first, and the code that each thread is in.
+
+    Whoever holds a frame when its function returns ends the function's variables, in the thread that lets go of it; and
+    torch has guards that switch something of their own thread back when they end. So each of these is one call that
+    keeps no frame, and in which no other thread runs: it calls nothing but C, and nothing is collected meanwhile."""
+    collecting = sys.version_info < (3, 12) and gc.isenabled()  # later ones collect between two instructions alone
+    if collecting:
+        gc.disable()
+    try:
+        return list(_places(watched)), list(_codes())
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _frames() -> Iterator[Any]:
+    """The innermost frame of each thread, as a dictionary, at the moment when it is asked for."""
+    return islice(iter(sys._current_frames, None), 1)
+
+
+def _places(watched: int) -> Iterator[Any]:
+    frames = accumulate(chain(map(itemgetter(watched), _frames()), repeat("f_back", DEEPEST - 1)), getattr)
+    return map(attrgetter("f_code", "f_lineno"), takewhile(bool, frames))
+
+
+def _codes() -> Iterator[Any]:
+    keys, values = tee(chain.from_iterable(map(methodcaller("items"), _frames())))
+    return zip(map(itemgetter(0), keys), map(attrgetter("f_code"), map(itemgetter(1), values)), strict=True)
 
 
 def _ran(thread: threading.Thread) -> int | None:
