@@ -136,6 +136,23 @@ def test_a_template_of_one_s_own_is_a_file(tmp_path) -> None:
     assert "a2#" in run_here("data", "show", str(show)).stdout
 
 
+def test_what_is_trained_on_is_seen_without_colours(tmp_path, smollm2, monkeypatch) -> None:
+    """Long lines stay lines, and characters of several tokens stay whole."""
+    question = "a question " * 20 + "語?"
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "a 😀."}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    run = tmp_path / "run.toml"
+    data = f'[data]\ntrain = "{tmp_path}/chats.jsonl"\nseq_len = 250\nmicro_batch = 1000\n'
+    run.write_text(f'model = "smollm2-135m"\n{data}')
+    shown = run_here("data", "show", str(run)).stdout
+    assert question in shown and "[[a 😀.<|im_end|>]]" in shown and ", in [[ ]]\n" in shown
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = run_here("data", "show", str(run)).stdout
+    assert question in shown and "[[" not in shown.replace("\x1b[", "")
+    run.write_text('objective = "dpo"\n' + run.read_text())
+    assert "look at the rows with transect data check FILES" in run_here("data", "show", str(run)).stderr
+
+
 class Tomorrow(datetime.datetime):
     @classmethod
     def now(cls, tz=None):

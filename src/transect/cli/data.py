@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from ..text.tokenizer import Tokenizer
     from ..train.batches import Batch
 
+MARKS = ("[[", "]]")
+"""Around what is trained on, where colours cannot show it."""
+
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -106,7 +109,10 @@ def show(
 
     settings = TrainConfig.from_toml(config)
     if settings.objective != "next_token":
-        raise ValueError(f'transect data show is for objective = "next_token", not {settings.objective!r}')
+        raise ValueError(
+            f'transect data show is for objective = "next_token", not {settings.objective!r}: look at the rows with '
+            "transect data check FILES"
+        )
     source = source_of(settings)
     tokenizer = Tokenizer.from_source(source)
     if not isinstance(tokenizer, Tokenizer):
@@ -114,7 +120,7 @@ def show(
     console = Console()
 
     def tell(line: str) -> None:
-        console.print(line, markup=False, highlight=False)
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     data, vocab_size = settings.data, source.config.vocab_size
     template = run_template(source, tokenizer, data, tell)
@@ -126,12 +132,12 @@ def show(
         stream = load_stream(data.train, vocab_size, tokenizer, template, **reading, tell=tell)
         loader = Loader(stream, data, settings.seed)
     loader.position = Position(0, batch)
-    for text in _documents(next(loader), tokenizer):
-        console.print(text)
+    for text in _documents(next(loader), tokenizer, *(("", "") if console.color_system else MARKS)):
+        console.print(text, soft_wrap=True)
 
 
-def _documents(batch: Batch, tokenizer: Tokenizer) -> list[Text]:
-    """The documents of a micro-batch; a token that some other predicts is bold green where that counts."""
+def _documents(batch: Batch, tokenizer: Tokenizer, before: str, after: str) -> list[Text]:
+    """The documents of a micro-batch; what is trained on is bold green, and between ``before`` and ``after``."""
     from rich.text import Text
 
     from ..train.batches import IGNORE
@@ -141,9 +147,11 @@ def _documents(batch: Batch, tokenizer: Tokenizer) -> list[Text]:
     for number, (first, last) in enumerate(itertools.pairwise(bounds), 1):
         labels = [IGNORE, *batch.labels_T[first : last - 1].tolist()]
         counted = sum(label != IGNORE for label in labels)
-        text = Text(f"--- document {number}: {last - first} tokens, {counted} trained on\n", style="cyan")
-        for token, label in zip(batch.tokens_T[first:last].tolist(), labels, strict=True):
-            piece = tokenizer.decode([token], skip_special_tokens=False)
-            text.append(piece, style="dim" if label == IGNORE else "bold green")
+        legend = f", in {before} {after}" if before and counted else ""
+        text = Text(f"--- document {number}: {last - first} tokens, {counted} trained on{legend}\n", style="cyan")
+        told = zip(batch.tokens_T[first:last].tolist(), labels, strict=True)
+        for trained, run in itertools.groupby(told, key=lambda each: each[1] != IGNORE):
+            piece = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+            text.append(f"{before}{piece}{after}" if trained else piece, style="bold green" if trained else "dim")
         made.append(text)
     return made
