@@ -4,8 +4,10 @@ same; what is no call stays text."""
 import json
 import random
 
+import jsonschema
 import pytest
-from byte_grammar import SPECIAL, accepts, constraint
+from byte_grammar import SPECIAL, accepts, constraint, random_answer
+from effort import quick_first
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -166,6 +168,24 @@ def test_pieces_of_any_size_make_the_same(name, seed, before, after):
     expected = (said + ("\nDone." if after else ""), calls)
     for pieces in ([whole], list(whole), cut(whole, rng)):
         assert read(shape, pieces) == expected
+
+
+SCHEMAS = {tool.name: {**tool.parameters, "additionalProperties": False} for tool in tool_use(TOOLS).tools}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("seed", quick_first(range(20), range(2)))
+def test_what_the_grammar_lets_through_is_read(name, seed):
+    """Answers as chance has them, under the grammar: calls whose arguments are valid, and no text."""
+    shape, rng = SHAPES[name], random.Random(seed)
+    grammar = constraint(lark=shape.grammar(tool_use(TOOLS, "required"), {}))
+    whole = random_answer(grammar, rng)
+    if whole is None:
+        return
+    text, calls = read(shape, cut(whole, rng))
+    assert (text, calls) == read(shape, [whole]) and not text and calls
+    for called, arguments in calls:
+        jsonschema.validate(arguments, SCHEMAS[called])
 
 
 @pytest.mark.parametrize("name", FORMS)
