@@ -65,8 +65,11 @@ class Thoughts:
         elif state == "inside":
             rules, begins = f"thought[lazy]: THOUGHT {end}\nTHOUGHT: {lark.ANY_TEXT}", ""
         else:
-            rules = f"thought[lazy]: {begin} THOUGHT {end}\nTHOUGHT: {lark.ANY_TEXT}"
-            begins = f"/(?s:{lark.escaped(self.begin)}.*)/"
+            # GLM begins a line first.
+            rules = (
+                f"thought[lazy]: BLANK {begin} THOUGHT {end}\nTHOUGHT: {lark.ANY_TEXT}\nBLANK: /[ \\r\\n\\t]{{0,4}}/"
+            )
+            begins = f"/(?s:[ \\r\\n\\t]{{0,4}}{lark.escaped(self.begin)}.*)/"
         if self.answer_begin:
             blank += f" ({lark.literal(self.answer_begin, special_ids)} {blank})?"
         optional = f"(thought {blank})?" if state == "before" else f"thought {blank}"

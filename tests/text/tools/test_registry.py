@@ -67,6 +67,21 @@ def test_a_template_without_tools_is_taught():
     assert taught([parts, *messages[1:]], tool_use(TOOLS, "required"))[0] == first
 
 
+def test_a_template_that_shows_calls_and_no_tools():
+    """As DeepSeek's own: the prompt teaches the form in which the template prints calls of earlier turns."""
+    source = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for call in m.tool_calls %}<｜tool▁calls▁begin｜>"
+        "{{ call.function.name }}{% endfor %}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+    messages.append({"role": "tool", "content": "2"})
+    plain, variables = for_template(source, messages, {"tools": TOOLS})
+    assert variables == {} and shape_of(source).name == "deepseek_v31"
+    text = ChatTemplate(source).render(plain)
+    assert "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>" in text and "weather.now" in text
+    assert text.endswith("<user>x<assistant><｜tool▁calls▁begin｜>add<tool>2")
+
+
 def test_a_template_with_tools_in_the_system_message():
     """As Phi-4-mini's own."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": None, "tool_calls": [CALL]}]

@@ -61,7 +61,10 @@ ALL = {
 }
 CALLS = [ONE, TWO, ("weather.now", ALL), ("ping", {})]
 LEADS = [(None, None, ""), ("qwen3", "inside", "hm <think> </think>\n\n"), ("qwen3", "over", "")]
-LEADS += [("qwen3", "before", '<think> I <tool_call> {"name": </think>\n\n'), ("mistral", "before", "[THINK]a[/THINK]")]
+LEADS += [
+    ("qwen3", "before", '\n<think> I <tool_call> {"name": </think>\n\n'),
+    ("mistral", "before", "[THINK]a[/THINK]"),
+]
 FORMS = sorted(name for name, shape in SHAPES.items() if not shape.channels)
 
 

@@ -1,7 +1,7 @@
-"""For models whose template knows no tools: calls as Hermes has them, and a prompt that says so.
+"""For models whose template knows no tools: a prompt that describes them, in a system message.
 
-The tools are described in a system message; calls and results in the conversation so far become text of the assistant
-and of the user, because such a template may print neither.
+Calls are written as the template prints those of earlier turns. Where it prints none either, they are written as Hermes
+has them, and calls and results in the conversation so far become text of the assistant and of the user.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ _HERMES = next(shape for shape in FAMILIES if shape.name == "hermes")
 SHAPE = replace(_HERMES, name="generic", told_by=(), taught=True)
 
 _TEACHING = """You can call functions. To call one, write exactly this, with the name of the function and its arguments:
-<tool_call>
-{"name": "NAME", "arguments": {...}}
-</tool_call>
+{example}
 The result comes in the next message. These are the functions, each as a JSON object:
 """
 _RULES = {
@@ -31,13 +29,16 @@ _RULES = {
 }
 
 
-def taught(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> list[dict[str, Any]]:
+def taught(
+    messages: Sequence[Mapping[str, Any]], use: ToolUse | None, shape: CallShape = SHAPE
+) -> list[dict[str, Any]]:
     """The conversation for a template without tools."""
-    plain = [_plain(message, SHAPE) for message in messages]
+    plain = [dict(message) if shape.shows_calls else _plain(message, shape) for message in messages]
     if use is None:
         return plain
     listing = "\n".join(json.dumps(_described(tool), ensure_ascii=False) for tool in use.tools)
-    text = f"{_TEACHING}{listing}\n{_RULES[use.mode].format(name=use.name)}"
+    example = shape.write([("NAME", "{...}")])
+    text = f"{_TEACHING.replace('{example}', example)}{listing}\n{_RULES[use.mode].format(name=use.name)}"
     if plain and plain[0]["role"] == "system":
         first = plain[0]
         return [{**first, "content": f"{_text(first.get('content'))}\n\n{text}".lstrip()}, *plain[1:]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from . import generic
@@ -34,8 +35,10 @@ def shape_of(template: str | None, name: str = "auto") -> CallShape:
             raise ValueError(f"there is no form of tool calls {name!r}; there are {', '.join(names())}, and auto")
         return found
     source = template or ""
-    speaks = (shape for shape in FAMILIES if all(text in source for text in shape.told_by))
-    return next(speaks, generic.SHAPE) if "tools" in source else generic.SHAPE
+    speaks = next((shape for shape in FAMILIES if all(text in source for text in shape.told_by)), None)
+    if speaks is None or "tools" in source:
+        return speaks or generic.SHAPE
+    return replace(speaks, taught=True, shows_calls=True) if "tool_calls" in source else generic.SHAPE
 
 
 def with_tools(
@@ -44,7 +47,7 @@ def with_tools(
     """A conversation, and variables of its template, so that the model learns of tools and of calls."""
     if shape.taught:
         called = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
-        return (generic.taught(messages, use) if use is not None or called else messages), {}
+        return (generic.taught(messages, use, shape) if use is not None or called else messages), {}
     if shape.in_system:
         return generic.in_system(shape, messages, use), {}
     return messages, {} if use is None else {"tools": [tool.as_openai() for tool in use.tools]}

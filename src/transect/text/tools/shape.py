@@ -37,6 +37,7 @@ class CallShape:
         ids: what ids of calls look like: ``call_...``; nine letters and digits; or ``functions.NAME:NUMBER``.
         arguments: how arguments are written.
         taught: the model's template says nothing of tools; the prompt does (``generic.py``).
+        shows_calls: such a template prints calls and results of earlier turns, though.
         in_system: the template takes tools as JSON text in the system message, and shows no calls (``generic.py``).
         channels: answers come in channels (``text/harmony.py``), which has their grammar and their reader.
     """
@@ -57,6 +58,7 @@ class CallShape:
     ids: Literal["call", "nine", "numbered"] = "call"
     arguments: ArgumentStyle = JSON
     taught: bool = False
+    shows_calls: bool = False
     in_system: bool = False
     channels: bool = False
 
