@@ -9,7 +9,7 @@ from typing import Any
 from .blocks import Block, Conversation, News
 from .deadline import Deadline
 from .errors import ApiError
-from .messages_protocol import CountRequest, MessagesRequest
+from .messages_protocol import ID_PREFIX, CountRequest, MessagesRequest
 from .prompts import chat_prompt
 from .serving import Serving
 from .sse import Raw, named_event
@@ -120,7 +120,7 @@ def _block(block: Block) -> dict[str, Any]:
         value = json.loads(block.content)
     except ValueError:
         value = {}
-    return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": value}
+    return {"type": "tool_use", "id": f"{ID_PREFIX}{block.id}", "name": block.name, "input": value}
 
 
 def _event(news: News) -> bytes:

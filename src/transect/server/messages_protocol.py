@@ -15,6 +15,9 @@ from .errors import ApiError, bad_value
 from .protocol import FIELDS, Body, ChatMessage, Whole
 from .structured import response_format
 
+ID_PREFIX = "toolu_"
+"""Ids of calls begin so in this API."""
+
 
 class Turn(Body):
     """One message: text, or blocks of text, calls, results of calls, and thoughts."""
@@ -149,11 +152,11 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
         if kind == "tool_result":
             content = block.get("content") or ""
             text = content if isinstance(content, str) else _text(content, where)
-            found.append(ChatMessage(role="tool", tool_call_id=str(block.get("tool_use_id")), content=text))
+            found.append(ChatMessage(role="tool", tool_call_id=_id(block.get("tool_use_id")), content=text))
         elif kind == "tool_use":
             arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
             calls.append(
-                {"id": str(block.get("id")), "function": {"name": str(block.get("name")), "arguments": arguments}}
+                {"id": _id(block.get("id")), "function": {"name": str(block.get("name")), "arguments": arguments}}
             )
         elif kind == "thinking":
             thoughts += str(block.get("thinking", ""))
@@ -164,3 +167,8 @@ def _messages(turn: Turn, where: str) -> list[ChatMessage]:
         more = {"tool_calls": calls or None, "reasoning_content": thoughts or None}
         found.append(ChatMessage.model_validate({**message, **more}))
     return found
+
+
+def _id(value: Any) -> str:
+    """The id of a call without what answers put before it: some templates look at ids."""
+    return str(value).removeprefix(ID_PREFIX)

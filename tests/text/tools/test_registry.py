@@ -31,6 +31,7 @@ TOLD = {
     "granite": ["{{ tools }} respond with <|tool_call|> followed by a JSON list"],
     "deepseek_v3": ["{{ tools }}<｜tool▁calls▁begin｜>\n```json\n"],
     "deepseek_v31": ["{{ tools }}<｜tool▁calls▁begin｜>"],
+    "lfm2": ["{{ tools }}List of tools: <|tool_list_start|>["],
     "gpt_oss": ["{{ tools }}<|start|>assistant<|channel|>commentary json<|message|>"],
     "kimi_k2": ["<|im_system|>tool_declare<|im_middle|>{{ tools }}"],
 }

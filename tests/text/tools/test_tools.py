@@ -265,6 +265,7 @@ def test_ids_are_what_the_template_demands():
 
 
 WRITTEN = {
+    "lfm2": "<|tool_call_start|>[add(a=1, b=-2)]<|tool_call_end|>",
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": -2}}\n</tool_call>',
     "llama3_json": '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": -2}}',
     "pythonic": "<|python_start|>[add(a=1, b=-2)]",

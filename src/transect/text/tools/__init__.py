@@ -7,5 +7,6 @@ that reads them, so that what is streamed is always what was written.
 * ``parser.py``    ToolParser: from text in pieces to text and calls in pieces
 * ``spec.py``      tools and ``tool_choice`` of a request, checked
 * ``generic.py``   models whose template knows no tools: the prompt teaches a form
+* ``history.py``   calls of earlier turns as a template can take them
 * ``registry.py``  which form a model speaks, by name or by its chat template
 """

@@ -26,7 +26,7 @@ def _list(name: str, begin: str, close: str = "]", **rest: Any) -> CallShape:
 FAMILIES = (
     # gpt-oss. A call is a message to a function in the commentary channel; ``text/harmony.py`` reads and writes it.
     CallShape("gpt_oss", "<|channel|>", "commentary to=functions.", " <|constrain|>json<|message|>", "",
-              told_by=("<|channel|>", "<|message|>"), channels=True),
+              told_by=("<|channel|>", "<|message|>"), single=True, channels=True),
     # DeepSeek V3 and R1, then V3.1
     CallShape("deepseek_v3", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>", "\n```json\n",
               "\n```<｜tool▁call▁end｜>", told_by=("<｜tool▁calls▁begin｜>", "```json"), separator="\n",
@@ -59,6 +59,8 @@ FAMILIES = (
     # Hermes 2 and 3, Qwen 2.5 and 3, Granite 4 and others
     CallShape("hermes", "<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", told_by=("<tool_call>",),
               separator="\n"),
+    CallShape("lfm2", "<|tool_call_start|>", "", "(", ")", told_by=("<|tool_list_start|>",), opening="[",
+              separator=", ", begins_each=False, close="]<|tool_call_end|>", arguments=PythonArguments()),
     # Llama 4, and Llama 3.2 where it is asked for calls in Python
     CallShape("pythonic", "", "", "(", ")", told_by=("[func_name1(",), prefix="<|python_start|>", opening="[",
               separator=", ", begins_each=False, close="]", arguments=PythonArguments()),

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import generic
 from .families import ALIASES, FAMILIES
+from .history import single, with_history
 from .shape import CallShape
 from .spec import ToolUse, tool_use
 
@@ -37,7 +38,7 @@ def shape_of(template: str | None, name: str = "auto") -> CallShape:
     source = template or ""
     speaks = next((shape for shape in FAMILIES if all(text in source for text in shape.told_by)), None)
     if speaks is None or "tools" in source:
-        return speaks or generic.SHAPE
+        return single(speaks or generic.SHAPE, source)
     return replace(speaks, taught=True, shows_calls=True) if "tool_calls" in source else generic.SHAPE
 
 
@@ -45,6 +46,7 @@ def with_tools(
     shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
 ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
     """A conversation, and variables of its template, so that the model learns of tools and of calls."""
+    messages = with_history(shape, messages)
     if shape.taught:
         called = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
         return (generic.taught(messages, use, shape) if use is not None or called else messages), {}
@@ -71,6 +73,6 @@ def for_template(template: str | None, messages: Any, variables: Mapping[str, An
     called = any(each.get("role") == "tool" or each.get("tool_calls") for each in messages)
     shape = shape_of(template)
     if not (tools or called) or not (shape.in_system or "tools" not in (template or "")):
-        return messages, variables
+        return with_history(shape, messages), variables
     rest = {name: value for name, value in variables.items() if name != "tools"}
     return with_tools(shape, messages, tool_use(tools))[0], rest

@@ -38,6 +38,7 @@ class CallShape:
         arguments: how arguments are written.
         taught: the model's template says nothing of tools; the prompt does (``generic.py``).
         shows_calls: such a template prints calls and results of earlier turns, though.
+        single: the template shows one call in a message, and no more.
         in_system: the template takes tools as JSON text in the system message, and shows no calls (``generic.py``).
         channels: answers come in channels (``text/harmony.py``), which has their grammar and their reader.
     """
@@ -59,6 +60,7 @@ class CallShape:
     arguments: ArgumentStyle = JSON
     taught: bool = False
     shows_calls: bool = False
+    single: bool = False
     in_system: bool = False
     channels: bool = False
 
@@ -111,9 +113,8 @@ class CallShape:
 
         calls = " | ".join(f"call_{number}" for number in range(len(use.callable)))
         lines = [line for number, tool in enumerate(use.callable) for line in self._call(number, tool, fixed)]
-        again = (
-            f" ({fixed(self.separator)} {fixed(self.begin) if self.begins_each else ''} call)*" if use.parallel else ""
-        )
+        several = use.parallel and not self.single
+        again = f" ({fixed(self.separator)} {fixed(self.begin) if self.begins_each else ''} call)*" if several else ""
         prefix = f"{fixed(self.prefix)}? " if self.prefix in special_ids else ""
         lines += [f"call: {calls}", f"calls: {prefix}{fixed(self.opening)} call{again} {fixed(self.close)}"]
         first, other = ("", "") if lead is None else ("lead ", f" & ~{lead.begins}" if lead.begins else "")
