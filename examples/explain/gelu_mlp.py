@@ -99,8 +99,8 @@ def explained(name: str, work: Work, floor_s: float | None = None) -> tuple[Tens
     row = {"name": name, "seconds": taken, "floor_s": floor, "computing_s": computing, "parts": split.parts}
     row["operators"] = sum(op.calls for op in counted)
     print(
-        f"{name:26} {1e3 * taken:8.2f} ms, {1e3 * computing:8.2f} ms of them in {row['operators']} operators, "
-        f"whose floor is {1e3 * floor:6.2f} ms"
+        f"{name:26} {1e3 * taken:8.2f} ms, {1e3 * computing:8.2f} ms under the profiler in {row['operators']} "
+        f"operators, whose floor is {1e3 * floor:6.2f} ms"
     )
     return result, row
 
