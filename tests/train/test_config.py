@@ -24,6 +24,7 @@ from transect.train.schedule import factor
         ({"steps": 1}, "the setting model is missing"),
         ({"model": "m", "steps": "many"}, "steps must be a whole number, not 'many'"),
         ({"model": "m", "steps": True}, "steps must be a whole number"),
+        ({"model": 3}, "model must be a string, not 3"),
         ({"model": "m", "steps": 0}, "steps must be at least 1"),
         ({"model": "m", "task": "dpo"}, 'an objective: set objective to "dpo", and task to what is trained'),
         ({"model": "m", "task": "sft"}, 'that is task = "finetune" here, or "lora"'),
@@ -55,6 +56,12 @@ from transect.train.schedule import factor
 def test_mistakes_are_named(values: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainConfig.from_dict(values)
+
+
+def test_a_day_needs_no_quotes(tmp_path) -> None:
+    (tmp_path / "run.toml").write_text('model = "m"\n[data]\ndate = 2026-01-31\n')
+    assert TrainConfig.from_toml(tmp_path / "run.toml").data.date == "2026-01-31"
+    assert TrainConfig.from_dict({"model": "m"}, ["data.date=2026-02-01"]).data.date == "2026-02-01"
 
 
 def test_settings_make_good_what_a_stored_run_has_wrong() -> None:

@@ -219,6 +219,27 @@ def test_a_run_killed_within_a_rollout_goes_on_to_the_same_bits(tmp_path, cut: d
             assert torch.equal(a, b)
 
 
+def test_answers_that_were_drawn_otherwise_are_drawn_anew(tmp_path, caplog) -> None:
+    """Their log-probabilities are of another distribution, or they would be shared out otherwise."""
+    config = grpo_run(tmp_path, grpo={"minibatches": 2})
+    trainer = Trainer(config)
+    trainer.step()
+    with checkpoint.Writer(tmp_path / "grpo", keep=1) as writer:
+        writer.save(trainer.snapshot())
+    found = checkpoint.newest(tmp_path / "grpo")
+    assert found.state["position"]["index"] == 3
+    goes_on = Trainer(config.changed(["grpo.max_tokens=5", "grpo.iterations=2"]), found)
+    assert goes_on.objective._rollout is not None and not caplog.records
+    for change in ("grpo.temperature=0.5", "grpo.minibatches=3", "grpo.top_k=5", "grpo.beta=0.1"):
+        other = Trainer(config.changed([change]), found)
+        assert other.objective._rollout is None and "draws anew" in caplog.text
+        caplog.clear()
+    assert other.step().extra["ratio"] < 1.0001 and other.objective.position.index == 6
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text(rows.read_text() + '{"prompt": "another"}\n')
+    assert Trainer(config, found, allow_changed=["data"]).objective._rollout is None
+
+
 def test_between_rollouts_a_checkpoint_holds_none(tmp_path) -> None:
     trainer = Trainer(grpo_run(tmp_path, grpo={"iterations": 2}))
     trainer.step()

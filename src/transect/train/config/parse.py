@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from .defaults import hint
+
+NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+"""Kinds of values, as messages call them."""
 
 
 def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
@@ -61,11 +65,11 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return tuple(map(item_kind, value))
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if hint is str and isinstance(value, datetime.date):  # TOML's, written without quotes
+        return value.isoformat()
     wanted = get_args(hint) or (hint,)
     if not any(type(value) is kind for kind in wanted):
-        names = " or ".join(
-            "a whole number" if kind is int else kind.__name__ for kind in wanted if kind is not type(None)
-        )
+        names = " or ".join(NAMES.get(kind, kind.__name__) for kind in wanted if kind is not type(None))
         raise ValueError(f"{where} must be {names}, not {value!r}")
     return value
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
@@ -51,6 +52,8 @@ from ..rollout import Answer, roll_out
 from ..share import WHOLE, Share, Sums
 from ..tokens import check_ids
 from .base import Evaluation, Objective
+
+log = logging.getLogger(__name__)
 
 
 class GRPO(Objective):
@@ -155,8 +158,7 @@ class GRPO(Objective):
         return Evaluation(-reward, len(answers), extra={"reward": reward, "answer_tokens": tokens})
 
     def identity(self) -> dict[str, str]:
-        records = json.dumps([self._records, self._prompts], sort_keys=True, ensure_ascii=False, default=str)
-        found = {"data": hashlib.sha256(records.encode()).hexdigest(), "sizes": str(self._config.seed)}
+        found = {"data": self._data(), "sizes": str(self._config.seed)}
         if self._reference is not None:
             found["base"] = base_identity(self._trainable.source)
         return found
@@ -166,16 +168,33 @@ class GRPO(Objective):
         if rollout is None or self._next - int(rollout.begun) >= self._config.grpo.steps_a_rollout:
             return {}
         summary = {f"summary/{k}": torch.tensor(v, dtype=torch.float64) for k, v in self._summary.items()}
-        return {**rollout.state(), **summary}
+        return {**rollout.state(), **summary, "drawn": self._drawn()}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        if tensors:
+        drawn = self._drawn()
+        if tensors and not torch.equal(tensors.get("drawn", drawn), drawn):  # earlier checkpoints do not say
+            log.warning(
+                "the answers in the checkpoint were drawn from other prompts or with other settings (temperature, "
+                "cuts, minibatches, seed, a reference): they are left, and the next step draws anew"
+            )
+        elif tensors:
             self._rollout = Rollout.from_state(tensors)
             self._summary = {
                 name.removeprefix("summary/"): float(value)
                 for name, value in tensors.items()
                 if name.startswith("summary/")
             }
+
+    def _data(self) -> str:
+        records = json.dumps([self._records, self._prompts], sort_keys=True, ensure_ascii=False, default=str)
+        return hashlib.sha256(records.encode()).hexdigest()
+
+    def _drawn(self) -> Tensor:
+        """A digest of all that answers must have been drawn with for later steps to be right about them."""
+        own, seed = self._config.grpo, self._config.seed
+        how = (own.temperature, own.top_k, own.top_p, own.min_p, own.minibatches, own.beta > 0, seed)
+        found = hashlib.sha256(f"{how} {self._data()}".encode())
+        return torch.frombuffer(bytearray(found.digest()), dtype=torch.uint8)
 
     def _read(self, paths: Sequence[str], setting: str) -> tuple[list[dict[str, Any]], list[list[int]]]:
         """The rows of prompts, and the prompts as tokens."""
