@@ -216,6 +216,26 @@ async def test_thoughts_go_back_in_the_conversation(engine, options):
     assert seen == ["(hm|Yes)(|x)"] * 4
 
 
+@pytest.mark.parametrize(
+    ("begun", "reply", "thoughts", "text"),
+    [
+        ("<think>I", " see.</think>Yes", " see.", "Yes"),
+        ([{"type": "text", "text": "<think>I see.</think>So"}], " <think> yes", None, " <think> yes"),
+        ("So", " yes", None, " yes"),
+    ],
+)
+async def test_thoughts_of_an_answer_that_was_begun(engine, options, begun, reply, thoughts, text):
+    engine.chat_template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}{# <think> #}")
+    engine.reply = reply
+    client = client_of(engine, options)
+    messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
+    body = {**ASK, "messages": messages, "continue_final_message": True}
+    message = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    assert (message.get("reasoning"), message["content"]) == (thoughts, text)
+    blocks = (await client.post("/v1/messages", json={"max_tokens": 99, "messages": messages})).json()["content"]
+    assert [block.get("thinking", block.get("text")) for block in blocks] == [each for each in (thoughts, text) if each]
+
+
 def client_of(engine, options):
     return httpx.AsyncClient(transport=httpx.ASGITransport(create_app(engine, options)), base_url="http://server")
 

@@ -130,8 +130,8 @@ class Conversation:
                 template_kwargs=template_kwargs,
                 use=self.use,
             )
-        last = self.messages[-1].content if goes_on else None
-        self._answers = Answers(self.serving, self.use, prompt.text or "", last if isinstance(last, str) else "")
+        said = self.messages[-1].text if goes_on else ""
+        self._answers = Answers(self.serving, self.use, prompt.text or "", said)
         try:
             params = self._answers.params(self.params)
         except ValueError as error:

@@ -94,8 +94,8 @@ class Chat:
             },
             use=self.use,
         )
-        last = self.body.messages[-1].content if self.body.continue_final_message else None
-        self.answers = Answers(self.serving, self.use, prompt.text or "", last if isinstance(last, str) else "")
+        said = self.body.messages[-1].text if self.body.continue_final_message else ""
+        self.answers = Answers(self.serving, self.use, prompt.text or "", said)
         try:
             self.params = self.answers.params(self.params)
         except ValueError as error:

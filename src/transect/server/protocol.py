@@ -157,6 +157,11 @@ class ChatMessage(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    @property
+    def text(self) -> str:
+        """Its content as text."""
+        return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it; thoughts under the name that templates know."""
         role = "system" if self.role == "developer" else self.role

@@ -216,7 +216,7 @@ class _Rendered:
 
     def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
         source = template.tool_source if tools else template.source
-        told, variables = for_template(source, messages, {"tools": tools} if tools else {})
+        told, variables = for_template(source, messages, {"tools": tools} if tools else {}, apart=False)
         self.added = len(told) - len(messages) if told is not messages else 0
         """Messages before the chat's own: one that describes its tools."""
         self._inert = ChatRendering(tokenizer, told, variables)

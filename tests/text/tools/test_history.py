@@ -53,6 +53,9 @@ def test_one_call_in_a_message_where_the_template_shows_no_more():
     parts = [message.get("tool_call_id") or [c["id"] for c in message.get("tool_calls", ())] for message in messages]
     assert parts == [[], ["a"], "a", ["b"], "b", ["c"], "c"]
     assert [message["content"] for message in messages] == ["x", "So", "1", None, "2", None, "3"]
+    assert with_history(shape, told("a", "b", "c"), apart=False) == told("a", "b", "c")
+    together, _ = for_template(LLAMA, told("a", "b", "c"), {}, apart=False)
+    assert len(together) == 6 and len(for_template(LLAMA, told("a", "b", "c"), {})[0]) == 7
     assert "call)*" not in shape.grammar(tool_use([{"name": "f"}]), {})
 
 

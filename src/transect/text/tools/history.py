@@ -15,13 +15,19 @@ _NINE = re.compile(r"[A-Za-z0-9]{9}")
 _NUMBERED = re.compile(r"functions\.[^:]+:[0-9]+")
 
 
-def with_history(shape: CallShape, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The conversation; ids may be those of another server, and several calls may have been made at once."""
+def with_history(
+    shape: CallShape, messages: Sequence[Mapping[str, Any]], *, apart: bool = True
+) -> Sequence[Mapping[str, Any]]:
+    """The conversation; ids may be those of another server, and several calls may have been made at once.
+
+    Args:
+        apart: where a message shows one call, several become messages of their own; else they are left together.
+    """
     if not any(message.get("tool_calls") for message in messages):
         return messages
     if shape.ids != "call":
         messages = _renamed(shape, messages)
-    return _one_by_one(messages) if shape.single else messages
+    return _one_by_one(messages) if shape.single and apart else messages
 
 
 def _renamed(shape: CallShape, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -43,10 +43,11 @@ def shape_of(template: str | None, name: str = "auto") -> CallShape:
 
 
 def with_tools(
-    shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
+    shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None, *, apart: bool = True
 ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
-    """A conversation, and variables of its template, so that the model learns of tools and of calls."""
-    messages = with_history(shape, messages)
+    """A conversation, and variables of its template, so that the model learns of tools and of calls. ``apart``: see
+    ``with_history``."""
+    messages = with_history(shape, messages, apart=apart)
     if shape.taught:
         called = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
         return (generic.taught(messages, use, shape) if use is not None or called else messages), {}
@@ -55,7 +56,9 @@ def with_tools(
     return messages, {} if use is None else {"tools": [tool.as_openai() for tool in use.tools]}
 
 
-def for_template(template: str | None, messages: Any, variables: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
+def for_template(
+    template: str | None, messages: Any, variables: Mapping[str, Any], *, apart: bool = True
+) -> tuple[Any, Mapping[str, Any]]:
     """A conversation and its variables so that tools reach the model: where its template never mentions them, messages
     do, as they do when it serves.
 
@@ -63,6 +66,7 @@ def for_template(template: str | None, messages: Any, variables: Mapping[str, An
         template: the source of the chat template.
         messages: a list of messages; anything else is left to whoever checks it.
         variables: of the template, ``tools`` among them.
+        apart: see ``with_history``; without it messages are added at the beginning alone.
 
     Raises:
         ValueError: the tools are malformed.
@@ -73,6 +77,6 @@ def for_template(template: str | None, messages: Any, variables: Mapping[str, An
     called = any(each.get("role") == "tool" or each.get("tool_calls") for each in messages)
     shape = shape_of(template)
     if not (tools or called) or not (shape.in_system or "tools" not in (template or "")):
-        return with_history(shape, messages), variables
+        return with_history(shape, messages, apart=apart), variables
     rest = {name: value for name, value in variables.items() if name != "tools"}
-    return with_tools(shape, messages, tool_use(tools))[0], rest
+    return with_tools(shape, messages, tool_use(tools), apart=apart)[0], rest
