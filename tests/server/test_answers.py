@@ -9,6 +9,7 @@ import pytest
 from transect.server import responses
 from transect.server.app import create_app
 from transect.text.chat_template import ChatTemplate
+from transect.text.tools.registry import SHAPES
 
 ADD = {
     "type": "function",
@@ -56,6 +57,28 @@ async def test_calls_are_read_from_whole_and_streamed_answers_alike(client, engi
     assert text == "Well,"
     assert [calls[index]["arguments"] for index in sorted(calls)] == list(ARGUMENTS)
     assert all(call["name"] == "add" and call["type"] == "function" and call["id"] for call in calls.values())
+
+
+@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if not shape.channels])
+async def test_every_form_whole_and_streamed_byte_by_byte(engine, options, name):
+    shape = SHAPES[name]
+    given = [{"a": 1}, {"a": -2}]
+    engine.reply = ("Wéll, " if shape.begin else "") + shape.write(("add", each) for each in given)
+    client = client_of(engine, dataclasses.replace(options, tool_call_parser=name))
+    body = {**ASK, "tools": [ADD]}
+    whole = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+    calls = whole["tool_calls"]
+    assert [json.loads(call["function"]["arguments"]) for call in calls] == given
+    assert whole["content"] == ("Wéll," if shape.begin else None)
+    streamed = {}
+    for chunk in await events(client, "/v1/chat/completions", body):
+        for call in chunk["choices"][0]["delta"].get("tool_calls", ()):
+            entry = streamed.setdefault(call["index"], ["", ""])
+            entry[0] += call["function"].get("name", "")
+            entry[1] += call["function"]["arguments"]
+    assert [streamed[index] for index in sorted(streamed)] == [
+        [call["function"]["name"], call["function"]["arguments"]] for call in calls
+    ]
 
 
 async def test_the_engine_gets_one_grammar_and_the_template_is_taught(client, engine):
