@@ -24,5 +24,6 @@ def test_a_schedule_comes_as_json_and_one_that_is_none_is_refused(capsys):
     code, out, err = run(capsys, "--pp", "2", "--microbatches", "3", "--json")
     assert code == 0 and json.loads(out)["gpipe"]["bubbles"] == pytest.approx([0.25, 0.25])
     assert "take 4" in err
+    assert run(capsys, "--backward", "-1")[0] == run(capsys, "--link", "-1")[0] == 2
     code, _, err = run(capsys, "--pp", "2", "--microbatches", "3", "--schedule", "interleaved")
     assert code and "take 4" in err

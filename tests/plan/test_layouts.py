@@ -9,6 +9,7 @@ from transect.hardware.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
 from transect.models.presets import PRESETS
 from transect.parallel.training_memory import training_ranks
+from transect.plan import layouts
 from transect.plan.layouts import rank, spreads, what_would
 from transect.plan.machine import Machine
 
@@ -66,6 +67,30 @@ def test_where_nothing_fits_what_would_does():
     assert rank(LLAMA_8B, PLAN, gpus, H100, 32768).best is not None
     assert rank(LLAMA_8B, replace(PLAN, task="lora"), 1, H100, 32768).best is not None
     assert any("--task lora" in line for line in lines)
+
+
+def test_devices_that_could_never_do_are_not_tried(monkeypatch):
+    """Each number of devices takes seconds; 1 GB a device is too little even if 64 share every byte."""
+    tried = []
+
+    def counted(config, plan, gpus, *rest, **options):
+        tried.append(gpus)
+        return rank(config, plan, gpus, *rest, **options)
+
+    monkeypatch.setattr(layouts, "rank", counted)
+    found = rank(LLAMA_8B, PLAN, 1, H100, 32768, budget=10**9)
+    assert not any("--gpus" in line for line in what_would(LLAMA_8B, PLAN, found, H100, 32768)) and set(tried) == {1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(("--gpu", "epyc", "--gpus", "1"), "change what"), (("--gpus", "16", "--axes", "tensor"), "within hosts of 8")],
+)
+def test_where_no_layout_can_be_memory_is_not_the_reason(capsys, arguments, why):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "training", "llama-3.2-1b", *arguments])
+    said = capsys.readouterr().err
+    assert stopped.value.code == 1 and said.startswith("no layout can be used") and why in said
 
 
 @pytest.mark.parametrize(

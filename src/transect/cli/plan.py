@@ -158,6 +158,13 @@ def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: 
     from ..models.memory.terms import gib
     from ..plan.layouts import what_would
 
+    if not result.others:
+        alone = f"{', '.join(axes) or 'none'} within hosts of {machine.per_host} (--axes, --per-host)"
+        why = (
+            "change what the reasons above name" if result.refused else f"{result.gpus} devices do not go into {alone}"
+        )
+        print(f"no layout can be used: {why}", file=sys.stderr)
+        return
     print(f"nothing fits in {gib(result.budget)} a device; what would:", file=sys.stderr)
     for line in what_would(config, plan, result, machine, tokens, axes) or ["a smaller model, or shorter documents"]:
         print(f"  {line}", file=sys.stderr)
@@ -192,8 +199,8 @@ def schedule(
     microbatches: Annotated[int, typer.Option(min=1, help="Of a step, for each group of stages.")] = 8,
     name: Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b or interleaved; default: all.")] = "",
     chunks: Annotated[int, typer.Option(min=2, help="Runs of layers of each rank, for interleaved.")] = 2,
-    backward: Annotated[float, typer.Option(help="How long a backward pass takes, in forward passes.")] = 2.0,
-    link: Annotated[float, typer.Option(help="How long activations travel, in forward passes.")] = 0.0,
+    backward: Annotated[float, typer.Option(min=0, help="How long a backward pass takes, in forward passes.")] = 2.0,
+    link: Annotated[float, typer.Option(min=0, help="How long activations travel, in forward passes.")] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print the actions and when they are done.")] = False,
 ) -> int:
     """Draw what each stage of a pipeline does and when it waits, on a virtual clock: F0 is the forward pass of the

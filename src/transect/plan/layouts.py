@@ -223,9 +223,12 @@ def what_would(
     if offloaded is not None:
         there = sum(term.bytes for term in offloaded.estimate.host)
         found.append(f"--offload: {gib(there)} of states a rank on the host ({offloaded.spread})")
-    gpus = ranking.gpus
-    while gpus < min(64 * ranking.gpus, MOST_GPUS):
-        gpus *= 2
+    needed = ranking.others[0].estimate.needed if ranking.others else 0
+    for gpus in (2**power * ranking.gpus for power in range(1, 7)):
+        if gpus > MOST_GPUS:
+            break
+        if needed * ranking.gpus > gpus * ranking.budget:
+            continue  # even if every byte were cut for all of them
         more = rank(
             config, plan, gpus, machine, max(tokens, gpus * plan.seq_len), budget=ranking.budget, axes=axes
         ).best
