@@ -116,6 +116,18 @@ def test_programs_in_the_pages_run(smollm2, tmp_path: Path, capsys, page: str, p
     assert done.stdout.strip()
 
 
+@pytest.mark.prove
+def test_the_program_of_four_ranks_runs(tmp_path: Path) -> None:
+    """Its file is imported by its name on the other ranks."""
+    (program,) = (text for page, text in _blocks("py") if text.startswith("# mine.py"))
+    (tmp_path / "mine.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[[1.0] * 3, [1.0] * 3, [5.0] * 3, [5.0] * 3]}\n"
+
+
 def test_the_pages_have_what_is_tested_here() -> None:
     assert len(_commands()) >= 2
     assert {*LONG} <= {command for _, command in _commands()}
