@@ -267,6 +267,14 @@ def test_rewards_are_weighted_sums_and_none_counts_for_nothing(tmp_path, monkeyp
     assert {"reward/length", "reward/vowels"} <= set(extra)
 
 
+def test_a_step_has_the_micro_batches_that_its_answers_fill(tmp_path) -> None:
+    one, other = Trainer(grpo_run(tmp_path)), Trainer(grpo_run(tmp_path, accumulate=3))
+    assert one.step().loss == other.step().loss
+    assert [line for line in other.told if line not in one.told] == [
+        "accumulate means nothing to this run: a step has the micro-batches that its answers fill"
+    ]
+
+
 def test_exact_says_nothing_of_a_row_without_an_answer() -> None:
     """An empty answer is not right there, nor is "None"."""
     judge = Judge(["exact"], [])

@@ -162,6 +162,8 @@ class Trainer:
         for table in config.unused():
             need = 'task = "lora" or "qlora"' if table == "lora" else f'objective = "{table}"'
             self.told.append(f"the settings of [{table}] mean nothing to this run: they are for {need}")
+        if config.objective == "grpo" and config.accumulate > 1:
+            self.told.append("accumulate means nothing to this run: a step has the micro-batches that its answers fill")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         begun = config
