@@ -89,6 +89,8 @@ class ToolParser:
     def _first(self) -> bool:
         """The beginning of an answer whose calls have no mark."""
         shape, held = self._shape, self._held
+        if not self._last and (not held or held.isspace()):
+            return False
         found = self._take(shape.prefix) if shape.prefix else False
         if found is not None:
             found = self._fits(shape.opening + shape.before_name)
