@@ -1,5 +1,6 @@
 """Options from a file and from the environment, help in groups, and what the command says of itself."""
 
+import io
 import json
 import re
 
@@ -225,3 +226,13 @@ def test_a_file_that_cannot_be_written_is_said_before_the_work(run, tmp_path, co
     monkeypatch.setattr("os.access", lambda place, mode: False)
     code, out, errors = run(*command, str(tmp_path / "new" / "o.svg"), *rest)
     assert (code, out) == (2, "") and "cannot be written (no permission to write there)" in errors
+
+
+def test_letters_that_a_terminal_lacks_end_nothing(monkeypatch) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", newline="\n")
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("transect.cli._run", lambda arguments: print("caf\u00e9 \u8a9e, and more") or 0)
+    with pytest.raises(SystemExit) as end:
+        main(["generate"])
+    out.flush()
+    assert end.value.code == 0 and out.buffer.getvalue().decode("latin-1") == "caf\u00e9 ?, and more\n"

@@ -25,6 +25,7 @@ so that ``transect --help`` is quick. A command fails with ``ValueError`` (or an
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ USAGE, STOPPED, INTERRUPTED = 2, 3, 130
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 when all went well, 2 after one line on stderr, 130 quietly after Ctrl-C."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a letter of an answer still gets the rest
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
     except KeyboardInterrupt:
