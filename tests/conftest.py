@@ -29,6 +29,9 @@ settings.load_profile("patient")
 # Test processes share the machine: threads that wait for each other would spin. Set before torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The first profiler of a process decides whether all of them log their starts and ends among what a test prints.
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+
 # Tables are as wide as where nobody says how wide: some shells tell every program of their terminal.
 os.environ.pop("COLUMNS", None)
 

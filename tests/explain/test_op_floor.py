@@ -1,7 +1,5 @@
 """The least work of one operator, from what a trace says of its inputs."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -27,7 +25,6 @@ def keyed(name, shapes, kinds, values=()):
 
 def recorded(tmp_path, call):
     """What torch itself records of a call: operators by name."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # as ``Explain`` does, and the first profiler of a process decides
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
         call()
     profiler.export_chrome_trace(str(tmp_path / "t.json"))
