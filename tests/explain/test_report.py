@@ -71,6 +71,7 @@ def test_the_page_is_whole_and_loads_nothing(trace):
     # "<!--" and "<script" would make a browser take the element's own end for text.
     assert "<" not in reader.figures and page(found).count("<script") == page(found).count("</script>") == 2
     assert sum(map(len, figures["timeline"]["lanes"].values())) == 21
+    assert 'name="viewport"' in page(found) and "prefers-color-scheme: dark" in page(found)
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", page(found))
 
 

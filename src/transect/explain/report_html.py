@@ -62,7 +62,9 @@ def page(explanation: Explanation, title: str = "Where the time went") -> str:
     )
     findings = "".join(
         f'<li class="finding"><b>{escape(found.title)}</b>: {1e3 * found.gain:.1f} ms to gain ({found.share:.0%})'
-        f"<p>{escape(found.evidence)}</p><p>Do: {escape(found.advice)}</p></li>"
+        f"<p>{escape(found.evidence)}</p><p>Do: {escape(found.advice)}"
+        + (f" [--apply does: {escape(found.apply)}]" if found.apply else "")
+        + "</p></li>"
         for found in explanation.findings
     )
     operators = _table(
@@ -79,7 +81,9 @@ def page(explanation: Explanation, title: str = "Where the time went") -> str:
         "operators",
     )
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{style}</style></head><body>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">
+<title>{escape(title)}</title><style>{style}</style></head><body>
 <h1>{escape(title)}</h1>
 <p>Wall time {wall:.1f} ms on the {"GPU" if split.on_gpu else "CPU"}. {escape("; ".join(notes(explanation)))}</p>
 <div id="bar">{bar}</div>
@@ -132,4 +136,5 @@ def _picture(explanation: Explanation) -> str:
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], name: str) -> str:
     cells = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return f'<table id="{name}"><tr>{"".join(f"<th>{cell}</th>" for cell in head)}</tr>{cells}</table>'
+    heads = "".join(f"<th>{cell}</th>" for cell in head)
+    return f'<div class="wide"><table id="{name}"><tr>{heads}</tr>{cells}</table></div>'
