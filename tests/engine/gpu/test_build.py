@@ -151,20 +151,32 @@ SHAPE = {"model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermedia
          "rms_norm_eps": 1e-6}  # fmt: skip
 
 
+def allocate(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    """From now on torch says that so many bytes are given out, and from the second time on 2 MiB more."""
+    asked: list[None] = []
+
+    def memory_allocated(*device: torch.device) -> int:
+        asked.append(None)
+        return before if len(asked) == 1 else before + (2 << 20)
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", memory_allocated)
+
+
 @pytest.fixture
 def made_up_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """The processor in the place of a GPU of 64 MiB, of which torch has allocated 2; the largest step takes 3 more."""
+    """The processor in the place of a GPU of 64 MiB, of which torch allocates 2 for the model; the largest step takes 3
+    more."""
     pytest.importorskip("triton")
     for name, answer in (
         ("init", None),
         ("mem_get_info", (60 << 20, 64 << 20)),
-        ("memory_allocated", 2 << 20),
         ("max_memory_allocated", 5 << 20),
         ("reset_peak_memory_stats", None),
         ("get_device_capability", (8, 9)),
         ("get_device_name", "a GPU"),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda *device, answer=answer: answer)
+    allocate(monkeypatch, 0)
     monkeypatch.setattr(setup, "gpu_ops", lambda *device, **settings: resolve_ops("cpu"))
     return torch.device("cpu")
 
@@ -183,6 +195,20 @@ def test_the_start_sets_up_loads_measures_sizes_and_captures(made_up_gpu: torch.
     draw = Draw(0, 0, 0, SamplingParams(temperature=0.0), (1, 2, 3), [])
     row = ScheduledRow(0, 0, 3, (1, 2, 3), [], [0], (draw,))
     assert len(made.runner.submit(ScheduledBatch(0, (row,))).result().tokens) == 1
+
+
+def test_what_another_engine_of_the_process_holds_is_counted_once(
+    made_up_gpu: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float32", max_num_seqs=3, max_model_len=64)
+    source = resolve(config.model, load_format="dummy")
+    alone = build_gpu(config, source, made_up_gpu)
+    allocate(monkeypatch, 24 << 20)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *device: (36 << 20, 64 << 20))
+    beside = build_gpu(config, source, made_up_gpu)
+    assert beside.size == alone.size and beside.report[1:3] == alone.report[1:3]
+    assert "rotary table" in beside.report[2] and beside.report[0] != alone.report[0]
 
 
 def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(made_up_gpu: torch.device, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class Loaded(NamedTuple):
-    """A model on its GPU, and the bytes that torch had allocated when it was there."""
+    """A model on its GPU, and the bytes that torch allocated for it."""
 
     model: Decoder
     allocated: int
@@ -108,7 +108,7 @@ def load(
     if config.kv_cache_dtype == "fp8":
         take_scales(model, source, slice(None) if mesh is None else shard_of(source.config, mesh).layers)
     times.done("weights")
-    allocated = torch.cuda.memory_allocated(setup.device)
+    allocated = torch.cuda.memory_allocated(setup.device) - setup.allocated
     compiled = warming.wait()
     times.done(f"{compiled} kernels compiled" if warming.collected else "kernels from the cache")
     return Loaded(model, allocated)

@@ -76,6 +76,8 @@ class Setup:
     """The layers that live in host memory or in a file."""
     others: int
     """Bytes of the GPU that were taken before."""
+    allocated: int
+    """Those of them that torch had given out in this process, to another engine for example."""
     total: int
     """Bytes of the GPU."""
 
@@ -113,8 +115,10 @@ def set_up(
     """
     check_cache(config, model)
     torch.cuda.init()
+    allocated = torch.cuda.memory_allocated(device)
     dtype = kv_dtype(config.dtype)
     max_seqs, max_tokens = config.limits("cuda")
+    torch.cuda.empty_cache()  # what this process holds and does not use
     free, total = torch.cuda.mem_get_info(device)
     _check_quantization(config)
     layouts = layouts if config.quantization is None and dtype != torch.float32 else ()
@@ -154,6 +158,7 @@ def set_up(
         fill_tokens=fill_tokens(config, model, storage),
         stream=stream,
         others=total - free,
+        allocated=allocated,
         total=total,
     )
 
