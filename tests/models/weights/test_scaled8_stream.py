@@ -16,7 +16,7 @@ from transect.models.load import allocated, fill
 from transect.models.weights.scaled8 import Products8, Scaled8, Stream8, kinds_of_8_bits
 from transect.models.weights_dummy import dummy_weights
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.linear.packed import scaled8_rounding, scaled8_rows, scaled8_tiles
+from transect.ops.linear.packed import scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
 from transect.ops.norm import rms_norm
 from transect.ops.opset import resolve_ops
 
@@ -132,9 +132,24 @@ def test_a_step_of_prompts_on_a_gpu(monkeypatch, tokens, wanted):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("m", [17, 64, 256])
-def test_on_a_gpu(name, m):
+@pytest.mark.parametrize("by_hopper", [False, True])
+def test_on_a_gpu(name, m, by_hopper):
     few = loaded(scaled8_rows.CudaRows8)
-    compare(layer(name, Products8(few, scaled8_tiles.Tiles8(dependent_launch=True), True), "cuda"), m, "cuda")
+    hopper = loaded(scaled8_hopper.HopperRows8) if by_hopper else None
+    many = scaled8_tiles.Tiles8(dependent_launch=True, hopper=hopper)
+    compare(layer(name, Products8(few, many, True), "cuda"), m, "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU with its own kernels, above")
+def test_a_gate_within_the_product_leaves_its_rows_to_the_next_product(monkeypatch):
+    """The kernels of few rows, which would take them sixteen at a time, are never asked."""
+    many = scaled8_tiles.Tiles8()
+    monkeypatch.setattr(many, "gated", lambda a, s, codes, scale: torch.ones(len(a), FFN, dtype=torch.bfloat16))
+    o, gate_up, down, _ = layer("fp8", Products8(object(), many), "cpu")
+    first, second, third = (Stream8(weight._products.few, many, weight) for weight in (o, gate_up, down))
+    stream = first.add(rows(17, D, "cpu"), rows(17, D, "cpu", 2), rows(1, D, "cpu", 3)[0], 1e-5)
+    want = down(torch.ones(17, FFN, dtype=torch.bfloat16))
+    assert torch.equal(third.plain(second.gated(stream)), want)
 
 
 def test_products_of_several_kinds_are_not_on_one_stream():

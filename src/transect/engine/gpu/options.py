@@ -22,7 +22,7 @@ class GPUOptions:
         chained_blocks: a step of one request on a model held in blocks of a GGUF file multiplies in whole numbers, the
             four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``).
         streamed_sinks: decode rows of heads of 64 with sinks (gpt-oss) attend by the kernel that streams the cache on
-            Hopper, not by Triton (right on a GPU, but no step of it has been timed, so only where it is asked for).
+            Hopper, not by Triton.
         copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
             after it.
         peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
@@ -40,7 +40,7 @@ class GPUOptions:
     prompt_attention: bool = True
     prune_last_layer: bool = True
     chained_blocks: bool = True
-    streamed_sinks: bool = False
+    streamed_sinks: bool = True
     copy_kernels: bool = True
     peer_sums: bool = True
     pushed_products: bool = False

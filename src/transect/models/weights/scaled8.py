@@ -22,7 +22,7 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed import scaled8_chain, scaled8_rounding, scaled8_rows, scaled8_tiles
+from ...ops.linear.packed import scaled8_chain, scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
 from ...ops.linear.packed.chain import ChainWeights
 from ...ops.linear.packed.scaled8 import triton_scaled8
 from ...ops.linear.packed.scaled8_chain import Matrix8
@@ -79,13 +79,14 @@ class Products8:
         device = torch.device(device)
         if device.type != "cuda" or not has_dependent_launch(device) or torch.cuda.get_device_capability(device)[0] > 9:
             return cls()
-        few = None
+        few = hopper = None
         try:
             few = scaled8_rows.CudaRows8(device)
+            hopper = scaled8_hopper.HopperRows8(device) if fp8 else None
         except Unavailable as reason:
             log.warning("products of few rows in 8 bits decode by a Triton kernel, which is slower: %s", reason)
         chain = scaled8_chain.CudaChain(device) if few is not None and dependent and fp8 else None
-        return cls(few, scaled8_tiles.Tiles8(dependent_launch=dependent), dependent, chain)
+        return cls(few, scaled8_tiles.Tiles8(dependent_launch=dependent, hopper=hopper), dependent, chain)
 
 
 class Scaled8(Weight):
@@ -307,11 +308,18 @@ class Stream8:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
 
     def plain(self, x: Tensor | Rounded) -> Tensor:
-        return self._many_rows(x) if isinstance(x, Rounded) else self._run(x, Beside())[0]
+        if isinstance(x, Rounded) or len(x) > scaled8_rows.MOST_ROWS:
+            return self._many_rows(x)
+        return self._run(x, Beside())[0]
 
     def gated(self, stream: Stream) -> Tensor | Rounded:
         if len(stream.total) > scaled8_rows.MOST_ROWS:
-            both = self._many_rows(_rows_of(stream))
+            rows, weight = self._rounded(_rows_of(stream)), self._weight
+            if self._many is not None and weight.fp8 and weight.dtype == torch.bfloat16:
+                made = self._many.gated(*rows, weight.codes, weight.scale)
+                if made is not None:
+                    return made
+            both = self._many_rows(rows)
             return scaled8_rounding.gate_rounded(both, *self._rounding, dependent_launch=self._dependent)
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
 
@@ -342,10 +350,13 @@ class Stream8:
     def _many_rows(self, x: Tensor | Rounded, bias: Tensor | None = None) -> Tensor:
         """The product alone of more than 16 rows."""
         assert self._many is not None
-        if isinstance(x, Tensor):
-            x = scaled8_rounding.triton_rounded(x, *self._rounding, dependent_launch=self._dependent)
         weight = self._weight
-        return self._many.product(*x, weight.codes, weight.scale, bias, weight.fp8, dtype=weight.dtype)
+        return self._many.product(*self._rounded(x), weight.codes, weight.scale, bias, weight.fp8, dtype=weight.dtype)
+
+    def _rounded(self, x: Tensor | Rounded) -> Rounded:
+        if isinstance(x, Rounded):
+            return x
+        return scaled8_rounding.triton_rounded(x, *self._rounding, dependent_launch=self._dependent)
 
 
 def _rows_of(stream: Stream) -> Tensor | Rounded:

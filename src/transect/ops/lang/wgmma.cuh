@@ -5,12 +5,15 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 #include <stdint.h>
 
 namespace hopper {
 
-constexpr int kChunk = 64;  // k in a chunk: 128 bytes, the width of the swizzle
+template <typename Number>
+constexpr int kChunkOf = 128 / sizeof(Number);     // k in a chunk: 128 bytes, the width of the swizzle
+constexpr int kChunk = kChunkOf<__nv_bfloat16>;
 
 // As ``barrier_wait``, with a loop that the compiler sees.
 __device__ __forceinline__ void barrier_poll(uint32_t barrier, int parity) {
@@ -88,8 +91,9 @@ __device__ __forceinline__ void hold(float (&c)[RM][COUNT]) {
 #define N6 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
 #define N7 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// Rows of ``columns`` bfloat16 in pieces of ``box`` rows by 64. ``both``: the rows are half a gate's and half the other
-// factor's, and a piece has eight of one and eight of the other in turn.
+// Rows of ``columns`` numbers, bfloat16 or of one byte, in pieces of ``box`` rows by a chunk. ``both``: the rows are half
+// a gate's and half the other factor's, and a piece has eight of one and eight of the other in turn.
+template <typename Number = __nv_bfloat16>
 inline int describe(CUtensorMap* map, const void* address, int rows, int columns, long long stride, int box,
                     bool both = false) {
   typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
@@ -107,12 +111,13 @@ inline int describe(CUtensorMap* map, const void* address, int rows, int columns
     if (!found) return 1;
     encode = (Encode)found;
   }
-  const cuuint64_t row = (cuuint64_t)stride * 2, width = (cuuint64_t)columns;
+  const cuuint64_t row = (cuuint64_t)stride * sizeof(Number), width = (cuuint64_t)columns;
   const cuuint64_t plain[2] = {width, (cuuint64_t)rows}, plain_strides[1] = {row};
   const cuuint64_t paired[4] = {width, 8, 2, (cuuint64_t)rows / 16}, paired_strides[3] = {row, rows / 2 * row, 8 * row};
-  const cuuint32_t plain_box[2] = {kChunk, (cuuint32_t)box}, paired_box[4] = {kChunk, 8, 2, (cuuint32_t)box / 16};
+  const cuuint32_t plain_box[2] = {kChunkOf<Number>, (cuuint32_t)box}, paired_box[4] = {kChunkOf<Number>, 8, 2, (cuuint32_t)box / 16};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, both ? 4 : 2, (void*)address, both ? paired : plain,
+  const CUtensorMapDataType type = sizeof(Number) == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return (int)encode(map, type, both ? 4 : 2, (void*)address, both ? paired : plain,
                      both ? paired_strides : plain_strides, both ? paired_box : plain_box, steps,
                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);

@@ -28,6 +28,7 @@ was tried and lost: ``docs/lab-notes/few-row-products.md``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -146,10 +147,13 @@ class HopperTiling:
         alone = self.ranks > 0 or (self.ranks == 0 and self.tiles(n) % self.clusters == 0)
         return 0 if alone else self.grid(n) * self.left * self.right
 
-    def refusal(self, m: int, n: int, k: int, bias: bool = False) -> str | None:
-        """Why this tiling does not take m rows, n columns of Y, K = k and perhaps a bias, or None."""
+    def refusal(
+        self, m: int, n: int, k: int, bias: bool = False, kernels: Collection[Compiled] = COMPILED
+    ) -> str | None:
+        """Why this tiling does not take m rows, n columns of Y, K = k and perhaps a bias, or None. ``kernels``: those
+        that are compiled."""
         chunks = -(-k // CHUNK)
-        if self.compiled not in COMPILED:
+        if self.compiled not in kernels:
             return f"no kernel {self.compiled} is compiled"
         if m > self.most_rows:
             return f"the tiling takes {self.most_rows} rows, not {m}"
@@ -171,9 +175,9 @@ def _stages(compiled: Compiled, k: int, shared: int) -> int:
     return min(MOST_STAGES, shared // tiling.ring, max(2, -(-k // CHUNK)))
 
 
-def _fitting(m: int, gated: bool) -> list[Compiled]:
+def _fitting(m: int, gated: bool, kernels: Collection[Compiled] = COMPILED) -> list[Compiled]:
     """Kernels whose tiles are as high as m rows need."""
-    heights = {kernel: HopperTiling(*kernel, 1, 0, 2).most_rows for kernel in COMPILED if kernel[1] == gated}
+    heights = {kernel: HopperTiling(*kernel, 1, 0, 2).most_rows for kernel in kernels if kernel[1] == gated}
     right = sorted({height for kernel, height in heights.items() if kernel[0] and height >= m})
     # From 129 rows on the narrowest is not always quickest: a pair of blocks reads X half as often.
     high = set(right[:1] if m <= 128 else right[:2]) | ({128} if 64 < m <= 96 else set())
@@ -181,11 +185,13 @@ def _fitting(m: int, gated: bool) -> list[Compiled]:
     return [kernel for kernel, height in heights.items() if height in (high if kernel[0] else left)]
 
 
-def candidates(m: int, n: int, k: int, *, gated: bool = False, units: int = 132) -> list[HopperTiling]:
+def candidates(
+    m: int, n: int, k: int, *, gated: bool = False, units: int = 132, kernels: Collection[Compiled] = COMPILED
+) -> list[HopperTiling]:
     """Tilings worth measuring for m rows (17 to 256), n columns of Y and K = k on a GPU of ``units``
     multiprocessors."""
     found = []
-    for compiled in _fitting(m, gated):
+    for compiled in _fitting(m, gated, kernels):
         pair, blocks = compiled[5], compiled[6]
         for resident in (1, 2) if blocks == 2 else (1,):
             stages = _stages(compiled, k, SHARED if resident == 1 else SHARED // 2 - 2048)
@@ -200,7 +206,7 @@ def candidates(m: int, n: int, k: int, *, gated: bool = False, units: int = 132)
             for ranks in (1,) if gated else (1, 2, 3, 4, 6, 8, -2, -4, -8):
                 if ranks == 1 or 0.6 * slots <= tiles * abs(ranks) <= 1.02 * resident * slots:
                     found.append(HopperTiling(*compiled, ranks, 0, stages))
-    return [tiling for tiling in dict.fromkeys(found) if not tiling.refusal(m, n, k)]
+    return [tiling for tiling in dict.fromkeys(found) if not tiling.refusal(m, n, k, kernels=kernels)]
 
 
 def choose_tiling(m: int, n: int, k: int) -> HopperTiling:

@@ -9,7 +9,7 @@ Rows of x are rounded by ``scaled8_rounding.py``, with scales of blocks where th
 
 Shapes: x ``[T, I]``, codes int8 ``[O, I]`` (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]`` rounded
 up, bias ``[O]`` or None, result ``[T, O]`` in x's dtype. I a multiple of 16. Inference only. For few rows, where bytes
-alone count, ``scaled8_rows.py`` does not round x.
+alone count, ``scaled8_rows.py`` does not round x. ``scaled8_hopper.py`` takes 17 to 256 rows of fp8.
 
 Source: Micikevicius et al. 2022, arXiv:2209.05433; scales of blocks: DeepSeek-V3, arXiv:2412.19437, section 3.3.
 """
@@ -30,7 +30,8 @@ from ...numerics import compute_dtype, sample
 from ...registry import Case, Cost, Implementation, Kernel, Op, register
 from ..few_rows.triton import Counters, add_parts
 from ..many_rows.triton import tile_of
-from . import scaled8_rounding
+from . import scaled8_hopper, scaled8_rounding
+from .scaled8_hopper import HopperRows8
 from .scaled8_rounding import BLOCK, rounded, triton_rounded
 
 
@@ -145,10 +146,11 @@ def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling:
 
 
 class Tiles8:
-    """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream."""
+    """``reference`` by the kernels here, with counters of its own: launches of one instance must be on one stream.
+    ``hopper`` runs what it is quicker for."""
 
-    def __init__(self, *, dependent_launch: bool = False) -> None:
-        self._counters, self._dependent = Counters(), dependent_launch
+    def __init__(self, *, dependent_launch: bool = False, hopper: HopperRows8 | None = None) -> None:
+        self._counters, self._dependent, self._hopper = Counters(), dependent_launch, hopper
 
     def __call__(
         self,
@@ -183,6 +185,10 @@ class Tiles8:
         """The product of rows that are rounded already: ``a`` and ``x_scale`` as of ``scaled8_rounding.Rounded``."""
         if reason := refusal(a, codes, scale):
             raise ValueError(f"scaled8: {reason}")
+        if fp8 and dtype == torch.bfloat16 and tiling is None:
+            made = self._by_hopper(a, x_scale, codes, scale, bias)
+            if made is not None:
+                return made
         (m, k), n = a.shape, codes.shape[0]
         out = a.new_empty((m, n), dtype=dtype)
         if not out.numel():
@@ -209,6 +215,32 @@ class Tiles8:
             num_warps=tiling.warps, num_stages=tiling.stages, **options,
         )  # fmt: skip
         return out
+
+    def gated(self, a: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
+        """``silu(first half) * second half`` of the product of rows and a weight in fp8, bfloat16 ``[T, O / 2]``; None:
+        no launch does both, or two are quicker."""
+        reason = refusal(a, codes, scale)
+        return None if reason else self._by_hopper(a, x_scale, codes, scale, gated=True)
+
+    def _by_hopper(
+        self,
+        a: Tensor,
+        x_scale: Tensor,
+        codes: Tensor,
+        scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+    ) -> Tensor | None:
+        if self._hopper is None or scaled8_hopper.refusal(a, codes, scale):
+            return None
+        (m, k), n = a.shape, codes.shape[0]
+        tiling = scaled8_hopper.choose_tiling(m, n, k, gated, multiprocessors(a.device))
+        if tiling is None:
+            return None
+        return self._hopper(
+            a, x_scale, codes, scale, bias, tiling=tiling, gated=gated, dependent_launch=self._dependent
+        )
 
 
 def refusal(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
@@ -297,6 +329,14 @@ def _refusal(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None
     return refusal(x, codes, scale)
 
 
+def _hopper_refusal(
+    x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True
+) -> str | None:
+    if not fp8:
+        return "the codes are whole numbers"
+    return refusal(x, codes, scale) or scaled8_hopper.refusal(x.contiguous(), codes, scale)
+
+
 register(
     Op(
         name="scaled8_tiles",
@@ -305,6 +345,14 @@ register(
         implementations={
             "torch": Implementation("torch", lambda: reference, ("any",)),
             "triton": Implementation("triton", available(Tiles8()), ("sm_90",), refusal=_refusal),
+            "cuda": Implementation(
+                "cuda",
+                lambda: Tiles8(hopper=HopperRows8()),
+                ("sm_90",),
+                dtypes=("bfloat16",),
+                refusal=_hopper_refusal,
+                source="scaled8_hopper.cu",
+            ),
         },
         examples=_examples,
         peers={"torch": reference},

@@ -1,0 +1,494 @@
+// Y = X W^T + b for up to 256 rows of X on Hopper, with float32 sums and Y in bfloat16: W streamed once by the bulk copy
+// engine, multiplied by wgmma. X and W are both bfloat16, or both fp8 (e4m3), a row of either times its scale. See
+// few_rows/hopper.py for the arithmetic.
+//
+// * A tile of a block is AR = 64 RM WGS rows of the left operand by NB of the right. With SWAP the left one is W and
+//   all rows of X are the right one; else the left one is X. One warp fetches chunks of both, 128 bytes of k, into a
+//   ring in shared memory, as far ahead as it has room; WGS warpgroups multiply, 64 RM rows of the left operand each.
+// * PAIR blocks of a cluster have different rows on the left and the same on the right: each fetches a part of those
+//   and sends it to both.
+// * Work is cut in one of three ways. ranks = 0: the chunks of all tiles stand in one row, and every cluster takes an
+//   equal stretch of it. What it has of a tile that begins before its stretch it leaves in memory; whoever has the
+//   tile's first k comes to it last, and adds what the others left, in the order of k. ranks > 0: the k of a tile are
+//   dealt out to the ranks of a cluster, which add their sums over each other's shared memory. ranks < 0: to as many
+//   clusters, which add over memory. Both add in the order of the ranks, every rank a part of the tile.
+// * GATE: half of a tile's rows of W are rows n of the gate, half rows N + n; Y is silu(one) times the other. With SWAP
+//   eight rows of one follow eight of the other, so that a thread holds both sums of an element.
+// * The first chunks of W may be asked for before the kernel that makes X has ended (``ahead``).
+// * Scales of fp8 come while the chunks do. A block multiplies its sums by them before it adds or stores any.
+
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include "../../lang/few_rows.cuh"
+#include "../../lang/hopper.cuh"
+#include "../../lang/parts.cuh"
+#include "../../lang/wgmma.cuh"
+
+using namespace few_rows;
+using namespace hopper;
+
+namespace {
+
+constexpr int kMostStages = 16;
+
+template <int ROWS>
+constexpr int kBox = ROWS % 128 ? 64 : 128;  // rows of the left operand in one copy
+
+// Of W with a gate: a box of eight rows of the gate and eight of the other factor in turn, by a chunk.
+__device__ __forceinline__ void fetch_both(uint32_t to, const CUtensorMap* map, int k, int eights, uint32_t barrier,
+                                           uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3, "
+      "%3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(k), "r"(0), "r"(eights), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+#define PRODUCT(n, numbers, a, b, ...)                                                                             \
+  if constexpr (NB == n && sizeof(Number) == 2)                                                                    \
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n                    \
+                 "k16.f32.bf16.bf16 {" numbers "}, " a ", " b ", p, 1, 1, 0, 0;\n}"                                \
+                 : __VA_ARGS__                                                                                     \
+                 : "l"(left), "l"(right));                                                                         \
+  else if constexpr (NB == n)                                                                                      \
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #n                    \
+                 "k32.f32.e4m3.e4m3 {" numbers "}, " a ", " b ", p, 1, 1;\n}"                                      \
+                 : __VA_ARGS__                                                                                     \
+                 : "l"(left), "l"(right));
+
+// c += 64 rows at ``left`` times NB rows at ``right``, 32 bytes of k. Of warp w of the warpgroup, lane l: c[4 j],
+// c[4 j + 1] are row 16 w + l / 4 on the left and rows 8 j + 2 (l % 4), + 1 on the right; c[4 j + 2], c[4 j + 3] the
+// same 8 rows further down.
+template <typename Number, int NB>
+__device__ __forceinline__ void multiply(float (&c)[NB / 2], uint64_t left, uint64_t right) {
+#ifdef TRANSECT_HOPPER
+  PRODUCT(32, N0, "%16", "%17", R16(c, 0));
+  PRODUCT(48, N0 N1H, "%24", "%25", R16(c, 0), R8(c, 16));
+  PRODUCT(64, N0 N1, "%32", "%33", R32(c, 0));
+  PRODUCT(96, N0 N1 N2, "%48", "%49", R32(c, 0), R16(c, 32));
+  PRODUCT(112, N0 N1 N2 N3H, "%56", "%57", R32(c, 0), R16(c, 32), R8(c, 48));
+  PRODUCT(128, N0 N1 N2 N3, "%64", "%65", R64(c, 0));
+  PRODUCT(160, N0 N1 N2 N3 N4, "%80", "%81", R64(c, 0), R16(c, 64));
+  PRODUCT(192, N0 N1 N2 N3 N4 N5, "%96", "%97", R64(c, 0), R32(c, 64));
+  PRODUCT(208, N0 N1 N2 N3 N4 N5 N6H, "%104", "%105", R64(c, 0), R32(c, 64), R8(c, 96));
+  PRODUCT(224, N0 N1 N2 N3 N4 N5 N6, "%112", "%113", R64(c, 0), R32(c, 64), R16(c, 96));
+  PRODUCT(256, N0 N1 N2 N3 N4 N5 N6 N7, "%128", "%129", R64(c, 0), R64(c, 64));
+#endif
+}
+
+// Scales of a block's tile in shared memory: of the rows of the left operand, then of the right.
+template <typename Number, int AR, int NB>
+constexpr int kScales = sizeof(Number) == 1 ? AR + NB : 0;
+
+template <bool VALUE>
+struct Bool {
+  static constexpr bool value = VALUE;
+};
+
+// Where a block's results go: to Y in pieces of 4 bytes, or (STAGED) first to shared memory, from where they go in
+// pieces of 16. bias [N] or null.
+struct Out {
+  __nv_bfloat16* y;
+  const __nv_bfloat16* bias;
+  int M, N;
+  // A warp's 16 rows of the left operand from ``left`` on by 8 rows of the right from ``right`` on; v as in
+  // ``multiply``.
+  template <bool SWAP, bool STAGED>
+  __device__ __forceinline__ void store(int left, int right, float4 v, int lane, uint32_t staged = 0, int pitch = 0,
+                                        int m0 = 0, int n0 = 0) const {
+    uint32_t low, high;
+    int m, n, m8, n8;
+    if (SWAP) {
+      const int row = left + lane / 4;
+      const float b = bias && row < N ? __bfloat162float(bias[row]) : 0;
+      const float b8 = bias && row + 8 < N ? __bfloat162float(bias[row + 8]) : 0;
+      low = transposed(pack(v.x + b, v.y + b)), high = transposed(pack(v.z + b8, v.w + b8));
+      m = m8 = right + lane / 4, n = left + lane % 4 * 2, n8 = n + 8;
+    } else {
+      m = left + lane / 4, m8 = m + 8, n = n8 = right + lane % 4 * 2;
+      const float b = bias && n < N ? __bfloat162float(bias[n]) : 0,
+                  b1 = bias && n < N ? __bfloat162float(bias[n + 1]) : 0;
+      low = pack(v.x + b, v.y + b1), high = pack(v.z + b, v.w + b1);
+    }
+    if (STAGED) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(staged + (m - m0) * pitch + (n - n0) * 2), "r"(low) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(staged + (m8 - m0) * pitch + (n8 - n0) * 2), "r"(high) : "memory");
+    } else {
+      if (m < M && n < N) *(uint32_t*)(y + (size_t)m * N + n) = low;
+      if (m8 < M && n8 < N) *(uint32_t*)(y + (size_t)m8 * N + n8) = high;
+    }
+  }
+  // With a gate and W on the left: a warp's 8 columns of Y from ``left`` on by 8 rows from ``right`` on.
+  template <bool STAGED>
+  __device__ __forceinline__ void store_gated(int left, int right, float v, float next, int lane, uint32_t staged,
+                                              int pitch, int n0) const {
+    const uint32_t both = transposed(pack(v, next));
+    const int m = right + lane / 4, n = left + lane % 4 * 2;
+    if (STAGED) asm volatile("st.shared.b32 [%0], %1;" ::"r"(staged + m * pitch + (n - n0) * 2), "r"(both) : "memory");
+    else if (m < M && n < N) *(uint32_t*)(y + (size_t)m * N + n) = both;
+  }
+};
+
+__device__ __forceinline__ float gated(float gate, float up) { return __fdividef(gate, 1 + __expf(-gate)) * up; }
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+// Of the J blocks of 8 columns every ``sharers``-th is this rank's: the sum of what all left of it, in the order of the
+// ranks. Sixteen reads at a time, or each would wait for the one before.
+template <int J, typename Read, typename Store>
+__device__ __forceinline__ void add_shares(int rank, int sharers, Read read, Store store) {
+  for (int j0 = rank; j0 < J; j0 += 4 * sharers) {
+    float4 sum[4];
+#pragma unroll
+    for (int q = 0; q < 4; q++) sum[q] = make_float4(0, 0, 0, 0);
+#pragma unroll 4
+    for (int other = 0; other < sharers; other++) {
+      float4 v[4];
+#pragma unroll
+      for (int q = 0; q < 4; q++) v[q] = read(min(j0 + q * sharers, J - 1), other);
+#pragma unroll
+      for (int q = 0; q < 4; q++) sum[q] = add(sum[q], v[q]);
+    }
+#pragma unroll
+    for (int q = 0; q < 4; q++)
+      if (j0 + q * sharers < J) store(j0 + q * sharers, sum[q]);
+  }
+}
+
+template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
+__global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
+    many_rows(const __grid_constant__ CUtensorMap a_map, const __grid_constant__ CUtensorMap b_map,
+              const float* x_scale, const float* scale, const __nv_bfloat16* bias, __nv_bfloat16* out, float4* parts,
+              int* flags, int M, int N, int K, int ranks, int stages, int box, int ahead) {
+#ifdef TRANSECT_HOPPER
+  constexpr int AR = 64 * RM * WGS, A_BYTES = AR * 128, B_BYTES = NB * 128, STAGE = A_BYTES + B_BYTES, J = NB / 8;
+  constexpr int WORKERS = WGS * 128, CHUNK = kChunkOf<Number>, SCALES = kScales<Number, AR, NB>;
+  constexpr bool EARLY = WGS * NB < 512;  // else there are no registers for scales that come while the chunks do
+  constexpr int COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
+  constexpr int WIDTH = SWAP ? COLUMNS / PAIR : COLUMNS, PITCH = WIDTH * 2 + 16;  // of a block's results in shared memory
+  extern __shared__ unsigned char memory[];
+  __shared__ __align__(8) uint64_t barriers[2 * kMostStages];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Rows of the right operand that a block fetches: whole eights of the rows of X, or its part of the rows of W.
+  const int share = !SWAP ? NB / PAIR : PAIR == 1 ? min(M, NB) : (M + 8 * PAIR - 1) / (8 * PAIR) * 8;
+  const uint32_t ring = (shared_address(memory) + 1023) & ~1023u;
+  const uint32_t full = shared_address(barriers), empty = full + 8 * kMostStages;
+  const int blocks = PAIR * max(ranks, 1), spread = ranks < 0 ? -ranks : 1;  // of a cluster; clusters of a tile
+  const int block = blockIdx.x % blocks, half = block % PAIR, local = block / PAIR;
+  const int cluster = blockIdx.x / blocks, clusters = gridDim.x / blocks;
+  const int own = cluster / spread, rank = ranks < 0 ? cluster % spread : local, sharers = ranks < 0 ? spread : ranks;
+  const int chunks = (K + CHUNK - 1) / CHUNK, tiles = (N + COLUMNS - 1) / COLUMNS;
+  // This block's stretch of the row of all chunks.
+  const int first = ranks ? own * chunks + (int)((long long)chunks * rank / sharers)
+                          : (int)((long long)tiles * chunks * cluster / clusters);
+  const int last = ranks ? own * chunks + (int)((long long)chunks * (rank + 1) / sharers)
+                         : (int)((long long)tiles * chunks * (cluster + 1) / clusters);
+  auto left_of = [&](int tile) { return SWAP ? (tile * PAIR + half) * AR : half * AR; };
+  auto right_of = [&](int tile) { return SWAP ? 0 : tile * COLUMNS; };
+
+  let_next_begin();
+  if (threadIdx.x == WGS * 128) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&b_map) : "memory");
+  }
+  if (!ahead) wait_for_previous();
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < stages; s++) {
+      barrier_init(full + 8 * s, 1);
+      barrier_init(empty + 8 * s, WGS * PAIR);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+  if (PAIR > 1) cluster_meet();
+
+  if (warp == WGS * 4) {
+    if (lane == 0) {
+      // Copies end with the rows of X: what reaches past them is slow.
+      const int left_rows = SWAP ? AR : max(0, min(AR, M - half * AR));
+      const int bytes = (left_rows + box - 1) / box * box * 128 + (SWAP ? PAIR * share * 128 : B_BYTES);
+      auto fetch_a = [&](int i, int slot) {
+        const int k = i % chunks * CHUNK, row0 = left_of(i / chunks);
+        for (int row = 0; row < left_rows; row += box) {
+          const uint32_t to = ring + slot * STAGE + row * 128;
+          if (SWAP && GATE) fetch_both(to, &a_map, k, (row0 + row) / 16, full + 8 * slot, kReadOnce);
+          else fetch(to, &a_map, k, row0 + row, full + 8 * slot, SWAP ? kReadOnce : kReadOften);
+        }
+      };
+      auto fetch_b = [&](int i, int slot) {
+        const int k = i % chunks * CHUNK, row = right_of(i / chunks) + half * (GATE && !SWAP ? N : share);
+        const uint32_t to = ring + slot * STAGE + A_BYTES + half * share * 128;
+        if (PAIR > 1)
+          fetch_for_all(to, &b_map, k, row, full + 8 * slot, ((1 << PAIR) - 1) << (local * PAIR),
+                        SWAP ? kReadOften : kReadOnce);
+        else
+          fetch(to, &b_map, k, row, full + 8 * slot, SWAP ? kReadOften : kReadOnce);
+        if (GATE && !SWAP && PAIR == 1) fetch(to + B_BYTES / 2, &b_map, k, row + N, full + 8 * slot, kReadOnce);
+      };
+      const int begun = min(stages, last - first);
+      for (int i = 0; i < begun; i++) {
+        barrier_expect(full + 8 * i, bytes);
+        if (SWAP) fetch_a(first + i, i);
+        else fetch_b(first + i, i);
+      }
+      if (ahead) wait_for_previous();
+      for (int i = 0; i < begun; i++)
+        if (SWAP) fetch_b(first + i, i);
+        else fetch_a(first + i, i);
+      int slot = 0, parity = 0;
+      for (int i = first + begun; i < last; i++) {
+        barrier_poll(empty + 8 * slot, parity);
+        barrier_expect(full + 8 * slot, bytes);
+        fetch_a(i, slot);
+        fetch_b(i, slot);
+        if (++slot == stages) slot = 0, parity ^= 1;
+      }
+    }
+    __syncwarp();
+  } else {
+    const Out y = {out, bias, M, N};
+    const int group = warp / 4, t = threadIdx.x;
+    float* scales = (float*)(memory + (ring - shared_address(memory)) + stages * STAGE);
+    // The scale of row p of the left operand, or p - AR of the right one.
+    auto scale_of = [&](int tile, int p) {
+      const int row = p < AR ? left_of(tile) + p : right_of(tile) + p - AR;
+      if (SWAP != p < AR) return x_scale + min(row, M - 1);
+      int of = row;
+      if (GATE && SWAP) of = row / 16 * 8 + row % 8 + (row % 16 < 8 ? 0 : N);
+      if (GATE && !SWAP && p - AR >= NB / 2) of = row - NB / 2 + N;
+      return scale + min(of, (GATE ? 2 * N : N) - 1);
+    };
+    if (SCALES) wait_for_previous();
+    float c[RM][NB / 2];
+    int slot = 0, parity = 0, release = -1;
+    auto let_go = [&](int s) {
+      if (PAIR == 1 && t % 128 == 0) barrier_arrive(empty + 8 * s);
+      if (PAIR > 1 && t % 128 < PAIR) barrier_arrive_of(empty + 8 * s, local * PAIR + t % 128);
+    };
+    for (int i = first; i < last;) {
+      const int tile = i / chunks, end = min(last, (tile + 1) * chunks);
+      const bool begins = i == tile * chunks;
+#pragma unroll
+      for (int r = 0; r < RM; r++)
+#pragma unroll
+        for (int e = 0; e < NB / 2; e++) c[r][e] = 0;
+      float own[(SCALES + WORKERS - 1) / WORKERS + 1];
+#pragma unroll
+      for (int p = 0; p < SCALES; p += WORKERS)
+        if (EARLY && p + t < SCALES) own[p / WORKERS] = __ldcg(scale_of(tile, p + t));
+      hold(c);
+      for (; i < end; i++) {
+        barrier_poll(full + 8 * slot, parity);
+        const uint32_t a_at = ring + slot * STAGE + group * (RM * 8192), b_at = ring + slot * STAGE + A_BYTES;
+        products_begin();
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+          for (int r = 0; r < RM; r++) multiply<Number, NB>(c[r], matrix(a_at + r * 8192 + k * 32), matrix(b_at + k * 32));
+        products_end();
+        products_wait<1>();
+        if (release >= 0) let_go(release);
+        release = slot;
+        if (++slot == stages) slot = 0, parity ^= 1;
+      }
+      products_wait<0>();
+      hold(c);
+      let_go(release);
+      release = -1;
+      if (SCALES) {
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");  // nobody reads those of the tile before
+#pragma unroll
+        for (int p = 0; p < SCALES; p += WORKERS)
+          if (p + t < SCALES) scales[p + t] = EARLY ? own[p / WORKERS] : __ldcg(scale_of(tile, p + t));
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+#pragma unroll
+        for (int r = 0; r < RM; r++) {
+          const float* left = scales + (group * RM + r) * 64 + warp % 4 * 16 + lane / 4;
+          const float low = left[0], high = left[8];
+#pragma unroll
+          for (int j = 0; j < J; j++) {
+            const float2 right = *(const float2*)(scales + AR + j * 8 + lane % 4 * 2);
+            c[r][4 * j] *= low * right.x, c[r][4 * j + 1] *= low * right.y;
+            c[r][4 * j + 2] *= high * right.x, c[r][4 * j + 3] *= high * right.y;
+          }
+        }
+      }
+      if (!GATE && sharers > 1) break;
+      if (!begins) {  // leave it for the block that has the tile's first k
+        float4* to = parts + (size_t)blockIdx.x * (RM * J * WORKERS) + t;
+#pragma unroll
+        for (int r = 0; r < RM; r++)
+#pragma unroll
+          for (int j = 0; j < J; j++)
+            __stcg(to + (r * J + j) * WORKERS,
+                   make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+        if (t == 0) asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flags + blockIdx.x) : "memory");
+        continue;
+      }
+      if (end < (tile + 1) * chunks) {
+        for (int other = cluster + 1; other < clusters; other++) {
+          if ((long long)tiles * chunks * other / clusters >= (tile + 1) * chunks) break;
+          const int from_block = other * PAIR + half;
+          if (t == 0) {
+            int there = 0;
+            while (!there) {
+              asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flags + from_block) : "memory");
+            }
+            flags[from_block] = 0;  // ready for the next launch
+          }
+          asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+          const float4* from = parts + (size_t)from_block * (RM * J * WORKERS) + t;
+#pragma unroll
+          for (int r = 0; r < RM; r++)
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+              const float4 v = __ldcg(from + (r * J + j) * WORKERS);
+              c[r][4 * j] += v.x, c[r][4 * j + 1] += v.y, c[r][4 * j + 2] += v.z, c[r][4 * j + 3] += v.w;
+            }
+        }
+      }
+      // The sums to Y; those of the last tile by way of the ring, which is free then.
+      const int m0 = SWAP ? 0 : left_of(tile), n0 = SWAP ? left_of(tile) / (GATE ? 2 : 1) : right_of(tile);
+      auto store_all = [&](auto staged) {
+#pragma unroll
+        for (int r = 0; r < RM; r++) {
+          const int left = left_of(tile) + (group * RM + r) * 64 + warp % 4 * 16, right = right_of(tile);
+          if constexpr (GATE && SWAP) {
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+              const float* sums = c[r] + 4 * j;
+              y.store_gated<decltype(staged)::value>(left / 2, j * 8, gated(sums[0], sums[2]), gated(sums[1], sums[3]),
+                                                     lane, ring, PITCH, n0);
+            }
+          } else if constexpr (GATE) {
+#pragma unroll
+            for (int j = 0; j < J / 2; j++) {
+              const float *g = c[r] + 4 * j, *u = c[r] + 4 * (j + J / 2);
+              const float4 v = make_float4(gated(g[0], u[0]), gated(g[1], u[1]), gated(g[2], u[2]), gated(g[3], u[3]));
+              y.store<SWAP, decltype(staged)::value>(left, right + j * 8, v, lane, ring, PITCH, m0, n0);
+            }
+          } else {
+#pragma unroll
+            for (int j = 0; j < J; j++) {
+              const float4 v = make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]);
+              y.store<SWAP, decltype(staged)::value>(left, right + j * 8, v, lane, ring, PITCH, m0, n0);
+            }
+          }
+        }
+      };
+      if (i < last) {
+        store_all(Bool<false>());
+      } else {
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+        store_all(Bool<true>());
+        asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+        const int rows = min(M - m0, SWAP ? NB : AR);
+        for (int p = t; p < rows * (WIDTH / 8); p += WORKERS) {
+          const int m = p / (WIDTH / 8), n = p % (WIDTH / 8) * 8;
+          const uint4 v = read16(ring + m * PITCH + n * 2);
+          if (n0 + n < N) *(uint4*)(out + (size_t)(m0 + m) * N + n0 + n) = v;
+        }
+      }
+    }
+    if (!GATE && ranks < 0) {
+      float4* to = parts + (size_t)blockIdx.x * (RM * J * WORKERS) + t;
+#pragma unroll
+      for (int r = 0; r < RM; r++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+          __stcg(to + (r * J + j) * WORKERS,
+                 make_float4(c[r][4 * j], c[r][4 * j + 1], c[r][4 * j + 2], c[r][4 * j + 3]));
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+      int* counter = flags + own * PAIR + half;
+      if (t == 0) {
+        asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+        int arrived = 0;
+        while ((arrived & 0xFFFF) < sharers) {
+          asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(arrived) : "l"(counter) : "memory");
+        }
+      }
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+#pragma unroll
+      for (int r = 0; r < RM; r++) {
+        const int left = left_of(own) + (group * RM + r) * 64 + warp % 4 * 16;
+        const float4* from = parts + ((size_t)(own * sharers) * PAIR + half) * (RM * J * WORKERS) + r * J * WORKERS + t;
+        add_shares<J>(
+            rank, sharers,
+            [&](int j, int other) { return __ldcg(from + ((size_t)other * PAIR * RM * J + j) * WORKERS); },
+            [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
+      }
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+      if (t == 0 && atomicAdd(counter, 1 << 16) >> 16 == sharers - 1) *counter = 0;  // ready for the next launch
+    }
+    if (!GATE && ranks > 1) {  // nobody reads the ring any more: the sums take its place
+      asm volatile("bar.sync 1, %0;" ::"n"(WORKERS) : "memory");
+#pragma unroll
+      for (int r = 0; r < RM; r++)
+#pragma unroll
+        for (int j = 0; j < J; j++)
+          asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(ring + ((r * J + j) * WORKERS + t) * 16),
+                       "f"(c[r][4 * j]), "f"(c[r][4 * j + 1]), "f"(c[r][4 * j + 2]), "f"(c[r][4 * j + 3])
+                       : "memory");
+    }
+  }
+  if (!GATE && ranks > 1) {
+    __syncwarp();
+    cluster_barrier();
+    if (warp < WGS * 4) {
+      const Out y = {out, bias, M, N};
+      const int group = warp / 4;
+#pragma unroll
+      for (int r = 0; r < RM; r++) {
+        const int left = left_of(own) + (group * RM + r) * 64 + warp % 4 * 16;
+        add_shares<J>(rank, ranks,
+                      [&](int j, int other) {
+                        return read4_of_rank(ring + ((r * J + j) * WORKERS + threadIdx.x) * 16, other * PAIR + half);
+                      },
+                      [&](int j, float4 sum) { y.store<SWAP, false>(left, right_of(own) + j * 8, sum, lane); });
+      }
+    }
+    __syncwarp();
+  }
+  if (blocks > 1) cluster_meet();  // nobody leaves while others reach into its shared memory
+#endif
+}
+
+// x_scale [M] and scale [N] (with GATE [2 N]) are of fp8. The rest is as of transect_small_matmul_hopper.
+template <typename Number, bool SWAP, bool GATE, int NB, int WGS, int RM, int PAIR, int BLOCKS>
+int start(const void* x, const void* weight, const void* x_scale, const void* scale, const void* bias, void* out,
+          void* parts, void* flags, int M, int N, int K, long long x_stride, long long w_stride, int ranks, int clusters,
+          int stages, int dependent, void* stream) {
+  constexpr int AR = 64 * RM * WGS, STAGE = (AR + NB) * 128, COLUMNS = (SWAP ? AR * PAIR : NB) / (GATE ? 2 : 1);
+  constexpr int CHUNK = kChunkOf<Number>;
+  const int tiles = (N + COLUMNS - 1) / COLUMNS, chunks = (K + CHUNK - 1) / CHUNK;
+  const int shared = stages * STAGE + 1024 + kScales<Number, AR, NB> * 4;
+  if (M > (SWAP ? NB : AR * PAIR) || stages < 2 || stages > kMostStages || shared > kMostShared - 1024) return -1;
+  if (ranks > 1 && (AR * NB * 4 > stages * STAGE || ranks * PAIR > 8 || ranks > chunks)) return -1;
+  if (ranks < 0 && (ranks < -8 || -ranks > chunks)) return -1;
+  if (!ranks && clusters > (long long)tiles * chunks) return -1;
+  if (GATE && (bias || ranks < 0 || ranks > 1)) return -1;
+  int box = kBox<AR>;  // rows of the left operand in a copy
+  if (!SWAP && M <= box) box = M;
+  else if (!SWAP)
+    while (box > 8 && M % box) box /= 2;
+  const int rows = GATE ? 2 * N : N, share = PAIR == 1 ? (M < NB ? M : NB) : (M + 8 * PAIR - 1) / (8 * PAIR) * 8;
+  if (SWAP && PAIR * share > NB) return -1;
+  CUtensorMap a_map, b_map;
+  if (describe<Number>(&a_map, SWAP ? weight : x, SWAP ? rows : M, K, SWAP ? w_stride : x_stride, box, SWAP && GATE) ||
+      describe<Number>(&b_map, SWAP ? x : weight, SWAP ? M : rows, K, SWAP ? x_stride : w_stride,
+               SWAP ? share : GATE ? NB / 2 : NB / PAIR))
+    return -2;
+  const int blocks = PAIR * (ranks > 0 ? ranks : 1);
+  const int grid = (ranks > 0 ? tiles : ranks < 0 ? tiles * -ranks : clusters) * blocks;
+  return (int)launch(many_rows<Number, SWAP, GATE, NB, WGS, RM, PAIR, BLOCKS>, grid, WGS * 128 + 32, shared, blocks,
+                     dependent > 0, stream, a_map, b_map, (const float*)x_scale, (const float*)scale,
+                     (const __nv_bfloat16*)bias, (__nv_bfloat16*)out, (float4*)parts, (int*)flags, M, N, K, ranks, stages, box, (int)(dependent > 1));
+}
+
+}  // namespace
+
