@@ -44,6 +44,7 @@ import ops_tables
 import precisions
 import pretrain_tables
 import products_by_shape
+import products_fp8
 import record
 import request_walk
 import scaling_tables
@@ -164,6 +165,24 @@ def clients_table() -> str:
     return f"{clients.table(result)}\n{origin}\n"
 
 
+def sinks() -> str:
+    """Decode steps of gpt-oss's shape, by either kernel for its decode rows."""
+    found = _load("h200/sinks.json")
+    lines = ["| rows | Triton's, ms | streamed, ms |", "|---|---|---|"]
+    for count, times in found["rows"].items():
+        cells = [f"{times[way]['median'] * 1e3:.2f}" for way in ("tiles", "streamed")]
+        lines.append(f"| {count} | {' | '.join(cells)} |")
+    machine, apart = found["environment"], found["logprobs"]
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    lines.append(
+        f"\n`{found['command']}` on one {found['gpu']}, gpt-oss-20b's shape in bfloat16, contexts of "
+        f"{found['context']:,} tokens, {packages}, {record.made_at([machine])}. Log-probabilities of the first decode "
+        f"step differ by up to {apart['apart']:.2f}, in batches of 16 and 8 by one kernel by "
+        f"{apart['apart_by_batch']:.2f}."
+    )
+    return "\n".join(lines) + "\n"
+
+
 def number_formats() -> str:
     """Number formats on one GPU."""
     return format_tables.table(_load("h200/formats.json"), _load("h200/engine_llama-3.1-8b.json"))
@@ -279,6 +298,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "http": http,
     "engine-gpu": gpu_engine(engine_tables.main_table),
     "number-formats": number_formats,
+    "sinks": sinks,
     "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
     "engine-gpu-startup": gpu_engine(engine_tables.startup_table),
@@ -295,6 +315,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scaling-sums": lambda: scaling_tables.sums_table(_load("h200/collectives_2.json")),
     "engine-gpu-http": lambda: engine_tables.http_table(_load("h200/engine_http.json")),
     "products-by-shape": lambda: products_by_shape.page(_load("h200/products_by_shape.json")),
+    "products-fp8": lambda: products_fp8.page(_load("h200/products_fp8.json")),
     "products-many": lambda: products_by_shape.many_page(_load("h200/products_many.json")),
     "shapes": lambda: shapes_gpu.page(_load("h200/shapes.json")),
     "long-prompts": lambda: long_prompts.page(_load("h200/long_prompts.json")),
@@ -303,6 +324,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serve-load": lambda: serve_load.page(_load("h200/serve_load.json")),
     "serve-load-sglang": lambda: serve_load.page(_load("h200/serve_load_sglang.json")),
     "serve-load-sglang-40": lambda: serve_load.page(_load("h200/serve_load_sglang_40.json")),
+    "serve-load-prefixes": lambda: serve_load.page(_load("h200/serve_load_prefixes.json")),
+    "serve-load-chats": lambda: serve_load.page(_load("h200/serve_load_chats.json")),
     "serve-load-before": lambda: serve_load.page(_load("h200/serve_load_before.json")),
     "serve-load-cpu": lambda: serve_load_cpu.page(_load("cpu/serve_load.json")),
     "engine-gpu-peers": lambda: engine_tables.peers_table(_load("h200/engine_peers.json")),

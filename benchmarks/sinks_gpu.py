@@ -3,8 +3,9 @@
     python benchmarks/sinks_gpu.py [--rows 1,16,64] [--context 2048] [--out FILE]
 
 ``tiles``: the kernel that reads the cache in tiles, the default; ``streamed``: the one that streams it
-(``GPUOptions(streamed_sinks=True)``). Random weights in bfloat16. The first tokens of both are compared: draws are
-greedy, and only a tie may part them.
+(``GPUOptions(streamed_sinks=True)``). Random weights in bfloat16. The log-probabilities that both give the likeliest
+tokens of the first decode step are compared, beside those of one engine with the same prompts in batches of another
+size, whose sums have another order: with random weights greedy tokens part soon, because many are nearly as likely.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ CONFIG = {
 }
 """What the config.json of openai/gpt-oss-20b says."""
 WAYS = {"tiles": False, "streamed": True}
-TOKENS = 16
+TOP = 5
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
@@ -76,10 +77,26 @@ def engines(folder: Path, context: int, config: dict[str, Any]) -> dict[str, LLM
     return {name: LLM(model, gpu=GPUOptions(streamed_sinks=asked), **settings) for name, asked in WAYS.items()}
 
 
-def drawn(llm: LLM, given: list[list[int]]) -> list[list[int]]:
-    """The first tokens."""
-    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
-    return [list(each.outputs[0].token_ids) for each in llm.generate(given, params)]
+Second = tuple[int, dict[int, float]]
+"""A prompt's first token, and log-probabilities of the likeliest after it."""
+
+
+def seconds(llm: LLM, given: list[list[int]], together: int) -> list[Second]:
+    """What the first decode step of each prompt says, ``together`` prompts at a time."""
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True, logprobs=TOP)
+    found = []
+    for first in range(0, len(given), together):
+        for each in llm.generate(given[first : first + together], params):
+            (output,) = each.outputs
+            assert output.logprobs is not None
+            found.append((output.token_ids[0], {token: of.logprob for token, of in output.logprobs[1].items()}))
+    return found
+
+
+def furthest(one: list[Second], other: list[Second]) -> float:
+    """The largest difference of a log-probability that both have, where the first token is the same."""
+    pairs = [(a, b) for (first, a), (same, b) in zip(one, other, strict=True) if first == same]
+    return max(abs(a[token] - b[token]) for a, b in pairs for token in a.keys() & b.keys())
 
 
 def main() -> None:
@@ -98,10 +115,13 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         made = engines(Path(folder), options.context, CONFIG)
-    tokens = {name: drawn(llm, prompts(4, 300, 0)) for name, llm in made.items()}
-    same = sum(a == b for one, other in zip(*tokens.values(), strict=True) for a, b in zip(one, other, strict=True))
-    result["same_tokens"], result["tokens"] = same, 4 * TOKENS
-    print(f"{same} of {4 * TOKENS} tokens are the same", flush=True)
+    given = prompts(32, 300, 0)
+    tiles, streamed = (seconds(llm, given, 16) for llm in made.values())
+    result["logprobs"] = {
+        "apart": furthest(tiles, streamed),
+        "apart_by_batch": furthest(tiles, seconds(made["tiles"], given, 8)),
+    }
+    print(f"log-probabilities: {result['logprobs']}", flush=True)
     for count in map(int, options.rows.split(",")):
         times: dict[str, list[float]] = {name: [] for name in made}
         for run in range(options.runs):
