@@ -265,3 +265,7 @@ def test_a_file_without_rows_is_told_of(tmp_path) -> None:
     path.write_text("\n")
     (found,) = check_files([str(path)], None, None)
     assert found.rows == 0 and found.problems == [f"{path} holds no rows"]
+    text = tmp_path / "empty.txt"
+    text.write_text("\n")
+    (found,) = check_files([str(text)], None, None)
+    assert found.rows == 0 and found.problems == [f"{text} holds no text"]

@@ -41,7 +41,10 @@ def _check(file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None) 
     forms = Forms(skip=True, some=False)
     try:
         if file.kind == "text":
-            found.rows, found.tokens = 1, len(text_tokens(file.text(), tokenizer))
+            text = file.text()
+            if not text.strip():
+                raise ValueError(f"{found.name} holds no text")
+            found.rows, found.tokens = 1, len(text_tokens(text, tokenizer))
         elif file.kind != "tokens":
             for size in forms.read(found.name, file.rows(), lambda form: _tokens(form, tokenizer, template)):
                 found.tokens += size
