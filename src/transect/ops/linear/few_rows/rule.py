@@ -59,7 +59,7 @@ class Costs:
     tail: float = 0.0
     """How much of the last wave's empty places is lost for the weight's stream."""
     sharpness: float = math.inf
-    """Of the turn between the two bounds, a weight's bytes and work: the time is (bytes^p + work^p)^(1/p)."""
+    """p of the turn between the two bounds, a weight's bytes and work: the time is (bytes^p + work^p)^(1/p)."""
     most_ranks: int = 8
     """Blocks of a cluster that share k: what more take varies too much."""
 
@@ -146,7 +146,7 @@ def quickest_of(
     costs: Costs = BF16,
     kernels: Collection[Compiled] = COMPILED,
 ) -> HopperTiling | None:
-    """Of the tilings for n columns of Y that of the least predicted time; None: there is none."""
+    """The tiling of least predicted time for n columns of Y; None: there is none."""
     tried = [
         tiling
         for tiling in candidates(m, n, k, gated=gated, units=units, kernels=kernels)

@@ -10,7 +10,8 @@
 * ``scaled8_rows.py`` (``scaled8.cu``)            the same, and scales of blocks, up to 16 rows on Hopper
 * ``chain.py`` (``chain.cuh``)  one row: the four products between two attentions in one launch;
   ``scaled8_chain.py`` (``scaled8_chain.cu``) of weights in fp8, ``int4_chain.py`` (``int4_chain.cu``) of 4 bits
-* ``scaled8_tiles.py``    many rows on Hopper: both sides in 8 bits
+* ``scaled8_tiles.py``    many rows on Hopper: both sides in 8 bits; ``scaled8_hopper.py`` (``scaled8_hopper.cu``): 17
+  to 256 rows in fp8
 * ``scaled8_rounding.py`` their rows in 8 bits: alone, with the norm or with the gate before them
 * ``gguf_matmul.py``     block types of GGUF files: the operator, and which kernel runs
 * ``gguf_layout.py``     how such weights lie in memory
