@@ -80,6 +80,10 @@ def size(
     return found
 
 
+def name_of(tiling: HopperTiling) -> str:
+    return " ".join(str(int(value)) for value in dataclasses.astuple(tiling))
+
+
 def short(result: dict[str, Any]) -> dict[str, Any]:
     """The quickest tiling of each size, what the rule takes, and the Triton kernel."""
     rows = []
@@ -90,8 +94,8 @@ def short(result: dict[str, Any]) -> dict[str, Any]:
         taken = scaled8_hopper.choose_tiling(m, n, k, gated, 132)
         rows.append(
             {name: row[name] for name in ("m", "n", "k", "gated", "tiles", "gate", "round") if name in row}
-            | {"best": dataclasses.astuple(best), "best_us": timed[best]}
-            | {"rule": taken and dataclasses.astuple(taken), "rule_us": timed[taken] if taken else row["tiles"]}
+            | {"best": name_of(best), "best_us": timed[best]}
+            | {"rule": taken and name_of(taken), "rule_us": timed[taken] if taken else row["tiles"]}
         )
     return {key: value for key, value in result.items() if key != "rows"} | {"rows": rows}
 
