@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    if find_spec("transformers") is None:
+        raise SystemExit("this is a race with transformers: pip install transformers")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = options.tokens
     ceilings = machine_ceilings()
