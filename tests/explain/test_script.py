@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -191,6 +192,14 @@ def test_standard_input_that_nobody_reads_is_not_waited_for(tmp_path):
         assert not script.run().failed and not script.stdin.kept
         written.write(b"line\n")
         assert not replace(script, arguments=("read",)).run().failed and script.stdin.kept == b"line\n"
+
+
+def test_compiled_modules_get_no_warning_of_the_hook_that_looks_at_them():
+    module = torch.compile(torch.nn.Linear(4, 4), backend="eager")
+    before = list(warnings.filters)
+    with warnings.catch_warnings(record=True) as said, Explain(ceilings(), stacks=False):
+        module(torch.ones(2, 4))
+    assert not [each for each in said if "global hooks" in str(each.message)] and warnings.filters == before
 
 
 def test_what_a_function_holds_ends_in_its_own_thread():

@@ -130,6 +130,15 @@ def test_compiling_is_no_operator_on_the_host(tmp_path):
     assert found.findings[0].gain == pytest.approx(0.75 * found.split.parts["recompilation"])
 
 
+@pytest.mark.parametrize(("compilations", "said"), [(2, 0.0), (4, 0.5)])
+def test_a_backward_pass_is_compiled_once_too(tmp_path, compilations, said):
+    events = [event("cpu_op", "dynamo", 5000.0 * number, 4000) for number in range(compilations)]
+    events += [event("cpu_op", "MmBackward0", 25_000, 50)]
+    found = explain_trace(read_trace(write(tmp_path / "c.json", events)), ceilings())
+    gains = [each.gain for each in found.findings if each.kind == "recompilation"]
+    assert sum(gains) == pytest.approx(said * found.split.parts["recompilation"])
+
+
 @pytest.mark.parametrize(
     ("name", "short", "whole"),
     [

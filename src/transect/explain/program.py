@@ -9,8 +9,10 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -43,6 +45,8 @@ LOOKS = 200
 """Calls of embeddings whose ids are looked at."""
 SEEN_ROWS = 64
 """Rows of each that are kept for that."""
+HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""A warning about ``_Padding``'s hook, which is none of the program's."""
 ONE_PROFILER = "torch's profiler is at work already, and there can be one at a time"
 
 
@@ -83,6 +87,8 @@ class Explain:
         self._overhead = profiler_seconds()
         self._process = os.getpid()
         self._hook = nn.modules.module.register_module_forward_pre_hook(self._padding.look)
+        self._quiet = ("ignore", re.compile(HOOKS), UserWarning, None, 0)
+        warnings.filters.insert(0, self._quiet)  # type: ignore[attr-defined]
         self._sampler = StackSampler() if self._stacks else None
         self._profiler = torch.profiler.profile(
             activities=_activities(), record_shapes=True, experimental_config=_settings()
@@ -112,6 +118,8 @@ class Explain:
         self._alone.__exit__(None, None, None)
         self._profiler.__exit__(None, None, None)
         self._hook.remove()
+        if self._quiet in warnings.filters:
+            warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]
         if kind is not None and not issubclass(kind, (SystemExit, KeyboardInterrupt)):
             return
         trace = self._trace()
