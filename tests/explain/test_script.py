@@ -194,6 +194,21 @@ def test_standard_input_that_nobody_reads_is_not_waited_for(tmp_path):
         assert not replace(script, arguments=("read",)).run().failed and script.stdin.kept == b"line\n"
 
 
+def test_the_first_range_of_a_process_is_not_the_programs(monkeypatch):
+    """It takes milliseconds. One that is over when the profiler begins bears them."""
+    begun = []
+
+    def noted(name, call):
+        return lambda *arguments, **settings: begun.append(name) or call(*arguments, **settings)
+
+    for name in ("record_function", "profile"):
+        monkeypatch.setattr(torch.profiler, name, noted(name, getattr(torch.profiler, name)))
+    with Explain(ceilings(), stacks=False) as run:
+        torch.ones(2) + 1
+    assert begun[:3] == ["record_function", "profile", "record_function"]
+    assert {type(seconds) for seconds in run.result.split.parts.values()} == {float}
+
+
 def test_compiled_modules_get_no_warning_of_the_hook_that_looks_at_them():
     module = torch.compile(torch.nn.Linear(4, 4), backend="eager")
     before = list(warnings.filters)

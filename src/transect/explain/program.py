@@ -90,6 +90,8 @@ class Explain:
         self._quiet = ("ignore", re.compile(HOOKS), UserWarning, None, 0)
         warnings.filters.insert(0, self._quiet)  # type: ignore[attr-defined]
         self._sampler = StackSampler() if self._stacks else None
+        with torch.profiler.record_function(WINDOW):
+            pass  # the first one of a process takes milliseconds, which would be the program's
         self._profiler = torch.profiler.profile(
             activities=_activities(), record_shapes=True, experimental_config=_settings()
         )

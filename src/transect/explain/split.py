@@ -216,6 +216,7 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
         idle, gaps = _seconds(gaps), [piece for gap in gaps for piece in _without(gap, spans)]
     else:
         ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s)
+    parts = {part: float(seconds) for part, seconds in parts.items()}  # numpy's comparisons are no bool for JSON
     computed = parts["floor"] + parts["inefficiency"]
     for part in ("floor", "inefficiency"):
         parts[part] -= parts[part] * padding
