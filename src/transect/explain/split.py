@@ -216,7 +216,6 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
         idle, gaps = _seconds(gaps), [piece for gap in gaps for piece in _without(gap, spans)]
     else:
         ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s)
-    parts = {part: float(seconds) for part, seconds in parts.items()}  # numpy's comparisons are no bool for JSON
     computed = parts["floor"] + parts["inefficiency"]
     for part in ("floor", "inefficiency"):
         parts[part] -= parts[part] * padding
@@ -342,7 +341,7 @@ def _host(
         if index not in seen:
             seen.add(index)
             stat.calls += 1
-            stat.floor = stat.floor + least[index] if stat.floor is not None else None
+            stat.floor = stat.floor + float(least[index]) if stat.floor is not None else None
     for stat in stats.values():
         stat.floor = stat.floor / stat.calls if stat.floor is not None else None
         parts["profiler"] += (cost := min(stat.calls * profiler_s, 0.9 * stat.seconds))
