@@ -256,7 +256,7 @@ __global__ void __launch_bounds__(WGS * 128 + 32, BLOCKS)
     // The scale of row p of the left operand, or p - AR of the right one.
     auto scale_of = [&](int tile, int p) {
       const int row = p < AR ? left_of(tile) + p : right_of(tile) + p - AR;
-      if (SWAP != p < AR) return x_scale + min(row, M - 1);
+      if (SWAP != (p < AR)) return x_scale + min(row, M - 1);
       int of = row;
       if (GATE && SWAP) of = row / 16 * 8 + row % 8 + (row % 16 < 8 ? 0 : N);
       if (GATE && !SWAP && p - AR >= NB / 2) of = row - NB / 2 + N;
