@@ -219,7 +219,7 @@ async def test_an_effort_that_the_template_does_not_know(client):
 
 
 async def test_thoughts_go_back_in_the_conversation(engine, options):
-    """As each API has them; templates know them as ``reasoning_content``."""
+    """Each API has a name for them; templates know ``reasoning_content``."""
     engine.chat_template = ChatTemplate(
         "{% for m in messages %}({{ m.reasoning_content }}|{{ m.content }}){% endfor %}"
     )

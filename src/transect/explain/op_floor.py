@@ -277,8 +277,8 @@ def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
 
 
 def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.ndarray:
-    """For each of these operators of a thread the seconds that it needs at the least beside those that it calls, which
-    have their own; no number where that is not known."""
+    """The fewest seconds that each of these operators of one thread needs for its own work. Operators that it calls
+    have floors of their own. NaN: not known."""
     own = np.full(len(trace.ts), np.nan)
     wholes: dict[int, float | None] = {}
     delegating: dict[int, bool] = {}

@@ -83,8 +83,9 @@ class Responses:
 
     async def _start(self) -> None:
         template, effort = self.serving.engine.chat_template, self.body.effort
-        known = template is not None and effort is not None
-        variables = effort_variables(effort, template.variables) if known else None  # type: ignore[arg-type, union-attr]
+        variables = None
+        if template is not None and effort is not None:
+            variables = effort_variables(effort, template.variables)
         await self.conversation.start({**(variables or {}), **(self.body.chat_template_kwargs or {})})
 
     async def _events(self) -> AsyncIterator[bytes]:

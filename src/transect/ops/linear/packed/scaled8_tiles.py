@@ -218,7 +218,7 @@ class Tiles8:
 
     def gated(self, a: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
         """``silu(first half) * second half`` of the product of rows and a weight in fp8, bfloat16 ``[T, O / 2]``; None:
-        no launch does both, or two are quicker."""
+        no launch does both."""
         reason = refusal(a, codes, scale)
         return None if reason else self._by_hopper(a, x_scale, codes, scale, gated=True)
 
