@@ -158,7 +158,7 @@ def main() -> None:
 
 
 def rendered(result: Mapping[str, Any]) -> str:
-    """The table for docs/training.md."""
+    """The table for docs/train/training.md."""
     made = ["| file | layout | trained on | rows read | refused, and why |", "|---|---|---|---|---|"]
     for row in result["files"]:
         problems = "<br>".join(problem.replace("|", "\\|") for problem in row["problems"])

@@ -23,7 +23,7 @@ from tiny_llm import save_tiny_llm
 
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
-LONGEST = "docs/chat-model.md"
+LONGEST = "docs/learn/chat-model.md"
 FAST = ("steps=2", "eval_every=0", "schedule.warmup=0", "schedule.decay=0", "device=cpu", "data.seq_len=512",
         "data.micro_batch=1024", "lora.rank=2")  # fmt: skip
 

@@ -26,7 +26,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LEVELS = sorted(file.parent for file in (ROOT / "src" / "transect").rglob("*/__init__.py"))
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LONG = (
-    "transect eval smollm2-135m --text docs/eval.md --window 256",
+    "transect eval smollm2-135m --text docs/measure/eval.md --window 256",
     "transect inspect softmax --target sm_90",
     "transect plan training llama-3.1-8b --gpus 8 --memory 80GB",
     "transect bench ops kv_cache_write --device cpu",

@@ -1,4 +1,4 @@
-"""The operator that docs/operators.md adds from scratch is right in both directions, and as short as promised."""
+"""Test the operator of docs/understand/operators.md in both directions, and the number of lines it takes."""
 
 import os
 import subprocess

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    grid: Annotated[Path, typer.Argument(help="A TOML file with base and [grid]; see docs/training.md.")],
+    grid: Annotated[Path, typer.Argument(help="A TOML file with base and [grid]; see docs/train/training.md.")],
 ) -> int:
     """Train a run for each point of a grid, one after another; a table at the end, the best first. Run it again to go
     on after an interruption. Exit 1 if a run failed."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def command(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/training.md.")] = None,
+    config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/train/training.md.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run under runs/, or --run.")] = False,
     run: Annotated[Path | None, typer.Option(help="The run to resume: its directory, or a step-... inside.")] = None,
     steps: Annotated[int | None, typer.Option(help="In place of the file's number of steps.")] = None,

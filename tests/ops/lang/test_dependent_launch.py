@@ -1,7 +1,7 @@
 """Kernels that begin while the kernel before still runs wait for it, and read only what is listed before they have.
 
 What is read early was there before the step's first layer: a kernel lets the next one begin, so several kernels before
-may still run. ``docs/engine-gpu.md`` says who waits for whom.
+may still run. ``docs/understand/engine-gpu.md`` says who waits for whom.
 """
 
 import ast

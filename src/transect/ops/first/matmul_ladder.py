@@ -1,6 +1,6 @@
 """The CUDA C++ ladder of ``matmul.cu`` in Python: five ways to one product, from a thread an element to tensor cores.
 
-Each rung is an implementation of the operator ``matmul`` without an epilogue; docs/operators.md tells the story.
+Each rung is an implementation of the operator ``matmul`` without an epilogue (docs/understand/matmul-ladder.md).
 """
 
 from __future__ import annotations

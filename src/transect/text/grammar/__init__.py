@@ -1,7 +1,7 @@
 """Grammars: what an answer must look like, and which tokens may come next so that it does.
 
-llguidance does the work underneath (MIT licence); nothing outside this folder knows it. docs/structured-output.md says
-why it was chosen. In the order of a request:
+llguidance (MIT licence) compiles grammars and computes masks; only this folder imports it. The page
+docs/serve/structured-output.md compares it with xgrammar. In the order of a request:
 
 * ``params.py``      StructuredOutputsParams: what a caller asks for, checked as far as that costs nothing
 * ``sources.py``     from that to one grammar in llguidance's form; what users' schemas get so that they work

@@ -1,4 +1,4 @@
-"""All settings of a run as a page, from the classes themselves: ``docs/settings.md``."""
+"""All settings of a run as a page, from the classes themselves: ``docs/train/settings.md``."""
 
 from __future__ import annotations
 
