@@ -7,13 +7,16 @@ import pytest
 import torch
 from peft_models import PROMPT, make_adapter
 from tiny_llm import save_tiny_llm
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM
 
 from transect.models.adapter_peft import read_adapter, write_adapter
+from transect.models.adapter_start import as_plain_lora
 from transect.models.context import VarlenContext
-from transect.models.load import load_model
+from transect.models.load import load_model, stored_weights
 from transect.models.resolve import resolve
+from transect.models.staging import dense_values
 from transect.models.weights.adapted import Adapted
+from transect.models.weights_hf_out import save_hf
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 KINDS = {
@@ -28,6 +31,10 @@ KINDS = {
         "alpha_pattern": {"1.self_attn.v_proj": 3},
     },
     "some layers": {"target_modules": r".*\.1\..*(up|down)_proj"},
+    "pissa": {"target_modules": [*ATTENTION, "lm_head"], "init_lora_weights": "pissa", "rank_pattern": {"q_proj": 2}},
+    "olora": {"target_modules": "all-linear", "init_lora_weights": "olora", "use_rslora": True},
+    "pissa and dora": {"target_modules": ATTENTION, "init_lora_weights": "pissa", "use_dora": True},
+    "orthogonal": {"target_modules": ATTENTION, "init_lora_weights": "orthogonal"},
 }
 
 
@@ -84,6 +91,32 @@ def test_gpt_2_s_joined_matrix_is_taken_apart_and_put_together(tmp_path) -> None
     torch.testing.assert_close(our_logits(again), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["pissa", "olora"])
+def test_matrices_that_peft_joins_are_decomposed_as_one(kind: str, tmp_path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Phi3Config(vocab_size=300, num_hidden_layers=2, pad_token_id=0, **sizes)
+    Phi3ForCausalLM(config).save_pretrained(tmp_path / "phi3")
+    settings = {"target_modules": ["qkv_proj", "gate_up_proj"], "init_lora_weights": kind}
+    expected = make_adapter(tmp_path / "phi3", tmp_path / "a", **settings)
+    source = resolve(str(tmp_path / "phi3"), adapter=str(tmp_path / "a"))
+    torch.testing.assert_close(our_logits(source), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_start_in_the_base_needs_the_base_s_own_numbers(base, tmp_path) -> None:
+    make_adapter(base, tmp_path / "a", **KINDS["pissa"])
+    source = resolve(str(base))
+    state = {name: dense_values(stored.read()) for name, stored in stored_weights(source)}
+    (tmp_path / "packed").mkdir()
+    save_hf(state, source.config, tmp_path / "packed", quantization="fp8")
+    with pytest.raises(ValueError, match=r"is quantized here: .*merge_and_unload"):
+        our_logits(resolve(str(tmp_path / "packed"), adapter=str(tmp_path / "a")))
+    adapter = read_adapter(tmp_path / "a", source.config)
+    one_table = dataclasses.replace(source.config, tied_embeddings=True)
+    with pytest.raises(ValueError, match="on a head that is tied"):
+        as_plain_lora(adapter, iter(()), one_table)
+
+
 def test_an_adapter_s_directory_stands_for_model_and_adapter(base, tmp_path) -> None:
     make_adapter(base, tmp_path, **KINDS["lora"])
     source = resolve(str(tmp_path))
@@ -100,6 +133,9 @@ def test_an_adapter_s_directory_stands_for_model_and_adapter(base, tmp_path) -> 
         ({"use_qalora": True}, "use_qalora"),
         ({"use_dora": True}, "magnitudes are missing"),
         ({"r": "many"}, "wrong type"),
+        ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights = "pissa_niter_4".*merge_and_unload'),
+        ({"init_lora_weights": "loftq"}, 'init_lora_weights = "loftq"'),
+        ({"init_lora_weights": "lora_ga"}, 'init_lora_weights = "lora_ga"'),
     ],
 )
 def test_what_cannot_be_used_is_refused(change, words: str, base, tmp_path) -> None:

@@ -74,10 +74,24 @@ def test_a_rank_that_is_gone_is_said_to_be(clock):
     second.at(3, "a checkpoint", alone=True)
     assert look([first, second], clock, 100) is None
     assert "rank 1 is not heard of any more" in look([first], clock, 200)
-    lonely, _ = ranks_of()  # the other never began
-    lonely.at(1, "its passes")
-    assert look([lonely], clock, 200) is None
-    assert "rank 1 is not heard of" in look([lonely], clock, 200)
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_rank_that_stops_before_its_first_heartbeat_is_noticed_within_one_timeout(began, clock):
+    first, second = ranks_of()
+    first.at(1, "its passes")
+    second.at(0, "its first step", alone=True)
+    if began:  # it publishes once, and its thread never runs
+        with second.watching():
+            pass
+    assert look([first], clock, 55) is None
+    assert "rank 1 is not heard of" in look([first], clock, first.interval)
+
+
+def test_the_first_beat_is_there_as_soon_as_a_rank_watches():
+    store = Store()
+    with Pulse(store, 1, 2, 60.0).watching():
+        assert json.loads(store["pulse/1"])["what"] == "its first step"
 
 
 def test_the_end_is_asked_for_once_and_not_after_the_run():

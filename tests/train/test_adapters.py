@@ -134,6 +134,7 @@ def test_a_checkpoint_of_an_earlier_version_is_taken_up(tmp_path) -> None:
 STARTS = (
     {"target_modules": "all-linear", "use_dora": True},
     {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    {"target_modules": "all-linear", "init_lora_weights": "pissa"},
 )
 
 

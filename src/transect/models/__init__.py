@@ -37,7 +37,8 @@ Weights and names:
   multiplied with when a model reads a text; ``gptq.py`` rounds by that
 * ``weights_gguf.py``: GGUF in, ``gguf_out.py``: out, where ``gguf_places.py`` says; ``weights_dummy.py``: random
 * ``grown.py``: tables with rows for new tokens
-* ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out; ``peft_config.py``:
+* ``adapter.py``: adapters on their way into weights; ``adapter_peft.py``: PEFT's files in and out;
+  ``adapter_start.py``: PiSSA and OLoRA as plain LoRA; ``peft_config.py``:
   their settings
 * ``stored.py``: what files give: ``Stored``, a weight that is read when asked for, whole or a part of it
 * ``load.py``: ``fill``, the one way of stored weights into a model; ``load_model``, ``load_on_device``: a source to a

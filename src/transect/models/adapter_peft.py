@@ -99,7 +99,7 @@ def _blocks(about: Mapping[str, Any]) -> dict[str, list[int]]:
     return blocks
 
 
-def _of_module(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
+def modules_of(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
     """The weights in each tensor of transformers, from its first row on: three for GPT-2's q, k and v."""
     found: dict[str, list[tuple[str, Place]]] = {}
     for name, place in places(config).items():
@@ -121,7 +121,7 @@ def check_parts(adapted: Collection[str], saved: Collection[str], config: ModelC
         ValueError: of matrices that are one module in PEFT's layout some are saved whole, or have magnitudes, and
             others are not.
     """
-    for tensor, members in _of_module(config).items():
+    for tensor, members in modules_of(config).items():
         names = [name.removesuffix(".weight") for name, _ in members]
         for setting, given in (("lora.modules_to_save", saved), ("lora.targets, with DoRA,", adapted if dora else ())):
             there = [name for name in names if name in given]
@@ -138,7 +138,7 @@ def _factors(
     config: ModelConfig,
     blocks: Mapping[str, Sequence[int]],
 ) -> dict[str, LowRank]:
-    places_of = _of_module(config)
+    places_of = modules_of(config)
     shapes = weight_shapes(config)
     shapes.setdefault("head.weight", shapes["embed.weight"])
     found: dict[str, LowRank] = {}
@@ -186,7 +186,7 @@ def _factors(
 
 
 def _replaced(whole: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    places_of = _of_module(config)
+    places_of = modules_of(config)
     found: dict[str, Tensor] = {}
     for tensor, given in whole.items():
         if tensor not in places_of:
@@ -214,7 +214,7 @@ def write_adapter(
     Args:
         base: what PEFT is to load the model from: a directory or a hub id.
     """
-    names, places_of, shapes = module_names(config), _of_module(config), weight_shapes(config)
+    names, places_of, shapes = module_names(config), modules_of(config), weight_shapes(config)
     shapes.setdefault("head.weight", shapes["embed.weight"])
     joined: dict[str, LowRank] = {}
     ranks: dict[str, list[int]] = {}
@@ -267,7 +267,7 @@ def _whole(replaced: Mapping[str, Tensor], config: ModelConfig, adapted: set[str
     """Weights that the adapter brings whole, by the names of transformers. A module that has factors too keeps its
     weight as that of its base layer."""
     found: dict[str, Tensor] = {}
-    for tensor, members in _of_module(config).items():
+    for tensor, members in modules_of(config).items():
         given = [_in_file(replaced[name], place) for name, place in members if name in replaced]
         if not given:
             continue

@@ -23,6 +23,7 @@ from ..ops.opset import OpSet, resolve_ops
 from ..ops.registry import Unavailable
 from .adapter import StoredAdapter, merged_weights, put_beside
 from .adapter_peft import read_adapter
+from .adapter_start import as_plain_lora
 from .config import ModelConfig
 from .cost import weight_bytes
 from .decoder import Decoder
@@ -75,7 +76,7 @@ def stored_weights(
         ValueError: files that are damaged or do not fit the configuration.
     """
     if source.adapter is not None:
-        adapter = beside or read_adapter(source.adapter.path, source.config)
+        adapter = beside or adapter_of(source)
         base = source.adapter.base
         return merged_weights(stored_weights(base), base.config, adapter, source.config, beside=beside is not None)
     if source.kind == "gguf":
@@ -83,6 +84,17 @@ def stored_weights(
     if source.kind == "shape":
         return dummy_weights(source.config, seed=seed, dtype=dtype, device=device)
     return stored_hf(source.path, source.config)
+
+
+def adapter_of(source: ModelSource) -> StoredAdapter:
+    """The adapter of a source that has one, over the numbers of its base.
+
+    Raises:
+        ValueError: see ``read_adapter`` and ``as_plain_lora``.
+    """
+    assert source.adapter is not None
+    adapter = read_adapter(source.adapter.path, source.config)
+    return as_plain_lora(adapter, stored_weights(source.adapter.base), source.config)
 
 
 @torch.no_grad()
@@ -198,7 +210,7 @@ def load_model(
     packed_file = packed_path(source.path, stem, source.gguf.parts) if source.kind == "gguf" else None
     beside = None
     if source.adapter is not None and (quantization is not None or source.kind == "gguf"):
-        beside = read_adapter(source.adapter.path, source.config)
+        beside = adapter_of(source)
         if beside.replaced or {"embed", "head"} & set(beside.factors):
             packed_file = None  # its tables are not those of the file
     weights = stored_weights(source, seed, beside=beside)
@@ -323,7 +335,7 @@ def _load_torch(
     if kinds is not None:
         return fill(model, weights).requires_grad_(False)
     if quantization is not None and source.adapter is not None:  # added to the values that the codes stand for
-        adapter = read_adapter(source.adapter.path, source.config)
+        adapter = adapter_of(source)
         base = source.adapter.base
         weights = merged_weights(rounded_layers(stored_weights(base)), base.config, adapter, source.config)
     elif quantization is not None:
@@ -378,7 +390,7 @@ def load_on_device(
     beside = None
     if source.adapter is not None and kinds is not None:
         refuse_beside(stream)
-        beside = read_adapter(source.adapter.path, source.config)
+        beside = adapter_of(source)
     with progress(source) as advance:
         fill(model, stored_weights(source, seed, dtype, device, beside=beside), advance=advance)
     if beside is not None:

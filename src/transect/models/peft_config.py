@@ -30,6 +30,11 @@ OTHER_MATH = (
     "target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config",
 )  # fmt: skip
 """Settings that change what an adapter computes, and that are not supported."""
+PISSA, OLORA = "pissa", "olora"
+"""Values of ``init_lora_weights`` with which PEFT takes an adapter's start out of the base, by a decomposition that can
+be computed again (``adapter_start.py``)."""
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
+"""Values of ``init_lora_weights`` with which PEFT leaves the base as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,8 @@ class PeftSettings:
     """An adapter's settings, as far as they decide what it computes.
 
     ``alpha_pattern`` gives modules an alpha of their own, by regular expressions for the end of their names. Ranks
-    show in the shapes.
+    show in the shapes. ``start``: ``PISSA`` or ``OLORA`` if the factors are beside what is left of the base without
+    their first values; empty if they are beside the base.
     """
 
     rank: int = 8
@@ -47,6 +53,7 @@ class PeftSettings:
     dropout: float = 0.0
     alpha_pattern: tuple[tuple[str, float], ...] = ()
     base: str | None = None
+    start: str = ""
 
     def scale(self, module: str, rank: int) -> float:
         """What ``B A`` is multiplied by in the module of that name: alpha / rank, or alpha / sqrt(rank) where it is
@@ -88,6 +95,14 @@ def read_settings(directory: Path) -> PeftSettings:
         name = strange[0] if strange else "bias"
         raise ValueError(f"{path}: {name} = {json.dumps(values[name])[:80]} is not supported: train without it")
     base = values.get("base_model_name_or_path")
+    start = values.get("init_lora_weights", True)
+    start = start.lower() if isinstance(start, str) else start
+    if start not in (PISSA, OLORA, *PLAIN_STARTS):
+        raise ValueError(
+            f"{path}: init_lora_weights = {json.dumps(start)[:80]} starts from another base than the model, which "
+            "the files do not have: convert the adapter with PEFT (save_pretrained with "
+            "path_initial_model_for_weight_conversion) or merge it into its model there (merge_and_unload)"
+        )
     try:
         if not isinstance(base, str | None):
             raise TypeError(f"base_model_name_or_path is {base!r:.60}")
@@ -99,6 +114,7 @@ def read_settings(directory: Path) -> PeftSettings:
             dropout=float(values.get("lora_dropout") or 0.0),
             alpha_pattern=tuple((str(k), float(v)) for k, v in (values.get("alpha_pattern") or {}).items()),
             base=base,
+            start=start if start in (PISSA, OLORA) else "",
         )
     except (TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} has a setting of the wrong type ({error})") from None

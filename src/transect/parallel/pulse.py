@@ -1,10 +1,10 @@
-"""``Pulse``: every rank says what it does and since when, so that a run that hangs can say who waits for what.
+"""``Pulse``: every rank publishes its place in the run, so that a run that hangs can report which rank waits for what.
 
 A collective that one rank never enters keeps all others in a call that nothing interrupts. So a thread of each rank
-publishes, in the store by which the ranks met, the step, what the rank is at, and for how long. When no rank has got
-on for ``timeout`` seconds, the first that notices tells in one message where each of them is, and ends the process; the
-others follow. Work that a rank does alone, such as a checkpoint, may take as long as it likes while the
-rank still publishes.
+publishes, in the store by which the ranks met, the step, what the rank is at, and for how long. When no rank has
+made progress for ``timeout`` seconds, the first that notices reports in one message where each of them is, and ends the
+process; the others follow. A rank that has stopped publishing counts as one without progress, also if it never began.
+Work that a rank does alone, such as a checkpoint, may take any time while the rank still publishes.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ import torch.distributed as dist
 
 HUNG = 3
 """The exit code of a run that stopped because of what it saw."""
-BEGIN = 5
-"""So many times the timeout a rank has for its beginning."""
 GRACE_S = 2.0
-"""For which a rank that is not the first leaves it to that one to tell."""
+"""Seconds by which ranks other than the first wait longer, so that rank 0 reports."""
 
 
 class Store(Protocol):
@@ -52,7 +50,7 @@ class Beat:
 
 
 class Pulse:
-    """One rank's part.
+    """One rank's heartbeat, and its watch over those of the others.
 
     Args:
         store: shared by all ranks.
@@ -80,14 +78,15 @@ class Pulse:
         self._over = threading.Event()
 
     def at(self, step: int, what: str, *, alone: bool = False) -> None:
-        """This rank is now at ``what`` of a step."""
+        """Record that this rank is now at ``what`` of a step."""
         self._at, self._since = (step, what, alone), time.monotonic()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Publish and watch while the block runs."""
+        """Publish and watch while the block runs. All ranks have built their trainers before one of them enters."""
         self.at(0, "its first step", alone=True)
         self._over.clear()
+        self._publish(time.monotonic())
         thread = threading.Thread(target=self._run, name="pulse", daemon=True)
         thread.start()
         try:
@@ -97,33 +96,38 @@ class Pulse:
             thread.join(self.interval)
 
     def look(self) -> str | None:
-        """Publish, and say what is wrong if the run hangs; else None."""
+        """Publish this rank's beat. Return what is wrong if the run hangs, else None."""
         now = time.monotonic()
-        self._count += 1
-        step, what, alone = self._at
-        mine = Beat(step, what, now - self._since, alone, self._count)
-        self.store.set(f"pulse/{self.rank}", json.dumps(asdict(mine)))
-        if mine.alone or mine.seconds < self.timeout + (GRACE_S if self.rank else 0.0):
+        mine = self._publish(now)
+        if mine.alone or mine.seconds < self.timeout / 2:
             return None
-        beats = {self.rank: mine}
-        for rank in range(self.size):
-            key = f"pulse/{rank}"
-            if rank != self.rank and self.store.check([key]):
-                beats[rank] = Beat(**json.loads(self.store.get(key)))
+        beats = {self.rank: mine, **self._others()}
         silent = set(range(self.size)) - set(beats)
-        if silent and mine.seconds < BEGIN * self.timeout:
-            return None  # they have not begun: models may take long to load
         for rank, beat in beats.items():
             count, heard = self._heard.get(rank, (-1, now))
             heard = now if count != beat.count else heard
             self._heard[rank] = beat.count, heard
-            if rank == self.rank:
-                continue
             if now - heard > 2 * self.interval + GRACE_S:
                 silent.add(rank)
-            elif beat.alone or beat.seconds < self.timeout / 2:
+        if mine.seconds < self.timeout + (GRACE_S if self.rank else 0.0):
+            return None
+        for rank in beats.keys() - silent - {self.rank}:
+            if beats[rank].alone or beats[rank].seconds < self.timeout / 2:
                 return None  # it works, or has just got on
         return self._message(beats, silent)
+
+    def _publish(self, now: float) -> Beat:
+        """Write this rank's beat to the store."""
+        self._count += 1
+        step, what, alone = self._at
+        beat = Beat(step, what, now - self._since, alone, self._count)
+        self.store.set(f"pulse/{self.rank}", json.dumps(asdict(beat)))
+        return beat
+
+    def _others(self) -> dict[int, Beat]:
+        """Read the last beat of each other rank that has published one."""
+        keys = {rank: f"pulse/{rank}" for rank in range(self.size) if rank != self.rank}
+        return {rank: Beat(**json.loads(self.store.get(key))) for rank, key in keys.items() if self.store.check([key])}
 
     def _message(self, beats: dict[int, Beat], silent: set[int]) -> str:
         found = []

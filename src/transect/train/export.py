@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ..formats.gguf_write import write_gguf
-from ..models.adapter import StoredAdapter, merged_weights
-from ..models.adapter_peft import read_adapter
+from ..models.adapter import merged_weights
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.gguf_out import gguf_metadata, gguf_tensors, gguf_type
-from ..models.load import stored_weights
+from ..models.load import adapter_of, stored_weights
 from ..models.peft_config import CONFIG, WEIGHTS
 from ..models.resolve import ModelSource, resolve
 from ..models.staging import dense_values
@@ -109,7 +108,7 @@ def merged(found: Opened) -> StoredWeights:
     source = found.source
     if source.adapter is None:
         return stored_weights(source)
-    adapter: StoredAdapter = read_adapter(source.adapter.path, source.config)
+    adapter = adapter_of(source)
     base = source.adapter.base
     weights = stored_weights(base)
     if found.base is not None:

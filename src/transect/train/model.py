@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..models.adapter import StoredAdapter, merged_weights
-from ..models.adapter_peft import read_adapter, write_adapter
+from ..models.adapter_peft import write_adapter
 from ..models.config import ModelConfig
 from ..models.decoder import Decoder
 from ..models.grown import grown_tables
-from ..models.load import fill, stored_weights
+from ..models.load import adapter_of, fill, stored_weights
 from ..models.resolve import ModelSource, resolve, with_adapter
 from ..models.stored import StoredWeights
 from ..models.weights.dropout import Moment
@@ -209,7 +209,7 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: 
     stored, source = source, _with_new_tokens(source, config)
     start = None
     if lora is not None and source.adapter is not None:
-        start = read_adapter(source.adapter.path, stored.config)
+        start = adapter_of(stored)
     model = Decoder(source.config, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))
     model = model.to_empty(device="cpu" if lean or config.parallel.offload == "all" else device)
     later: Callable[[], StoredWeights] | None = None
