@@ -26,8 +26,8 @@ from transect.models.staging import Staging
 from transect.models.weights.int4_serving import Int4Products, ServingInt4
 from transect.models.weights.scaled8 import Products8, Scaled8
 from transect.ops.linear.packed.chain import ChainWeights
-from transect.ops.linear.packed.int4_chain import Int4Chain, Matrix4
-from transect.ops.linear.packed.scaled8_chain import CudaChain, Matrix8
+from transect.ops.linear.packed.eight_bit.scaled8_chain import CudaChain, Matrix8
+from transect.ops.linear.packed.int4.int4_chain import Int4Chain, Matrix4
 from transect.ops.linear.stream_products import StreamProducts
 
 STAGES = {"int4": (5, 4, 3, 2), "fp8": (2,)}

@@ -43,8 +43,8 @@ from transect.models.storage import Layout, Storage, storage_for
 from transect.models.stored import Blocks, Stored
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights_dummy import dummy_weights
-from transect.ops.linear.packed.gguf_layout import FORMATS as BLOCK_FORMATS
-from transect.ops.linear.packed.gguf_matmul import random_blocks
+from transect.ops.linear.packed.gguf.gguf_layout import FORMATS as BLOCK_FORMATS
+from transect.ops.linear.packed.gguf.gguf_matmul import random_blocks
 from transect.ops.opset import resolve_ops
 
 FORMATS: dict[str, dict[str, Any]] = {

@@ -29,20 +29,13 @@ from engine_gpu import RATES, Kept, release
 from formats_gpu import SHAPES, product_seconds
 from transect.ops.lang.jit import multiprocessors
 from transect.ops.linear import gate_up
-from transect.ops.linear.packed import (
-    block_tiles,
-    gguf_chain,
-    gguf_rows,
-    gguf_tiles,
-    int4_hopper,
-    int4_matmul,
-    int4_rows,
-    int4_tiles,
-)
-from transect.ops.linear.packed.gguf_chain import BlockPart, ChainWeights
-from transect.ops.linear.packed.gguf_layout import FORMATS
-from transect.ops.linear.packed.gguf_matmul import dequantize, drawn, rebuilt
-from transect.ops.linear.packed.int4_packing import arrange_codes
+from transect.ops.linear.packed import block_tiles
+from transect.ops.linear.packed.gguf import gguf_chain, gguf_rows, gguf_tiles
+from transect.ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights
+from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
+from transect.ops.linear.packed.gguf.gguf_matmul import dequantize, drawn, rebuilt
+from transect.ops.linear.packed.int4 import int4_hopper, int4_matmul, int4_rows, int4_tiles
+from transect.ops.linear.packed.int4.int4_packing import arrange_codes
 from transect.ops.registry import get
 
 Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -91,7 +84,7 @@ def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterat
             yield "tiles with the gate", lambda x, w: tiles(x, w, name, n, gated=True, dependent_launch=True)
 
 
-def tilings(unit: int, m: int, n: int, k: int, units: int) -> Iterator[tuple[str, block_tiles.Tiling]]:
+def tilings(unit: int, m: int, n: int, k: int, units: int) -> Iterator[tuple[str, block_tiles.BlockTiling]]:
     """Every cut in tiles that may do for m rows, with its name."""
     for cut in block_tiles.CUTS:
         tiling = block_tiles.tiling_of(cut, unit, m, n, k, units)

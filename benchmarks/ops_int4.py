@@ -32,8 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import record
 from graph_time import graph_times
 from transect.ops.lang.cuda import library
-from transect.ops.linear.packed import int4_hopper, int4_rows
-from transect.ops.linear.packed import int4_matmul as i4
+from transect.ops.linear.packed.int4 import int4_hopper, int4_rows
+from transect.ops.linear.packed.int4 import int4_matmul as i4
 
 BYTES_A_SECOND, FLOPS = 4.28e12, 790e12
 SHAPES = {"head": (128256, 4096), "gate+up": (28672, 4096), "down": (4096, 14336), "qkv": (6144, 4096),

@@ -40,22 +40,22 @@ from transect.ops.linear import gate_up
 from transect.ops.linear.few_rows import rule
 from transect.ops.linear.few_rows.hopper import MOST_ROWS
 from transect.ops.linear.many_rows.matmul import matmul
-from transect.ops.linear.many_rows.tiling import Tiling
+from transect.ops.linear.many_rows.tiling import ManyRowsTiling
 from transect.ops.tools import under_load
 
 FEW, MANY, REPLAYS = (48, 128, 200), (272, 320, 384, 512, 640, 1024), 7
 TILINGS = {
     "plain": (
-        Tiling(128, 256, 64, 8, 8, 4, True, True),
-        Tiling(128, 128, 64, 8, 4, 4, True),
-        Tiling(128, 128, 64, 8, 8, 4, True),
-        Tiling(64, 256, 64, 8, 8, 4, True, True),
-        Tiling(64, 128, 128, 8, 4, 3, True),
+        ManyRowsTiling(128, 256, 64, 8, 8, 4, True, True),
+        ManyRowsTiling(128, 128, 64, 8, 4, 4, True),
+        ManyRowsTiling(128, 128, 64, 8, 8, 4, True),
+        ManyRowsTiling(64, 256, 64, 8, 8, 4, True, True),
+        ManyRowsTiling(64, 128, 128, 8, 4, 3, True),
     ),
     "gated": (
-        Tiling(128, 128, 64, 8, 8, 4, True),
-        Tiling(128, 64, 64, 8, 4, 4, True),
-        Tiling(64, 128, 64, 8, 8, 4, True),
+        ManyRowsTiling(128, 128, 64, 8, 8, 4, True),
+        ManyRowsTiling(128, 64, 64, 8, 4, 4, True),
+        ManyRowsTiling(64, 128, 64, 8, 8, 4, True),
     ),
 }
 
@@ -80,7 +80,7 @@ def few(race: Race, m: int) -> dict[str, Any]:
     return {row["name"]: row.get("us", row.get("failed")) for row in rows}
 
 
-def tilings(kind: str, groups: list[int]) -> list[Tiling]:
+def tilings(kind: str, groups: list[int]) -> list[ManyRowsTiling]:
     """Those to try, ``plain`` or ``gated``: all, or the largest in bands of ``groups``."""
     known = TILINGS[kind]
     return [dataclasses.replace(known[0], group=group) for group in groups] or list(known)
@@ -194,14 +194,14 @@ def many_page(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def by_tiling(x: Tensor, weight: Tensor, tiling: Tiling, gated: bool) -> Tensor:
+def by_tiling(x: Tensor, weight: Tensor, tiling: ManyRowsTiling, gated: bool) -> Tensor:
     if not gated:
         return matmul(x, weight, tiling=tiling)
     gate, up = weight.chunk(2)
     return matmul(x, up, gate=gate, tiling=tiling)
 
 
-def name_of(tiling: Tiling) -> str:
+def name_of(tiling: ManyRowsTiling) -> str:
     return f"triton {tiling.bm} {tiling.bn} {tiling.bk} {tiling.warps} {tiling.stages} in bands of {tiling.group}"
 
 

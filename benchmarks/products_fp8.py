@@ -28,7 +28,7 @@ import record
 from graph_time import graph_times
 from transect.ops.linear.few_rows.hopper import HopperTiling, candidates
 from transect.ops.linear.few_rows.rule import MOST_PARTS
-from transect.ops.linear.packed import scaled8_hopper, scaled8_rounding, scaled8_tiles
+from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_tiles
 
 READ, RATE = 4.35e12, 1.3e15
 """Bytes and FLOPs a second."""

@@ -39,9 +39,11 @@ import record
 from transect.ops.lang import cuda_build
 from transect.ops.linear.few_rows import cuda as small_matmul_cuda
 from transect.ops.linear.few_rows import hopper as small_matmul_hopper
-from transect.ops.linear.packed import gguf_chain, int4_chain, int4_hopper, int4_rows, scaled8_chain, scaled8_tiles
-from transect.ops.linear.packed.gguf_matmul import drawn
-from transect.ops.linear.packed.int4_packing import arrange, arrange_codes, pack
+from transect.ops.linear.packed.eight_bit import scaled8_chain, scaled8_tiles
+from transect.ops.linear.packed.gguf import gguf_chain
+from transect.ops.linear.packed.gguf.gguf_matmul import drawn
+from transect.ops.linear.packed.int4 import int4_chain, int4_hopper, int4_rows
+from transect.ops.linear.packed.int4.int4_packing import arrange, arrange_codes, pack
 from transect.ops.registry import Op, Unavailable, all_ops
 from transect.ops.tools import accuracy
 
@@ -238,7 +240,7 @@ def every_lane() -> None:
     """Run ``int4_matmul.cu`` built so that every lane of a warp arrives at its barriers."""
     with tempfile.TemporaryDirectory() as folder:
         sources = Path(shutil.copytree(cuda_build.SOURCES, Path(folder) / "ops"))
-        source = sources / "linear" / "packed" / "int4_matmul.cu"
+        source = sources / "linear" / "packed" / "int4" / "int4_matmul.cu"
         source.write_text("#define TRANSECT_EVERY_LANE\n" + source.read_text())
         with patch.object(cuda_build, "SOURCES", sources):
             int4_plans(rows_only=True)

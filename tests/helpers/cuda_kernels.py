@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from transect.ops.linear.packed import chain, gguf_chain, int4_matmul
-from transect.ops.linear.packed.int4_packing import arrange_codes
+from transect.ops.linear.packed import chain
+from transect.ops.linear.packed.gguf import gguf_chain
+from transect.ops.linear.packed.int4 import int4_matmul
+from transect.ops.linear.packed.int4.int4_packing import arrange_codes
 from transect.ops.registry import Unavailable
 
 Kernel = TypeVar("Kernel")

@@ -21,7 +21,7 @@ from transect.models.resolve import resolve
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4_serving import Int4Products, ServingInt4, _gated_by_torch
 from transect.ops.comm import all_reduce
-from transect.ops.linear.packed import int4_matmul
+from transect.ops.linear.packed.int4 import int4_matmul
 from transect.ops.norm import add_rms_norm
 from transect.ops.opset import resolve_ops
 from transect.ops.sampling import sampling

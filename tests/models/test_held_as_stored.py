@@ -24,7 +24,7 @@ from transect.models.weights import int4_serving
 from transect.models.weights.as_stored import AsStored
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights.scaled8 import Scaled8
-from transect.ops.linear.packed import scaled8_tiles
+from transect.ops.linear.packed.eight_bit import scaled8_tiles
 
 COMPRESSED = {"quant_method": "compressed-tensors"}
 FORMATS = {

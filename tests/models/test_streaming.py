@@ -21,7 +21,7 @@ from transect.models.weights.int4_serving import Int4Products, ServingInt4
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights.weight import Weight
 from transect.models.weights_dummy import dummy_weights
-from transect.ops.linear.packed import int4_matmul
+from transect.ops.linear.packed.int4 import int4_matmul
 
 CONFIG = ModelConfig(
     architecture="llama", vocab_size=61, dim=32, n_layers=5, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48,

@@ -22,7 +22,7 @@ from transect.models.weights.packed import Packed
 from transect.models.weights.projection import Projection
 from transect.models.weights.scaled8 import Scaled8
 from transect.ops.cpu import library as cpu_library
-from transect.ops.linear.packed import int4_matmul
+from transect.ops.linear.packed.int4 import int4_matmul
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..formats.ggml_blocks import QuantizedTensor, block_type
 from ..formats.ggml_quantize import WRITABLE, quantize
 from ..formats.gguf_write import Planned
-from ..ops.linear.packed.gguf_layout import FORMATS
+from ..ops.linear.packed.gguf.gguf_layout import FORMATS
 from .config import ModelConfig, RopeConfig
 from .config_gguf_families import family_to_gguf
 from .gguf_places import ARCHITECTURES, Place, places

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
-from ..ops.linear.packed.gguf_layout import FORMATS
+from ..ops.linear.packed.gguf.gguf_layout import FORMATS
 from .config import ModelConfig
 from .gguf_places import Place, places
 from .rope import half_rotation_rows

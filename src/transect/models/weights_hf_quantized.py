@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..ops.linear.packed.gguf_layout import FORMATS
+from ..ops.linear.packed.gguf.gguf_layout import FORMATS
 from . import weights_hf_bnb
 from .config_quantized import check_method
 from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, packed_bits, side

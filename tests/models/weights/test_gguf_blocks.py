@@ -18,9 +18,9 @@ from transect.models.weights.gguf_blocks import BlockStream, GGUFBlocks
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights.weight import Weight
 from transect.ops.linear.few_rows.cuda import Beside
-from transect.ops.linear.packed import gguf_chain
-from transect.ops.linear.packed.gguf_chain import values
-from transect.ops.linear.packed.gguf_matmul import Products
+from transect.ops.linear.packed.gguf import gguf_chain
+from transect.ops.linear.packed.gguf.gguf_chain import values
+from transect.ops.linear.packed.gguf.gguf_matmul import Products
 from transect.ops.opset import resolve_ops
 
 SMALL = ModelConfig(

@@ -14,7 +14,7 @@ from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.models.weights import int4_serving, kinds
 from transect.models.weights.int4_serving import Int4Products, ServingInt4
-from transect.ops.linear.packed import int4_chain, int4_matmul
+from transect.ops.linear.packed.int4 import int4_chain, int4_matmul
 from transect.ops.opset import resolve_ops
 
 SMALL = ModelConfig(

@@ -1,4 +1,4 @@
-"""Which kernels are made for products in 8 bits on a GPU; their results are in ``tests/ops/linear/packed``."""
+"""The kernels made for products in 8 bits on a GPU; ``tests/ops/linear/packed/eight_bit`` tests their results."""
 
 import pytest
 import torch

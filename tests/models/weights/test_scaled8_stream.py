@@ -16,7 +16,7 @@ from transect.models.load import allocated, fill
 from transect.models.weights.scaled8 import Products8, Scaled8, Stream8, kinds_of_8_bits
 from transect.models.weights_dummy import dummy_weights
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.linear.packed import scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
+from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
 from transect.ops.norm import rms_norm
 from transect.ops.opset import resolve_ops
 

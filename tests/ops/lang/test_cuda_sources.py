@@ -66,7 +66,7 @@ def test_what_benchmarks_compile_compiles(name: str, tmp_path: Path, remembered:
 def test_every_lane_arrives_where_the_sanitizer_is_to_judge(tmp_path: Path, remembered: Remembered) -> None:
     """The build for the sanitizer compiles, with arrivals in as many places, and is another one."""
     folder = Path(shutil.copytree(cuda_build.SOURCES, tmp_path / "ops", ignore=shutil.ignore_patterns("*.py", "cpu")))
-    source = folder / "linear" / "packed" / "int4_matmul.cu"
+    source = folder / "linear" / "packed" / "int4" / "int4_matmul.cu"
 
     def compiled() -> tuple[int, str]:
         """How many arrivals there are, and the code's hash."""

@@ -58,7 +58,7 @@ def test_only_the_gradients_that_are_wanted(of_x: bool, of_weight: bool) -> None
 def test_chunks_add_up_and_may_be_uneven() -> None:
     x, weight, target = inputs(tokens=23)
     whole = module.loss_and_gradients(x, weight, target, module.IGNORE, True, True)
-    parts = module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, module.Tiling(chunk=8))
+    parts = module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, module.LossTiling(chunk=8))
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
@@ -66,8 +66,8 @@ def test_chunks_add_up_and_may_be_uneven() -> None:
 @pytest.mark.parametrize("library", quick_first(["z dx dw", "z", "dx", "dw"], 1))
 def test_products_may_be_left_to_torch(library: str) -> None:
     x, weight, target = inputs(tokens=23)
-    whole = module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, module.Tiling())
-    tiling = module.Tiling(chunk=8, library=library)
+    whole = module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, module.LossTiling())
+    tiling = module.LossTiling(chunk=8, library=library)
     for one, other in zip(
         whole, module.loss_and_gradients(x, weight, target, module.IGNORE, True, True, tiling), strict=True
     ):

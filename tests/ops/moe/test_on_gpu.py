@@ -11,7 +11,7 @@ from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.models.presets import PRESETS
-from transect.ops.linear.packed.gguf_layout import FORMATS
+from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
 from transect.ops.moe import (
     combining,
     gating,

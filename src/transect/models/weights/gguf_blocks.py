@@ -1,5 +1,5 @@
 """``GGUFBlocks``: a matrix in a block type of GGUF files, in the file's own bits, multiplied as it is
-(``ops/linear/packed/gguf_matmul.py``). For inference on a GPU; the C++ CPU kernels have ``Packed``."""
+(``ops/linear/packed/gguf/gguf_matmul.py``). For inference on a GPU; the C++ CPU kernels have ``Packed``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed import gguf_chain, gguf_matmul
-from ...ops.linear.packed.gguf_chain import BlockPart, ChainWeights, Matrix
-from ...ops.linear.packed.gguf_layout import COLUMNS, FORMATS, ROWS, arrange, arranged_shape, dense
+from ...ops.linear.packed.gguf import gguf_chain, gguf_matmul
+from ...ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights, Matrix
+from ...ops.linear.packed.gguf.gguf_layout import COLUMNS, FORMATS, ROWS, arrange, arranged_shape, dense
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_blocks
 from ...ops.opset import OpSet

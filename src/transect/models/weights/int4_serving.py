@@ -1,5 +1,5 @@
 r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it is, for inference
-(``ops/linear/packed/int4_matmul.py``).
+(``ops/linear/packed/int4/int4_matmul.py``).
 
 It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a
 zero in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and
@@ -24,10 +24,10 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed import int4_chain, int4_matmul, int4_rows
 from ...ops.linear.packed.chain import ChainWeights
-from ...ops.linear.packed.int4_chain import Matrix4
-from ...ops.linear.packed.int4_packing import CHUNK, arrange_codes
+from ...ops.linear.packed.int4 import int4_chain, int4_matmul, int4_rows
+from ...ops.linear.packed.int4.int4_chain import Matrix4
+from ...ops.linear.packed.int4.int4_packing import CHUNK, arrange_codes
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe.grouped_blocks import triton_grouped_blocks
 from ...ops.opset import OpSet

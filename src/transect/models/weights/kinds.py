@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from ...ops.linear.packed import gguf_matmul
+from ...ops.linear.packed.gguf import gguf_matmul
 from ...ops.opset import OpSet
 from ..layouts import Layout, Layouts
 from .as_stored import AsStored

@@ -16,7 +16,7 @@ from ...formats.affine import AffineGroups
 from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
 from ...ops.cpu.packing import pack, pack_fp8, pack_groups
-from ...ops.linear.packed.scaled8_rounding import BLOCK
+from ...ops.linear.packed.eight_bit.scaled8_rounding import BLOCK
 from ...ops.opset import OpSet
 from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values

@@ -22,11 +22,11 @@ from ...ops.activation import swiglu
 from ...ops.lang.jit import has_dependent_launch, runs_triton
 from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
-from ...ops.linear.packed import scaled8_chain, scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
 from ...ops.linear.packed.chain import ChainWeights
-from ...ops.linear.packed.scaled8 import triton_scaled8
-from ...ops.linear.packed.scaled8_chain import Matrix8
-from ...ops.linear.packed.scaled8_rounding import BLOCK, Rounded
+from ...ops.linear.packed.eight_bit import scaled8_chain, scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
+from ...ops.linear.packed.eight_bit.scaled8 import triton_scaled8
+from ...ops.linear.packed.eight_bit.scaled8_chain import Matrix8
+from ...ops.linear.packed.eight_bit.scaled8_rounding import BLOCK, Rounded
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_scaled8
 from ...ops.opset import OpSet

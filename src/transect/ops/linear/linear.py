@@ -34,7 +34,7 @@ from ..numerics import sample
 from ..registry import Cost, Implementation, Op, register
 from .few_rows import small_matmul
 from .many_rows import matmul
-from .many_rows.tiling import SMALL, Tiling, cublas_is_quicker
+from .many_rows.tiling import SMALL, ManyRowsTiling, cublas_is_quicker
 
 ROWS = 16
 """Rows in a block of ``fixed_rows``."""
@@ -89,7 +89,7 @@ def _triton() -> Callable[..., Tensor]:
     return linear
 
 
-def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> Tiling:
+def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling:
     """The tiling of ``triton_fixed_rows`` for x ``[T, I]``.
 
     Tilings depend on the number of rows, but no sum does: in every tile an output's products are added in the order of
@@ -100,17 +100,17 @@ def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> Tiling:
     if INTERPRETED:
         return SMALL
     if x.element_size() == 4:
-        return Tiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
+        return ManyRowsTiling(bm=64 if rows > 32 else 16, bn=64, bk=32, warps=4)
     hopper = torch.cuda.get_device_capability(x.device)[0] >= 9
     narrow = outputs <= 8192
     if rows <= 64:
-        tiling = Tiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
+        tiling = ManyRowsTiling(bm=64, bn=32 if narrow else 64, bk=128, warps=4, stages=5 if narrow else 4)
     elif rows <= 128:
-        tiling = Tiling(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
+        tiling = ManyRowsTiling(bm=128, bn=32 if narrow else 64, bk=128, warps=8, stages=4 if narrow else 3)
     elif rows <= 512:
-        tiling = Tiling(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
+        tiling = ManyRowsTiling(bm=128, bn=64 if narrow or gated else 128, bk=64, warps=8, stages=4)
     else:
-        tiling = Tiling(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
+        tiling = ManyRowsTiling(bm=128, bn=128 if gated else 256, bk=64, warps=8, stages=4, halves=not gated)
     if not hopper:
         return replace(tiling, bn=min(tiling.bn, 128), bk=64, stages=3, halves=False)
     return replace(tiling, persistent=True)

@@ -148,7 +148,7 @@ def _scale(values, g, N, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class LossTiling:
     """Knobs: tokens of a chunk; order and stages of dW's tiles (``_weight_gradient``); programs a multiprocessor and
     elements of a step of the loss kernel."""
 
@@ -190,15 +190,15 @@ def rule(size: Size) -> Config:
     return knobs | {"library": "dw dx" if dim >= 2048 else "dw dx z", "rows": 4, "block": 2048, "row_warps": 4}
 
 
-def choose(weight: Tensor, x: Tensor) -> Tiling:
+def choose(weight: Tensor, x: Tensor) -> LossTiling:
     """Knobs for a product with ``weight``: tuned, or by ``rule``."""
     if INTERPRETED or x.element_size() != 2 or torch.cuda.get_device_capability(x.device)[0] < 9:
-        return Tiling()
+        return LossTiling()
     size = (x.shape[0], *weight.shape)
-    return Tiling(chunk=chunk_of(size[2]), **tuned("linear_cross_entropy", size, x.device, rule))
+    return LossTiling(chunk=chunk_of(size[2]), **tuned("linear_cross_entropy", size, x.device, rule))
 
 
-def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: Tiling) -> None:
+def add_weight_gradient(dz: Tensor, x: Tensor, dw: Tensor, first: bool, tiling: LossTiling) -> None:
     """dw ``[V, D]`` = (``first``) or += dz ``[T, V]``^T x ``[T, D]``."""
     if "dw" in tiling.library:
         torch.addmm(dw, dz.T, x, beta=0 if first else 1, out=dw)
@@ -224,7 +224,7 @@ def _product(a: Tensor, b: Tensor, out: Tensor, library: bool) -> None:
 
 
 def row_losses(
-    logits: Tensor, target: Tensor, losses: Tensor, count: Tensor, ignore_index: int, gradient: bool, tiling: Tiling
+    logits: Tensor, target: Tensor, losses: Tensor, count: Tensor, ignore_index: int, gradient: bool, tiling: LossTiling
 ) -> None:
     """The loss of each row of ``logits`` ``[T, V]`` over ``count``; with ``gradient`` its gradient in place of it."""
     tokens, vocab = logits.shape
@@ -236,7 +236,7 @@ def row_losses(
 
 def loss_and_gradients(
     x: Tensor, weight: Tensor, target: Tensor, ignore_index: int, need_x: bool, need_weight: bool,
-    tiling: Tiling | None = None,
+    tiling: LossTiling | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, and the gradients of x and weight for an upstream gradient of 1 (empty where not needed)."""
     require("linear_cross_entropy", x, weight)
@@ -442,7 +442,7 @@ def _valid(config: Config, size: Size) -> bool:
 
 
 def _with(config: Config, *, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = IGNORE) -> Any:
-    tiling = Tiling(chunk=chunk_of(x.shape[1]), **config)
+    tiling = LossTiling(chunk=chunk_of(x.shape[1]), **config)
     return loss_and_gradients(x, weight, target, ignore_index, True, True, tiling)
 
 

@@ -1,5 +1,7 @@
-r"""Grouped linear with experts of 4 bits in groups with a scale and a zero (``linear/packed/int4_packing.py``), or in a
-block type of GGUF files (``linear/packed/gguf_layout.py``), such as the MXFP4 of gpt-oss.
+r"""Grouped linear with experts in 4 bits or in blocks of GGUF files, such as the MXFP4 of gpt-oss.
+
+4 bits have a scale and a zero for each group (``linear/packed/int4/int4_packing.py``);
+``linear/packed/gguf/gguf_layout.py`` has the block types.
 
     y_r = W_e(r) x_s(r) + b_e(r)                  rows, experts and order as in ``grouped_linear.py``
 
@@ -26,9 +28,10 @@ from torch import Tensor
 from ..counting import touched
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
-from ..linear.packed import gguf_layout, gguf_matmul, int4_matmul
-from ..linear.packed.gguf_layout import FORMATS, ROWS
-from ..linear.packed.int4_packing import CHUNK, arrange_codes, group_of
+from ..linear.packed.gguf import gguf_layout, gguf_matmul
+from ..linear.packed.gguf.gguf_layout import FORMATS, ROWS
+from ..linear.packed.int4 import int4_matmul
+from ..linear.packed.int4.int4_packing import CHUNK, arrange_codes, group_of
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from . import grouped_linear

@@ -3,7 +3,8 @@ for each block of 128 outputs by 128 inputs.
 
     y_r = s_e(r) (C_e(r) x_s(r)) + b_e(r)                  rows, experts and order as in ``grouped_linear.py``
 
-Codes are decoded to the activations' dtype, exactly (``linear/packed/scaled8.py``): no expert is rebuilt in memory.
+Codes are decoded to the activations' dtype, exactly (``linear/packed/eight_bit/scaled8.py``). No expert is rebuilt in
+memory.
 
 Shapes: x ``[R, I]`` or ``[T, I]``, codes int8 ``[E O, I]`` (of fp8 the bits), scale float32 ``[E O]`` or
 ``[E O / 128, I / 128]`` (O a multiple of 128, I rounded up), starts ``[E + 1]`` int32, order ``[R]`` int32 or None,
@@ -25,8 +26,8 @@ from torch import Tensor
 from ..counting import touched
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
-from ..linear.packed.scaled8_rounding import BLOCK
-from ..linear.packed.scaled8_tiles import dense
+from ..linear.packed.eight_bit.scaled8_rounding import BLOCK
+from ..linear.packed.eight_bit.scaled8_tiles import dense
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Cost, Implementation, Kernel, Op, register
 from . import grouped_linear

@@ -16,18 +16,18 @@ from torch import Tensor
 from ..lang.jit import INTERPRETED, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 
-Tiling = tuple[int, int, int, int]
+GroupedTiling = tuple[int, int, int, int]
 """BM, BN, BK, warps."""
-WEIGHT_GRADIENT: dict[bool, Tiling] = {False: (128, 128, 64, 8), True: (64, 64, 32, 4)}
+WEIGHT_GRADIENT: dict[bool, GroupedTiling] = {False: (128, 128, 64, 8), True: (64, 64, 32, 4)}
 """Outputs, inputs and rows of a tile, and warps; by whether numbers are wider than 16 bits."""
 
 
-FIXED: dict[bool, Tiling] = {False: (64, 64, 64, 4), True: (16, 64, 32, 4)}
+FIXED: dict[bool, GroupedTiling] = {False: (64, 64, 64, 4), True: (16, 64, 32, 4)}
 """For every number of rows, by whether numbers are wider than 16 bits: a row's products are then always added in one
 order, by one instruction (Hopper's for 16 bits takes 64 rows)."""
 
 
-def tiling(rows: int, experts: int, gated: bool = False, fixed: torch.dtype | None = None) -> Tiling:
+def tiling(rows: int, experts: int, gated: bool = False, fixed: torch.dtype | None = None) -> GroupedTiling:
     """By the rows that an expert has on average; not tuned on any device yet.
 
     Args:

@@ -13,7 +13,7 @@ from transect.engine.gpu import setup
 from transect.ops.attention.paged import decode_hopper as module
 from transect.ops.attention.paged import paged_attention
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.attention.paged.decode_hopper import PagedDecode, Tiling, choose
+from transect.ops.attention.paged.decode_hopper import DecodeHopperTiling, PagedDecode, choose
 from transect.ops.attention.paged.paged_attention import PagedTriton, reference
 from transect.ops.lang import cuda_build
 from transect.ops.opset import resolve_ops
@@ -30,12 +30,17 @@ LENGTHS = [
 HEADS = [(32, 8, 128), (16, 8, 128), (16, 2, 128), (24, 2, 128), (8, 8, 64), (9, 3, 64), (32, 2, 64)]
 
 
-def tilings(d: int, fp8: bool = False) -> list[Tiling]:
+def tilings(d: int, fp8: bool = False) -> list[DecodeHopperTiling]:
     """One of each kind, for heads of this size."""
     stages = module.STAGES[d] * (2 if fp8 else 1)
-    made = [Tiling(9, stages), Tiling(2, stages, blocks=2), Tiling(6, stages, ranks=1), Tiling(4, stages, 2)]
-    made += [Tiling(5, stages, 4), Tiling(3, stages, 8)]
-    return made + [Tiling(module.WARPS, stages, ranks) for ranks in (0, 1, 2, 4, 8)]
+    made = [
+        DecodeHopperTiling(9, stages),
+        DecodeHopperTiling(2, stages, blocks=2),
+        DecodeHopperTiling(6, stages, ranks=1),
+        DecodeHopperTiling(4, stages, 2),
+    ]
+    made += [DecodeHopperTiling(5, stages, 4), DecodeHopperTiling(3, stages, 8)]
+    return made + [DecodeHopperTiling(module.WARPS, stages, ranks) for ranks in (0, 1, 2, 4, 8)]
 
 
 def poisoned(
@@ -268,7 +273,7 @@ def test_few_items_go_to_clusters() -> None:
     sizes = [(8, 640), (16, 640), (32, 640), (64, 640), (128, 640), (256, 640)]
     assert [choose(*size, 128).ranks for size in sizes] == [4, 4, 2, 2, 1, 0]
     assert [choose(items, 4000, 128).ranks for items in (8, 16, 32, 64, 128)] == [8, 4, 2, 2, 0]
-    assert choose(8, 5000, 128) == choose(512, 640, 128) == Tiling(8, 2)
+    assert choose(8, 5000, 128) == choose(512, 640, 128) == DecodeHopperTiling(8, 2)
 
 
 @pytest.mark.parametrize(

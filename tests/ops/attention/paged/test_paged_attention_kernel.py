@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from transect.ops.attention.paged import kv_cache_write
 from transect.ops.attention.paged.batch import PagedBatch
-from transect.ops.attention.paged.decode import Tiling
+from transect.ops.attention.paged.decode import DecodeTiling
 from transect.ops.attention.paged.kv_cache_write import example_batch
 from transect.ops.attention.paged.paged_attention import PagedTriton, reference
 from transect.ops.attention.paged.rotary_kv_write import triton_rotary_kv_write
@@ -59,7 +59,7 @@ def test_buffers_may_be_larger_than_the_batch(rows: tuple, window: int | None, p
     batch = example_batch(rows, 16, 64).to(DEVICE)
     tokens = sum(new for new, _ in rows)
     q = 2 * sample(tokens, 6, 16).to(DEVICE)
-    attend = PagedTriton(singles=Tiling(programs=programs))
+    attend = PagedTriton(singles=DecodeTiling(programs=programs))
     expected = reference(q, *caches(), batch, SCALE, window)
     if proving():  # as it is: ``test_numerics.py``
         torch.testing.assert_close(attend(q, *caches(), batch, SCALE, window), expected, rtol=0, atol=2e-5)
@@ -108,7 +108,7 @@ def test_shares_may_begin_anywhere(rows: tuple, programs: int) -> None:
     """An item in one share, in two, in more than are combined at a time; shares of many items, and of none."""
     batch = example_batch(rows, 16, 64).to(DEVICE)
     q = 2 * sample(len(rows), 6, 16).to(DEVICE)
-    out = PagedTriton(singles=Tiling(programs=programs))(q, *caches(), batch, SCALE)
+    out = PagedTriton(singles=DecodeTiling(programs=programs))(q, *caches(), batch, SCALE)
     torch.testing.assert_close(out, reference(q, *caches(), batch, SCALE), rtol=0, atol=2e-5)
 
 
@@ -117,7 +117,7 @@ def test_more_rows_than_programs() -> None:
     rows = tuple((1, 1 + 7 * (row % 5)) for row in range(21))
     batch = roomy(example_batch(rows, 16, 64).to(DEVICE), 40, 12)
     q = 2 * sample(40, 6, 16).to(DEVICE)
-    out = PagedTriton(singles=Tiling(programs=1))(q, *caches(), batch, SCALE)
+    out = PagedTriton(singles=DecodeTiling(programs=1))(q, *caches(), batch, SCALE)
     expected = reference(q[:21], *caches(), example_batch(rows, 16, 64).to(DEVICE), SCALE)
     torch.testing.assert_close(out[:21], expected, rtol=0, atol=2e-5)
     assert not out[21:].any()

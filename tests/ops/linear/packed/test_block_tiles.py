@@ -12,12 +12,14 @@ import torch
 from cuda_kernels import int4_weight, loaded, miss
 
 from transect.ops.lang import cuda_build
-from transect.ops.linear.packed import block_tiles, gguf_tiles, int4_matmul, int4_tiles
-from transect.ops.linear.packed.gguf_layout import FORMATS
-from transect.ops.linear.packed.gguf_matmul import drawn, reference
-from transect.ops.linear.packed.gguf_tiles import GGUFTiles
-from transect.ops.linear.packed.int4_packing import GROUPS
-from transect.ops.linear.packed.int4_tiles import Int4Tiles
+from transect.ops.linear.packed import block_tiles
+from transect.ops.linear.packed.gguf import gguf_tiles
+from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
+from transect.ops.linear.packed.gguf.gguf_matmul import drawn, reference
+from transect.ops.linear.packed.gguf.gguf_tiles import GGUFTiles
+from transect.ops.linear.packed.int4 import int4_matmul, int4_tiles
+from transect.ops.linear.packed.int4.int4_packing import GROUPS
+from transect.ops.linear.packed.int4.int4_tiles import Int4Tiles
 from transect.ops.numerics import sample
 
 INT4 = {"Int4": 128, "Int4_64": 64, "Int4_32": 32}
@@ -51,7 +53,7 @@ def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> Non
         assert miss(tiles(x, arranged, name, n, bias, tiling=tiling), wanted) < 5e-3, tiling
 
 
-def tilings(unit: int, m: int, n: int, k: int) -> Iterator[block_tiles.Tiling]:
+def tilings(unit: int, m: int, n: int, k: int) -> Iterator[block_tiles.BlockTiling]:
     """All that an H200 can do."""
     for cut, together in itertools.product(block_tiles.CUTS, (False, True)):
         tiling = block_tiles.tiling_of(cut, unit, m, n, k, 132, together)
@@ -156,7 +158,7 @@ def test_the_source_of_tiles_has_the_values_in_any_order_of_threads(
             wanted = reference(x.double(), *arguments, bias.double())
         for together in (False, True):
             blocks = 2 * teams if cut[0] == 256 else teams
-            tiling = block_tiles.Tiling(*cut, blocks, 2, 4, together)
+            tiling = block_tiles.BlockTiling(*cut, blocks, 2, 4, together)
             found = []
             for order in range(2):
                 kernel._launch.draw(order)

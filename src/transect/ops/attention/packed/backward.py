@@ -46,7 +46,7 @@ from ...registry import Kernel
 from . import hopper as hopper
 from .backward_hopper import backward as hopper_backward
 from .backward_hopper import kernels as hopper_kernels
-from .tiling import LOG2E, Tiling, check, descriptor, find_tile, fits_descriptor, keys_of, load_tile, padded, seen
+from .tiling import LOG2E, PackedTiling, check, descriptor, find_tile, fits_descriptor, keys_of, load_tile, padded, seen
 
 # ---------------------------------------------------------------------------------------------------------- kernels
 
@@ -217,15 +217,15 @@ onto it (visible in its TTGIR; dk is then off by 1e-2 and different in every run
 of two: a copy lands on the tile of the step before, whose products have been waited for."""
 
 
-def choose(which: str, q: Tensor) -> Tiling:
+def choose(which: str, q: Tensor) -> PackedTiling:
     """The tiling of one of the two kernels. Measured on an H200; elsewhere a guess from the same numbers."""
     if INTERPRETED:
-        return Tiling(16, 16, 1, 1)
+        return PackedTiling(16, 16, 1, 1)
     if q.element_size() == 4:
-        return Tiling(32, 32, 4, 1)
+        return PackedTiling(32, 32, 4, 1)
     hopper_gpu = torch.cuda.get_device_capability(q.device)[0] >= 9
     # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores.
-    return Tiling(64, 64, 4, STAGES[which], bulk=hopper_gpu)
+    return PackedTiling(64, 64, 4, STAGES[which], bulk=hopper_gpu)
 
 
 def backward(

@@ -49,7 +49,7 @@ from . import peers
 from .backward import backward as backward
 from .backward import gradient_op
 from .backward import kernels as backward_kernels
-from .tiling import LOG2E, Tiling, check, descriptor, fits_descriptor, padded
+from .tiling import LOG2E, PackedTiling, check, descriptor, fits_descriptor, padded
 from .triton import _forward
 from .triton import kernels as forward_kernels
 
@@ -101,20 +101,20 @@ def exact(
 # -------------------------------------------------------------------------------------------------------- launchers
 
 
-def choose(q: Tensor) -> Tiling:
+def choose(q: Tensor) -> PackedTiling:
     """The tiling of this file's kernel. Measured on an H200; elsewhere a guess from the same numbers."""
     if INTERPRETED:
-        return Tiling(16, 16, 1, 1)
+        return PackedTiling(16, 16, 1, 1)
     if q.element_size() == 4:
-        return Tiling(32, 32, 4, 1)
+        return PackedTiling(32, 32, 4, 1)
     hopper = torch.cuda.get_device_capability(q.device)[0] >= 9
     # Two programs on a multiprocessor: one computes exponentials while the other has the tensor cores.
-    return Tiling(64, 64, 4, 3, bulk=hopper)
+    return PackedTiling(64, 64, 4, 3, bulk=hopper)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
-    *, tiling: Tiling | None = None,
+    *, tiling: PackedTiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The result, and L ``[H, T]`` in powers of two, which the backward pass needs.
 
@@ -332,7 +332,7 @@ def _trace() -> Trace:
 
     return Trace(
         arguments,
-        functools.partial(forward, tiling=Tiling(4, 4, 1, 1)),
+        functools.partial(forward, tiling=PackedTiling(4, 4, 1, 1)),
         ("_walk_keys", "start", "fade", "l", "m"),
         "m, the largest score so far, only grows; when it does, l, the sum of powers of 2, and what was summed of v "
         "are multiplied by fade.",

@@ -89,7 +89,7 @@ def keys_of(first_i, begin, end, window, BM: tl.constexpr, BN: tl.constexpr, CAU
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class PackedTiling:
     """Knobs of one kernel: queries and keys of a tile, warps, stages, bulk copies."""
 
     bm: int

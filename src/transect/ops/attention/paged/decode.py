@@ -198,7 +198,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class DecodeTiling:
     """Knobs of ``decode``."""
 
     bn: int = 32
@@ -217,8 +217,8 @@ class Tiling:
 
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
-    tiling: Tiling, mixed: bool, dependent_launch: bool, softcap: float | None = None, sinks: Tensor | None = None,
-    chunk: int | None = None,
+    tiling: DecodeTiling, mixed: bool, dependent_launch: bool, softcap: float | None = None,
+    sinks: Tensor | None = None, chunk: int | None = None,
 ) -> None:  # fmt: skip
     """Attention of the rows with one query, written to their places in ``out`` ``[T, H, d]``.
 
@@ -263,14 +263,14 @@ DECODE_CHOICES: Mapping[str, tuple[Any, ...]] = {
 
 def decode_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
     """Knobs for (rows times key heads, longest row, head dimension)."""
-    tiling = Tiling()
+    tiling = DecodeTiling()
     return {name: getattr(tiling, name) for name in DECODE_CHOICES}
 
 
 @cache
-def tuned(units: int, longest: int, d: int, device: torch.device) -> Tiling:
+def tuned(units: int, longest: int, d: int, device: torch.device) -> DecodeTiling:
     """The fastest known tiling, or the rule's."""
-    return replace(Tiling(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
+    return replace(DecodeTiling(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
 
 
 def kernels() -> Sequence[Kernel]:

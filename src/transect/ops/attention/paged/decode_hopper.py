@@ -51,7 +51,7 @@ SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiiii" + "pp"
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class DecodeHopperTiling:
     """How a batch is cut into work."""
 
     warps: int
@@ -75,7 +75,7 @@ SHORT, LONG = 1024, 4096
 
 
 @cache
-def choose(items: int, longest: int, d: int, fp8: bool = False) -> Tiling:
+def choose(items: int, longest: int, d: int, fp8: bool = False) -> DecodeHopperTiling:
     """A tiling for ``items`` rows times key heads of up to ``longest`` positions, from times on an H200.
 
     A cluster takes an item where all clusters run at once: a second round would take as long again. Clusters do not
@@ -84,8 +84,8 @@ def choose(items: int, longest: int, d: int, fp8: bool = False) -> Tiling:
     stages = STAGES[d] * (2 if fp8 else 1)
     for ranks in (4, 2, 1) if longest <= SHORT else (8, 4, 2) if longest <= LONG else ():
         if items <= AT_ONCE[ranks]:
-            return Tiling(WARPS, stages, ranks)
-    return Tiling(WARPS, stages)
+            return DecodeHopperTiling(WARPS, stages, ranks)
+    return DecodeHopperTiling(WARPS, stages)
 
 
 def refusal(
@@ -170,7 +170,7 @@ class PagedDecode:
         out: Tensor | None = None,
         dependent_launch: bool = False,
         beside: bool = False,
-        tiling: Tiling | None = None,
+        tiling: DecodeHopperTiling | None = None,
     ) -> Tensor:
         """``paged_attention.reference``; reads no length on the host.
 

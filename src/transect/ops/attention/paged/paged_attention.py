@@ -110,9 +110,9 @@ tokens go to the kernel of ``paged/prefill_hopper.py``, which needs a multiproce
 class PagedTriton:
     """``paged_attention`` on a GPU."""
 
-    chunks: paged_prefill.Tiling = PREFILL_TILING
+    chunks: paged_prefill.PrefillTiling = PREFILL_TILING
     """Tiling of prefill chunks."""
-    singles: paged_decode.Tiling | None = None
+    singles: paged_decode.DecodeTiling | None = None
     """Tiling of decode rows; None: the one that was tuned for the device."""
     bulk: bool = False
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
@@ -354,7 +354,7 @@ def _hopper() -> Callable[..., Any]:
 
 
 def _launch(q: Tensor, batch: PagedBatch, config: Mapping[str, Any], **others: Any) -> Tensor:
-    return PagedTriton(singles=replace(paged_decode.Tiling(), **config))(q, batch=batch, **others)
+    return PagedTriton(singles=replace(paged_decode.DecodeTiling(), **config))(q, batch=batch, **others)
 
 
 def _size(arguments: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -391,7 +391,7 @@ register(
             ),
             "triton_uniform": Implementation(
                 "triton",
-                available(PagedTriton(paged_prefill.Tiling(bm=64, warps=4), whole=True)),
+                available(PagedTriton(paged_prefill.PrefillTiling(bm=64, warps=4), whole=True)),
                 TRITON_TARGETS,
                 batch_invariant=True,
             ),

@@ -97,7 +97,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class PrefillTiling:
     """Knobs of ``prefill``: rows and positions of a tile, warps, stages."""
 
     bm: int = 128
@@ -106,14 +106,14 @@ class Tiling:
     stages: int = 3
 
 
-PREFILL_TILING = Tiling()
-BESIDE_TILING = Tiling(bm=64, bn=32, warps=4)
+PREFILL_TILING = PrefillTiling()
+BESIDE_TILING = PrefillTiling(bm=64, bn=32, warps=4)
 """The tiling of a few queries beside decodes: a program and a block of the decode kernel fit on one multiprocessor."""
 
 
 def prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None, out: Tensor, *,
-    tiling: Tiling, singles: bool, dependent_launch: bool, beside: bool = False, softcap: float | None = None,
+    tiling: PrefillTiling, singles: bool, dependent_launch: bool, beside: bool = False, softcap: float | None = None,
     sinks: Tensor | None = None, chunk: int | None = None,
 ) -> None:  # fmt: skip
     """Attention of the rows with several queries, and with ``singles`` of those with one too, written to their places

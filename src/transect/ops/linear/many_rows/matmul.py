@@ -41,7 +41,7 @@ from ...lang.tiles import describe, fits_descriptor
 from ...numerics import compute_dtype, sample
 from ...peers import compiled
 from ...registry import Case, Cost, Implementation, OnHost, Op, Trace, register
-from .tiling import Tiling, choose, knobs
+from .tiling import ManyRowsTiling, choose, knobs
 from .triton import gradient_kernel, kernels, persistent_kernel, tile_kernel
 
 ACTIVATIONS = ("", "gelu", "gelu_tanh")
@@ -102,7 +102,7 @@ def matmul(
     residual: Tensor | None = None,
     activation: str = "",
     *,
-    tiling: Tiling | None = None,
+    tiling: ManyRowsTiling | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """``reference`` on the GPU: the persistent kernel where the device has bulk copies and the strides allow it.
@@ -140,7 +140,7 @@ def matmul(
 
 def _launch_persistent(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, residual: Tensor | None, activation: str,
-    out: Tensor, tiling: Tiling,
+    out: Tensor, tiling: ManyRowsTiling,
 ) -> None:  # fmt: skip
     m, k = x.shape
     n = weight.shape[0]
@@ -431,7 +431,7 @@ def _trace() -> Trace:
 
     return Trace(
         arguments,
-        functools.partial(matmul, tiling=Tiling(bm=4, bn=4, bk=4, group=2, warps=1)),
+        functools.partial(matmul, tiling=ManyRowsTiling(bm=4, bn=4, bk=4, group=2, warps=1)),
         note="Programs go down a group of 2 row tiles before they go on to the next column: those in flight share rows "
         "of x and columns of the weight.",
     )

@@ -18,7 +18,7 @@ from ...tuning import choose as tuned
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class ManyRowsTiling:
     """The tiling of a product: the knobs of both kernels."""
 
     bm: int = 128
@@ -31,7 +31,7 @@ class Tiling:
     halves: bool = False
 
 
-SMALL = Tiling(bm=16, bn=16, bk=16, group=2, warps=1)
+SMALL = ManyRowsTiling(bm=16, bn=16, bk=16, group=2, warps=1)
 CHOICES = {
     "bm": (64, 128, 256),
     "bn": (64, 128, 256),
@@ -68,19 +68,19 @@ def gated_rule(size: Size) -> Config:
     return _rule(size, True)
 
 
-def tiling_of(config: Config) -> Tiling:
+def tiling_of(config: Config) -> ManyRowsTiling:
     """The kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
     persistent = torch.cuda.get_device_capability()[0] >= 9
-    return Tiling(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
+    return ManyRowsTiling(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
 
 
-def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> Tiling:
+def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> ManyRowsTiling:
     """The tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was tuned."""
     m, k = x.shape
     if INTERPRETED:
         return SMALL
     if x.element_size() == 4:
-        return Tiling(bm=64 if m > 32 else 16, bn=64, bk=32, warps=4)
+        return ManyRowsTiling(bm=64 if m > 32 else 16, bn=64, bk=32, warps=4)
     size, by_rule = (m, weight.shape[0], k), gated_rule if gated else rule
     if residual or x.stride(1) != 1 or weight.stride(1) != 1:
         return tiling_of(by_rule(size))

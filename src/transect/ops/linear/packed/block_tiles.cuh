@@ -28,7 +28,7 @@
 #include "../../lang/meeting.cuh"
 #include "../../lang/parts.cuh"
 #include "../../lang/wgmma.cuh"
-#include "gguf_codes.cuh"
+#include "gguf/gguf_codes.cuh"
 
 using namespace few_rows;
 using namespace gguf;

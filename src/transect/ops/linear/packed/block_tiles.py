@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ...lang import cuda
 from ...lang.jit import multiprocessors
-from .gguf_layout import units_of
+from .gguf.gguf_layout import units_of
 
 MOST_ROWS = 512
 """More rows are quicker with a weight that is rebuilt."""
 CUTS = ((16, 2, 2), (32, 2, 2), (64, 2, 2), (128, 2, 1), (128, 3, 1), (256, 2, 1))
-"""(rows, groups, resident) that are compiled for every type; see ``Tiling``."""
+"""(rows, groups, resident) that are compiled for every type; see ``BlockTiling``."""
 SHARED = 225 * 1024
 """Bytes of shared memory for the rings of all blocks of a multiprocessor."""
 MOST_STAGES = 16
@@ -36,7 +36,7 @@ SIGNATURE = "ppppppiiil" + "iiiiiiiiii" + "p"
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class BlockTiling:
     """How a product is cut up; the fields are arguments of the launcher."""
 
     rows: int
@@ -72,7 +72,7 @@ def tiling_of(
     k: int,
     units: int,
     together: bool | None = None,
-) -> Tiling | None:
+) -> BlockTiling | None:
     """The tiling of one of the compiled cuts, with as deep rings as fit; None: they do not fit.
 
     ``unit``: bytes of 16 rows by 256 columns of the weight; ``units``: multiprocessors; ``together``: None leaves it to
@@ -89,12 +89,12 @@ def tiling_of(
     for w_stages in (4, 3, 2):
         x_stages = min(MOST_STAGES, 4 * w_stages, (left - w_stages * groups * 4 * unit) // (rows * 128))
         if x_stages >= (4 if w_stages > 2 else 2):
-            return Tiling(rows, groups, resident, teams * team, w_stages, x_stages, together)
+            return BlockTiling(rows, groups, resident, teams * team, w_stages, x_stages, together)
     return None
 
 
 @cache
-def choose_tiling(unit: int, m: int, n: int, k: int, units: int) -> Tiling:
+def choose_tiling(unit: int, m: int, n: int, k: int, units: int) -> BlockTiling:
     """The quickest tiling of m rows on an H200.
 
     Tiles have as many rows as it takes, up to 128; for more they follow one another, or have 256 where every block has
@@ -145,7 +145,7 @@ class Tiles:
         *,
         gated: bool,
         dependent_launch: bool,
-        tiling: Tiling | None,
+        tiling: BlockTiling | None,
     ) -> Tensor:
         """x ``[M, K]`` -> ``[M, N]``, or ``[M, N / 2]`` with ``gated``. ``index``: the source's number for the
         weight's layout; ``unit``: bytes of 16 rows by 256 columns.

@@ -1,0 +1,175 @@
+// The four products between two attentions of one row and weights in fp8 (e4m3) with a scale for each row (chain.cuh).
+// Codes become float16 (all fp8 numbers are float16 numbers) by the hardware's conversion. x becomes float16 too: a warp
+// scales its part by the power of two that brings the largest below 2^15, so digits below 2^-39 of that are lost.
+
+#include <cuda.h>
+#include <cuda_fp16.h>
+
+#include "../chain.cuh"
+
+using namespace chain;
+
+namespace {
+
+constexpr int kBox = 16 * kSpan;
+
+__device__ __forceinline__ void fetch_box(uint32_t to, const CUtensorMap* map, int row, int chunk, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(to),
+      "l"(map), "r"(chunk * kSpan), "r"(row), "r"(barrier), "l"(kReadOnce)
+      : "memory");
+}
+
+// Codes 0, 1 and 2, 3 of a word as float16.
+__device__ __forceinline__ uint2 halves_of(uint32_t codes) {
+  uint2 v;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %2;\ncvt.rn.f16x2.e4m3x2 %0, low;\ncvt.rn.f16x2.e4m3x2 %1, high;\n}"
+      : "=r"(v.x), "=r"(v.y)
+      : "r"(codes));
+  return v;
+}
+
+// As ``few_rows::multiply``, of float16.
+__device__ __forceinline__ void multiply_halves(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float times) {
+  const __half2 v = __floats2half2_rn(low_of(pair) * times, high_of(pair) * times);
+  return *(const uint32_t*)&v;
+}
+
+// The bits of the larger of two bfloat16 without their signs, as float32: of those the larger has the larger bits.
+__device__ __forceinline__ uint32_t largest(uint32_t pair) { return max(pair << 16 & 0x7fff0000u, pair & 0x7fff0000u); }
+
+struct Fp8 {
+  static constexpr int kItem = 2 * kBox, kKnown = 0;
+  struct Matrix {
+    CUtensorMap map;
+    const float* scale;
+  };
+
+  // Where a warp's items lie, one step after the other.
+  struct Cursor {
+    const CUtensorMap* map;
+    int row, below, chunk;
+    bool both;
+
+    __device__ __forceinline__ void begin(const Matrix& matrix, int n, int unit, bool gate, bool has_both) {
+      map = &matrix.map, row = unit * 16, below = gate ? n / 2 + row : row + 16, both = has_both;
+      chunk = threadIdx.x / 32;
+    }
+    __device__ __forceinline__ void next() { chunk += kWarps; }
+    __device__ __forceinline__ void fetch(uint32_t to, uint32_t barrier) const {
+      barrier_expect(barrier, both ? kItem : kBox);
+      fetch_box(to, map, row, chunk, barrier);
+      if (both) fetch_box(to + kBox, map, below, chunk, barrier);
+    }
+  };
+
+  static __device__ __forceinline__ float row_scale(const Matrix& matrix, int row) { return matrix.scale[row]; }
+
+  // A warp's part of x as float16; gives what brings its sums back.
+  static __device__ __forceinline__ float keep(uint32_t part, uint32_t, const Part& v, int steps, int lane) {
+    uint32_t most = 0;
+#pragma unroll
+    for (int j = 0; j < kMostSteps / 2; j++)
+      most = max(max(most, largest(v[j].x)), max(largest(v[j].y), max(largest(v[j].z), largest(v[j].w))));
+    most = __reduce_max_sync(0xFFFFFFFFu, most);
+    const int exponent = max((int)(most >> 23), 15);
+    const float times = __uint_as_float((268 - exponent) << 23);
+#pragma unroll
+    for (int j = 0; j < kMostSteps / 2; j++) {
+      if (2 * j >= steps) break;
+      asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(part + j * 512 + lane * 16),
+                   "r"(scaled_pair(v[j].x, times)), "r"(scaled_pair(v[j].y, times)), "r"(scaled_pair(v[j].z, times)),
+                   "r"(scaled_pair(v[j].w, times))
+                   : "memory");
+    }
+    return __uint_as_float((exponent - 14) << 23);
+  }
+
+  // A lane reads pieces 2 (lane % 4) and, in the second half, the one after it, of rows lane / 4 of the eights of an
+  // item. So eight lanes at a time meet no bank twice.
+  struct Sums {
+    float acc[2][2][4] = {};  // of both halves of a chunk's k, of both sixteens
+
+    __device__ __forceinline__ float of(int r, int half) const { return acc[0][r][half * 2] + acc[1][r][half * 2]; }
+
+    __device__ __forceinline__ void add(uint32_t item, uint32_t x_at, uint32_t, int, int lane) {
+      const uint32_t from = item + lane / 4 * 128 + ((lane % 4 * 2) ^ (lane / 4)) * 16;
+      uint4 w[2][2][2], b[2][2];
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        b[h][0] = read16(x_at + lane % 4 * 64 + h * 32), b[h][1] = read16(x_at + lane % 4 * 64 + h * 32 + 16);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+          w[h][r][0] = read16((from ^ (h * 16)) + r * kBox);
+          w[h][r][1] = read16((from ^ (h * 16)) + r * kBox + kBox / 2);
+        }
+      }
+#pragma unroll
+      for (int q = 0; q < 4; q++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const uint4 pairs = b[h][q / 2];
+          const uint32_t b0 = q % 2 ? pairs.z : pairs.x, b1 = q % 2 ? pairs.w : pairs.y;
+#pragma unroll
+          for (int r = 0; r < 2; r++) {
+            const uint4 upper = w[h][r][0], lower = w[h][r][1];
+            const uint32_t above[4] = {upper.x, upper.y, upper.z, upper.w};
+            const uint32_t below[4] = {lower.x, lower.y, lower.z, lower.w};
+            const uint2 first = halves_of(above[q]), second = halves_of(below[q]);
+            const uint32_t a[4] = {first.x, second.x, first.y, second.y};
+            multiply_halves(acc[h][r], a, b0, b1);
+          }
+        }
+    }
+  };
+};
+
+// Rows of ``k`` codes in boxes of 16 rows by 128 k. In shared memory 16 bytes of row r lie at piece ^ (r % 8).
+int describe(CUtensorMap* map, const void* codes, int n, int k) {
+  typedef CUresult (*Encode)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                             const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                             CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  static Encode encode = nullptr;
+  if (!encode) {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult status;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &status);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &found, cudaEnableDefault, &status);
+#endif
+    if (!found) return 1;
+    encode = (Encode)found;
+  }
+  const cuuint64_t sizes[2] = {(cuuint64_t)k, (cuuint64_t)n}, strides[1] = {(cuuint64_t)k};
+  const cuuint32_t box[2] = {kSpan, 16}, steps[2] = {1, 1};
+  return (int)encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void*)codes, sizes, strides, box, steps,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+}  // namespace
+
+// Codes [n, k] contiguous on 16 bytes and scales float32 [n] of the four products: o, gate over up, down, and q, k, v of
+// the next layer; their sizes n and k must follow each other, multiples of 128 up to 16384 (n of gate over up twice
+// that). The rest as of ``chain::start``; ``dependent`` as of transect_small_matmul. Returns -2 where the codes cannot be
+// described to the copy engine.
+extern "C" int transect_scaled8_chain(const void* const* codes, const void* const* scales, const int* sizes,
+                                      const void* const* tensors, float eps0, float eps1, int stages,
+                                      int blocks, int dependent, void* stream) {
+  Weights<Fp8> weights;
+  for (int p = 0; p < kProducts; p++) {
+    if (sizes[2 * p] % 128) return -1;
+    weights.matrix[p].scale = (const float*)scales[p];
+    if (describe(&weights.matrix[p].map, codes[p], sizes[2 * p], sizes[2 * p + 1])) return -2;
+  }
+  return start<Fp8>(weights, sizes, tensors, eps0, eps1, stages, blocks, dependent, stream);
+}

@@ -1,0 +1,94 @@
+r"""``scaled8_chain.cu``: the four products between the attention of a layer and that of the next, for one row and
+weights in fp8, in one launch on Hopper. ``chain.py`` has the arithmetic.
+
+Weights: codes int8 ``[N, K]`` (the bits of fp8), gate over up, scale float32 ``[N]``; all sizes multiples of 128. Sums
+in float32; x is taken as float16 times a power of two, which loses digits below 2^-39 of the largest of its part.
+
+Bound by bytes: one for each weight.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import chain
+from ..chain import ChainWeights
+
+STAGES = 2
+"""Items of 4 KiB that each of 16 warps has asked for at a time; more do not fit."""
+
+
+class Matrix8(NamedTuple):
+    """A weight in fp8: codes int8 ``[N, K]``, and a scale float32 for each row."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
+    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
+
+    def halves(both: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = both.chunk(2, 1)
+        return gate, up
+
+    def values(matrix: Matrix8, dtype: torch.dtype) -> Tensor:
+        return matrix.codes.view(torch.float8_e4m3fn).to(dtype) * matrix.scale.to(dtype)[:, None]
+
+    return chain.reference(attended, residual, weights, values, halves)
+
+
+def refusal(weights: ChainWeights) -> str | None:
+    """Why the kernel does not take these weights, or None."""
+    matrices: tuple[Matrix8, ...] = weights.matrices
+    shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in matrices]
+    reason = chain.sizes_refusal(shapes)
+    if reason is not None:
+        return reason
+    for (n, k), matrix in zip(shapes, matrices, strict=True):
+        if n % 128:
+            return f"sizes must be multiples of 128, not {n} x {k}"
+        if matrix.scale.shape != (n,) or matrix.scale.dtype != torch.float32 or not matrix.scale.is_contiguous():
+            return "it takes one float32 scale for each row"
+        if not matrix.codes.is_contiguous() or matrix.codes.data_ptr() % 16:
+            return "the codes must be contiguous, at an address that is a multiple of 16 bytes"
+    return chain.vectors_refusal(weights)
+
+
+class CudaChain(chain.Chain):
+    """``(attended, residual, weights) -> (y, u)`` by ``scaled8_chain.cu``; arguments and errors of ``chain.Chain``."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__("scaled8_chain", "pp", device)
+
+    def __call__(
+        self,
+        attended: Tensor,
+        residual: Tensor,
+        weights: ChainWeights,
+        *,
+        dependent_launch: bool = False,
+        stages: int = STAGES,
+    ) -> tuple[Tensor, Tensor]:
+        """y ``[1, N]`` and u ``[1, D]``.
+
+        ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
+
+        Raises:
+            ValueError: see ``refusal`` and ``Chain.run``.
+            RuntimeError: the launch failed.
+        """
+        reason = refusal(weights)
+        if reason:
+            raise ValueError(f"scaled8_chain.cu: {reason}")
+        codes = chain.addresses([m.codes for m in weights.matrices])
+        scales = chain.addresses([m.scale for m in weights.matrices])
+        shapes = [(m.codes.shape[0], m.codes.shape[1]) for m in weights.matrices]
+        return self.run(
+            [ctypes.addressof(codes), ctypes.addressof(scales)], attended, residual, weights, shapes, stages,
+            dependent_launch,
+        )  # fmt: skip

@@ -1,0 +1,55 @@
+"""``gguf_tiles.cu``: the product of up to ``block_tiles.MOST_ROWS`` rows with a weight in a block type of GGUF files,
+on Hopper (``block_tiles.py``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import block_tiles
+from ..block_tiles import BlockTiling, Tiles
+from . import gguf_rows
+from .gguf_layout import FORMATS
+
+
+def refusal(
+    x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None, gated: bool = False
+) -> str | None:
+    """Why the kernels do not take these arguments, or None."""
+    if (reason := block_tiles.refusal(outputs, bias, gated)) is not None:
+        return reason
+    return gguf_rows.refusal(x, arranged, name, outputs, bias)
+
+
+class GGUFTiles(Tiles):
+    """``(x, arranged, name, outputs, bias=None)`` by ``gguf_tiles.cu``; made, and raising, as ``Tiles``."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        super().__init__("gguf_tiles", device)
+
+    def __call__(
+        self,
+        x: Tensor,
+        arranged: Tensor,
+        name: str,
+        outputs: int,
+        bias: Tensor | None = None,
+        *,
+        gated: bool = False,
+        dependent_launch: bool = False,
+        tiling: BlockTiling | None = None,
+    ) -> Tensor:
+        """x ``[M, K]`` -> ``[M, N]``; ``gated``: sixteens of rows of the weight are gate and up in turn, and the result
+        is ``silu(gate) * up [M, N / 2]``.
+
+        Raises:
+            ValueError: see ``refusal``.
+            RuntimeError: the launch failed.
+        """
+        reason = refusal(x, arranged, name, outputs, bias, gated)
+        if reason:
+            raise ValueError(f"gguf_tiles.cu: {reason}")
+        how: Any = {"gated": gated, "dependent_launch": dependent_launch, "tiling": tiling}
+        return self.run(x, arranged, FORMATS[name].index, FORMATS[name].unit, outputs, bias, **how)
