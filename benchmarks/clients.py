@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import record
+from transect.checkpoints.pull import BUILTIN_MODELS
 from transect.hardware.cache import cache_folder
-from transect.models.pull import BUILTIN_MODELS
 
 PROGRAMS = record.ROOT / "benchmarks" / "client_programs"
 BUILTIN = next(iter(BUILTIN_MODELS))

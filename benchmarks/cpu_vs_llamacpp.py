@@ -86,7 +86,7 @@ def work_of_transect(model: str, threads: int) -> dict[str, Any]:
 
 def work_of_llamacpp(model: str, threads: int, settings: dict[str, Any]) -> dict[str, Any]:
     from peer_llamacpp import LlamaCpp
-    from transect.models.resolve import resolve
+    from transect.checkpoints.resolve import resolve
 
     peer = LlamaCpp(str(resolve(model).path), threads, settings)
     results: dict[str, list[float]] = {}
@@ -117,9 +117,9 @@ def floors(model: str, threads: int) -> dict[str, float]:
     """Tokens per second that the measured memory bandwidth and multiply-add rate allow at the most."""
     import torch
 
+    from transect.checkpoints.resolve import resolve
     from transect.hardware.device import detect
     from transect.models.cost import Row, floor, step_cost
-    from transect.models.resolve import resolve
     from transect.ops.cpu.ceilings import device_measurement
 
     torch.set_num_threads(threads)

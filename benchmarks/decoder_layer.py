@@ -29,18 +29,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
 from graph_time import graph_times
-from transect.models.config import ModelConfig
+from transect.checkpoints.load import allocated
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions
-from transect.models.load import allocated
 from transect.models.norm import RMSNorm
-from transect.models.presets import PRESETS
-from transect.models.shapes import linear_shapes
 from transect.models.weights.dense import Dense
 from transect.ops.linear import gate_up
 from transect.ops.linear.stream_products import StreamProducts
 from transect.ops.opset import OpSet, resolve_ops, with_dependent_launch
+from transect.spec.model import ModelConfig
+from transect.spec.shapes import PRESETS
+from transect.spec.weights import linear_shapes
 
 READ, RATE = 4.35e12, 750e12
 CONTEXT, BLOCK = 1024, 16

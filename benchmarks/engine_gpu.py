@@ -42,7 +42,7 @@ from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
 from transect.engine.llm import LLM
 from transect.models.cost import Row
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")
 PROMPT, STEPS = 512, 255

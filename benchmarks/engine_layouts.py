@@ -31,7 +31,7 @@ from transect.bench.offline import run_all
 from transect.bench.scaling import batch_rank_floor, predicted_shares, predicted_stages
 from transect.bench.workload import Work, throughput_protocol
 from transect.engine.llm import LLM
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 GPUS = 2
 

@@ -24,7 +24,7 @@ import record
 from engine_tables import peers_table
 from transect.bench.offline import decode_steps
 from transect.engine.llm import LLM
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 PROMPT = 512
 TOKENS = {"transformers, eager": 24, "transformers, torch.compile, static cache": 80}

@@ -36,8 +36,8 @@ from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 from transect.models.cost import Row
-from transect.models.presets import PRESETS
 from transect.parallel.launch import Ranks
+from transect.spec.shapes import PRESETS
 
 SECTIONS = ("links", "predict", "decode", "throughput", "trace", "pushed")
 BATCHES = {"llama-3.1-8b": (1, 32, 64, 128, 256), "llama-3.3-70b": (1, 32, 128)}

@@ -32,20 +32,20 @@ from engine_trace import traced_steps
 from transect.bench.floors import batch_floor, step_floor
 from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
+from transect.checkpoints import load
+from transect.checkpoints.dummy import dummy_weights
 from transect.engine.gpu import build
 from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
-from transect.models import load
 from transect.models.cost import Row
-from transect.models.presets import PRESETS
-from transect.models.shapes import weight_shapes
 from transect.models.storage import Layout, Storage, storage_for
 from transect.models.stored import Blocks, Stored
 from transect.models.weights.kinds import kinds_for
-from transect.models.weights_dummy import dummy_weights
 from transect.ops.linear.packed.gguf.gguf_layout import FORMATS as BLOCK_FORMATS
 from transect.ops.linear.packed.gguf.gguf_matmul import random_blocks
 from transect.ops.opset import resolve_ops
+from transect.spec.shapes import PRESETS
+from transect.spec.weights import weight_shapes
 
 FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {},

@@ -98,8 +98,8 @@ HOSTILE: dict[str, Callable[[], tuple[str, str]]] = {
 
 def vocabulary() -> tuple[list[bytes], set[int], int]:
     """Bytes of VOCAB tokens, which of them are special, and the one that ends an answer."""
+    from transect.checkpoints.pull import pull
     from transect.formats.gguf_file import GGUFFile
-    from transect.models.pull import pull
     from transect.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_gguf(GGUFFile.open(pull("smollm2-135m")).metadata)

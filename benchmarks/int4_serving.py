@@ -31,8 +31,8 @@ from transect.bench.offline import decode_steps
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 from transect.models.cost import Row, weight_bytes
-from transect.models.presets import PRESETS
 from transect.models.storage import storage_for
+from transect.spec.shapes import PRESETS
 from transect.train.perplexity import score_tokens
 
 TEXT = (

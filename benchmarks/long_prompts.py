@@ -30,10 +30,10 @@ from serve_load import model_folder
 from transect.bench.floors import Rates, step_floor
 from transect.bench.offline import prefill_seconds
 from transect.engine.llm import LLM
-from transect.models.config_hf import from_hf
 from transect.models.cost import Row
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.opset import resolve_ops
+from transect.spec.hf import from_hf
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")
 HEADS = {

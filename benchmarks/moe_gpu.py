@@ -35,15 +35,15 @@ from transect.bench.floors import step_floor
 from transect.bench.offline import decode_steps, prefill_seconds
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
-from transect.models.config import ModelConfig
 from transect.models.cost import Row
 from transect.models.moe import MoE
-from transect.models.presets import PRESETS
 from transect.ops.counting import touched
 from transect.ops.moe.ordering import draw
 from transect.ops.registry import get
 from transect.ops.tools.timing import time_graph
 from transect.parallel.launch import Ranks
+from transect.spec.model import ModelConfig
+from transect.spec.shapes import PRESETS
 
 SECTIONS = ("ops", "decode", "prefill")
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -58,7 +58,7 @@ def prepare(folder: Path, text: bytes, device: str, layers: int, dim: int) -> No
     import numpy as np
     from byte_model import ROWS, Shape, write_model
 
-    from transect.models.weights_hf_out import save_hf
+    from transect.checkpoints.hf_out import save_hf
     from transect.train.model import build
     from transect.train.tokens import token_dtype, write_meta
 

@@ -102,8 +102,8 @@ def model_folder(shape: str, folder: Path) -> Path:
     if Path(shape).is_dir():
         config = json.loads((Path(shape) / "config.json").read_text())
     else:
-        from transect.models.config_hf import to_hf
-        from transect.models.presets import PRESETS
+        from transect.spec.hf import to_hf
+        from transect.spec.shapes import PRESETS
 
         config = to_hf(PRESETS[shape])
     folder.mkdir(parents=True, exist_ok=True)

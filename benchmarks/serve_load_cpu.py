@@ -33,7 +33,7 @@ import record
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, WorkSource, rate_levels, run_levels
 from transect.bench.target import Target, served_model
-from transect.models.resolve import resolve
+from transect.checkpoints.resolve import resolve
 from transect.text.tokenizer import Tokenizer
 
 PROMPT, OUTPUT = "uniform:80-320", "uniform:20-80"

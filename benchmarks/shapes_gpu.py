@@ -31,8 +31,8 @@ from transect.bench.energy import Nvml
 from transect.bench.floors import Rates, step_floor
 from transect.bench.offline import decode_steps
 from transect.engine.llm import LLM
-from transect.models.config_hf import from_hf
 from transect.models.cost import Row
+from transect.spec.hf import from_hf
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")
 PROMPT, STEPS = 256, 48

@@ -35,7 +35,7 @@ from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.engine.step_time import StepLoad
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 MODEL = PRESETS["llama-3.1-8b"]
 KEY_S = 2 * MODEL.n_layers * MODEL.n_kv_heads * MODEL.head_dim * 2 / (0.9 * 4.35e12)

@@ -17,7 +17,7 @@ import numpy as np
 
 import record
 from structured_cost import FORM
-from transect.models.resolve import resolve
+from transect.checkpoints.resolve import resolve
 from transect.text.grammar.compiler import GrammarCompiler
 from transect.text.grammar.constraint import MaskFiller
 from transect.text.grammar.vocabulary import Vocabulary

@@ -82,8 +82,8 @@ def config_of(shape: str) -> dict[str, Any]:
     """The config.json of a preset, or of one of ``popular_shapes``; of its first layers alone where it says so."""
     from dataclasses import replace
 
-    from transect.models.config_hf import to_hf
-    from transect.models.presets import PRESETS
+    from transect.spec.hf import to_hf
+    from transect.spec.shapes import PRESETS
 
     name, _, layers = shape.partition(", ")
     if name not in PRESETS:
@@ -94,7 +94,7 @@ def config_of(shape: str) -> dict[str, Any]:
 
 def source_of(shape: str) -> str:
     """What the trainer calls the model: a preset's name, or a folder with a config.json."""
-    from transect.models.presets import PRESETS
+    from transect.spec.shapes import PRESETS
 
     if shape in PRESETS:
         return shape
@@ -346,7 +346,7 @@ def memory(work: str) -> list[dict[str, Any]]:
 
 def useful_flops(shape: str, task: str) -> float:
     """FLOPs of a step."""
-    from transect.models.config_hf import from_hf
+    from transect.spec.hf import from_hf
     from transect.train.flops import flops_per_token
 
     return SEQUENCE * ROWS * flops_per_token(from_hf(config_of(shape)), SEQUENCE, frozen=task != "pretrain")

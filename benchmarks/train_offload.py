@@ -311,8 +311,8 @@ def affordable(models: list[str], rate: float, seconds: float) -> str:
     """The first of the models whose states a disk of this rate moves four times in this time, or the last one."""
     import math
 
-    from transect.models.presets import PRESETS
-    from transect.models.shapes import weight_shapes
+    from transect.spec.shapes import PRESETS
+    from transect.spec.weights import weight_shapes
 
     for model in models:
         numbers = sum(math.prod(shape) for shape in weight_shapes(PRESETS[model]).values())

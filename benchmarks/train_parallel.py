@@ -266,8 +266,8 @@ def fsdp2(work: str, *, compiled: bool) -> Callable[[], Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from transect.models.config_hf import to_hf
-    from transect.models.presets import PRESETS
+    from transect.spec.hf import to_hf
+    from transect.spec.shapes import PRESETS
 
     apply_liger_kernel_to_llama()
     values = to_hf(PRESETS[SHAPES[work]])

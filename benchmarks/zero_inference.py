@@ -29,10 +29,10 @@ from engine_gpu import RATES, Kept
 from transect.bench import host_link
 from transect.bench.floors import step_floor
 from transect.bench.offline import decode_steps, prefill_seconds
+from transect.checkpoints.resolve import resolve
 from transect.engine.decisions import read_records
 from transect.engine.llm import LLM
 from transect.models.cost import Row, weight_bytes
-from transect.models.resolve import resolve
 from transect.models.storage import Storage
 from transect.parallel.launch import Ranks
 

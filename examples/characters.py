@@ -29,8 +29,8 @@ from curve import show
 from torch import Tensor
 
 from transect.engine.sampling_params import SamplingParams
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
+from transect.spec.model import ModelConfig
 from transect.train.config import DataConfig, OptimizerConfig, ScheduleConfig
 from transect.train.data import Loader
 from transect.train.loss import batch_loss, evaluate, token_loss

@@ -169,6 +169,6 @@ def remembered() -> Remembered:
 @pytest.fixture(scope="session")
 def smollm2():
     """The ``ModelSource`` of the built-in model: from the user's cache, or fetched (98 MB, once)."""
-    from transect.models.resolve import resolve
+    from transect.checkpoints.resolve import resolve
 
     return resolve("smollm2-135m")

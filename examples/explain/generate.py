@@ -22,13 +22,13 @@ import torch
 
 from transect import LLM, SamplingParams
 from transect.bench.floors import Rates, step_floor
+from transect.checkpoints.resolve import resolve
 from transect.explain import Explain
 from transect.explain.program import Explanation, machine_ceilings
 from transect.hardware.environment import environment
-from transect.models.config_hf import to_hf
 from transect.models.cost import Row
-from transect.models.presets import PRESETS
-from transect.models.resolve import resolve
+from transect.spec.hf import to_hf
+from transect.spec.shapes import PRESETS
 
 PROMPT = 32
 WAITING = ("launch", "host", "sync", "copies", "loading", "recompilation")

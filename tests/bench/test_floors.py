@@ -6,12 +6,12 @@ import pytest
 
 from transect.bench.floors import Floor, Rates, batch_floor, step_floor, storage_of
 from transect.bench.workload import throughput_protocol
+from transect.checkpoints.resolve import resolve
 from transect.hardware.ceilings import Ceilings
-from transect.models.config_hf import to_hf
 from transect.models.cost import Row, Storage
-from transect.models.presets import PRESETS
-from transect.models.resolve import resolve
 from transect.parallel.layout import Layout
+from transect.spec.hf import to_hf
+from transect.spec.shapes import PRESETS
 
 RATES = Rates(4.35e12, 750e12)
 

@@ -14,7 +14,7 @@ from transect.bench.scaling import (
     rank_floor,
 )
 from transect.models.cost import Row
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 RATES = Rates(4e12, 700e12)
 LINKS = Links({1024: 4e-6, 2048: 6e-6})

@@ -12,13 +12,13 @@ from safetensors import safe_open
 from tiny_llm import save_tiny_llm
 from transformers.utils.quantization_config import AwqConfig, GPTQConfig
 
+from transect.checkpoints.calibration import importance
+from transect.checkpoints.gguf_out import _type_of
+from transect.checkpoints.load import load_model
+from transect.checkpoints.resolve import resolve
 from transect.formats.gguf_file import GGUFFile
-from transect.models.calibration import importance
 from transect.models.context import VarlenContext
-from transect.models.gguf_out import _type_of
-from transect.models.load import load_model
 from transect.models.quantized_layouts import codes_to_words, words_to_codes
-from transect.models.resolve import resolve
 from transect.text.tokenizer import Tokenizer
 from transect.train.export import opened
 from transect.train.quantize import Calibration, windows_of

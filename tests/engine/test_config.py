@@ -44,7 +44,7 @@ def test_switches_for_a_gpu_are_options_of_their_own():
 
 
 def test_flags_of_commands_reach_the_switches(monkeypatch):
-    monkeypatch.setattr("transect.models.resolve.resolve", lambda model, **settings: None)
+    monkeypatch.setattr("transect.checkpoints.resolve.resolve", lambda model, **settings: None)
     made = engine_config("x", fused_operators=False, dependent_launch=True, threads=None, seed=3)
     assert made == EngineConfig(model="x", seed=3, gpu=GPUOptions(fused_operators=False))
 

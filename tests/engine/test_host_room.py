@@ -5,9 +5,9 @@ from tiny_checkpoints import make_model, write_gguf
 from tiny_llm import save_tiny_llm
 
 from transect import LLM
+from transect.checkpoints.resolve import resolve
 from transect.engine.config import EngineConfig
 from transect.engine.host_room import GIB, check_weights
-from transect.models.resolve import resolve
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from transect.engine.config import EngineConfig
 from transect.engine.decisions import read_records
 from transect.engine.gpu.setup import _check_weights, plan_of, without_graphs
 from transect.engine.vllm_arguments import engine_settings
-from transect.models.config import ModelConfig
 from transect.models.storage import storage_for
 from transect.models.streaming.plan import plan_stream
 from transect.parallel.layout import Layout
 from transect.parallel.memory import smallest_layout
+from transect.spec.model import ModelConfig
 
 torch.set_num_threads(1)
 SETTINGS = {
@@ -120,7 +120,7 @@ def test_a_host_or_a_disk_without_room_is_refused_before_anything_is_read(checkp
     def read(*_, **__):
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("transect.models.load.stored_weights", read)
+    monkeypatch.setattr("transect.checkpoints.load.stored_weights", read)
     monkeypatch.setattr(offload, "free_memory", lambda: 1000)
     with pytest.raises(ValueError, match=r"of host memory, and 0\.0 GiB are free: lower cpu_offload_gb"):
         LLM(checkpoint("llama"), **SETTINGS, cpu_offload_gb=ALL)

@@ -17,10 +17,10 @@ from transect.engine.runner import Runner
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.ops.opset import resolve_ops
+from transect.spec.model import ModelConfig
 
 VOCAB = 61
 CONFIG = ModelConfig(

@@ -9,10 +9,10 @@ from transect.engine.batch import Draw, ScheduledBatch, ScheduledRow
 from transect.engine.prompt_results import LOGPROB_ROWS
 from transect.engine.runner import Runner
 from transect.engine.sampling_params import SamplingParams
-from transect.models.config_hf import from_hf
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops
+from transect.spec.hf import from_hf
 
 BLOCK, BLOCKS, VOCAB = 4, 32, 61
 CONFIG = from_hf(

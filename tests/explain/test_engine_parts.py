@@ -15,8 +15,8 @@ from transect.explain.program import Explain
 from transect.explain.sampler import Frame
 from transect.explain.split import PARTS, Split
 from transect.explain.trace import Trace
-from transect.models.presets import PRESETS
 from transect.models.storage import Storage
+from transect.spec.shapes import PRESETS
 
 LIMITS = {"num_blocks": 8}
 

@@ -17,7 +17,7 @@ from transect.explain.roofline import points_of_model, points_of_operator, roofl
 from transect.explain.roofline_svg import svg, text
 from transect.explain.trace_file import read_trace
 from transect.hardware.presets import PRESETS, preset
-from transect.models.presets import PRESETS as SHAPES
+from transect.spec.shapes import PRESETS as SHAPES
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 

@@ -13,8 +13,8 @@ from transect.explain.log import build
 from transect.explain.step_time import StepTime, calibrated, errors, followed, known_steps, measured_steps, spread
 from transect.explain.work import Padding, StepWork
 from transect.models.cost import Row
-from transect.models.presets import PRESETS
 from transect.models.storage import Storage
+from transect.spec.shapes import PRESETS
 
 LIMITS = {"block_size": 16, "max_num_seqs": 64, "max_model_len": 2048, "num_blocks": 64}
 DEVICE = {"padding": {"graph_tokens": 1024, "multiple": 16, "fine_rows": 1}}

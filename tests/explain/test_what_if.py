@@ -24,7 +24,7 @@ from transect.explain.simulate import recorded
 from transect.explain.step_time import StepTime, calibrated, drift, measured_steps
 from transect.explain.what_if import parse, what_if
 from transect.explain.work import Load, StepWork
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 LIMITS = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_model_len": 200, "seed": 0}
 

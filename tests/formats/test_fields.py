@@ -6,9 +6,9 @@ import math
 import pytest
 from tiny_llm import save_tiny_llm
 
-from transect.formats.fields import Fields, read_json_object
-from transect.models.config_gguf import from_gguf
-from transect.models.config_hf import from_hf, from_hf_directory
+from transect.spec.fields import Fields, read_json_object
+from transect.spec.gguf import from_gguf
+from transect.spec.hf import from_hf, from_hf_directory
 from transect.text.chat_template import ChatTemplate
 from transect.text.gguf_vocab import gguf_chat_template, read_gguf_vocabulary
 from transect.text.hf_settings import read_hf_settings

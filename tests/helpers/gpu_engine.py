@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from transect.checkpoints.load import allocated
 from transect.engine.gpu.runner import GPURunner
 from transect.engine.gpu.setup import gpu_ops
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
-from transect.models.load import allocated
+from transect.spec.model import ModelConfig
 
 VOCAB, BLOCK = 61, 16
 TINY = ModelConfig(

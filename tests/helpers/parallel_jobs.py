@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from transect.bench import collectives as collectives_of_bench
+from transect.checkpoints.load import load_on_device
+from transect.checkpoints.resolve import resolve
 from transect.engine.clock import WallClock
 from transect.engine.core import EngineCore
 from transect.engine.gpu.measure import runner_of
@@ -16,8 +18,6 @@ from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.context import VarlenContext
 from transect.models.fused_stack import FusedStack
-from transect.models.load import load_on_device
-from transect.models.resolve import resolve
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4_serving import Int4Products, ServingInt4, _gated_by_torch
 from transect.ops.comm import all_reduce

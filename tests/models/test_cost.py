@@ -11,14 +11,14 @@ from collections import defaultdict
 import pytest
 import torch
 
-from transect.models.config import ModelConfig
-from transect.models.config_moe import MoEConfig
 from transect.models.context import PagedContext
 from transect.models.cost import Row, Storage, floor, kv_bytes_per_token, step_cost, total, weight_bytes
 from transect.models.decoder import Decoder
-from transect.models.shapes import parameter_count
 from transect.ops.opset import OPERATORS, resolve_ops
 from transect.ops.registry import Cost, get
+from transect.spec.model import ModelConfig
+from transect.spec.moe import MoEConfig
+from transect.spec.weights import parameter_count
 
 SMOLLM2 = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, tied_embeddings=True)
 TINY = ModelConfig("llama", 50, 24, 2, 3, 1, 8, 20, 256, tied_embeddings=True)

@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 import torch
 
-from transect.models.config import ModelConfig
-from transect.models.config_hf import from_hf
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.shapes import parameter_count, weight_shapes
 from transect.ops.opset import OpSet, resolve_ops
+from transect.spec.hf import from_hf
+from transect.spec.model import ModelConfig
+from transect.spec.weights import parameter_count, weight_shapes
 
 TINY = ModelConfig("llama", 61, 48, 2, 6, 2, 8, 72, 128, tied_embeddings=True)
 CONFIGS = {

@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 from gpu_engine import gpu_model
 
-from transect.models.config import ModelConfig
+from transect.checkpoints.load import allocated
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions, refusal
-from transect.models.load import allocated
-from transect.models.presets import PRESETS
 from transect.models.weights.adapted import Adapted
 from transect.models.weights.dense import DenseStream
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.linear.stream_products import Stream
 from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
+from transect.spec.model import ModelConfig
+from transect.spec.shapes import PRESETS
 
 BLOCK = 4
 TINY = ModelConfig(

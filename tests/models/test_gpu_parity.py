@@ -4,10 +4,10 @@ import pytest
 import torch
 from tiny_checkpoints import FAMILIES, make_model
 
+from transect.checkpoints.load import load_on_device
+from transect.checkpoints.resolve import resolve
 from transect.engine.gpu.setup import gpu_ops
 from transect.models.context import PagedContext
-from transect.models.load import load_on_device
-from transect.models.resolve import resolve
 
 pytestmark = [
     pytest.mark.gpu,

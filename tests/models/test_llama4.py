@@ -6,14 +6,14 @@ import pytest
 import torch
 import transformers
 
-from transect.models.config_hf import from_hf, from_hf_directory, to_hf
+from transect.checkpoints.hf import stored_hf
+from transect.checkpoints.hf_out import save_hf
+from transect.checkpoints.load import load_model
+from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 from transect.models.cost import Row, least_attention
-from transect.models.load import load_model
-from transect.models.resolve import resolve
 from transect.models.storage import Storage
-from transect.models.weights_hf import stored_hf
-from transect.models.weights_hf_out import save_hf
+from transect.spec.hf import from_hf, from_hf_directory, to_hf
 from transect.train.flops import TrainingFlops
 
 TOKENS = [5, 9, 77, 42, 13, 8, 31, 60, 2, 2, 19]

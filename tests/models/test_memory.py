@@ -9,7 +9,7 @@ from transect.models.memory.fit import PLANS, first_that_fits, refusal, smallest
 from transect.models.memory.terms import GIB, parse_bytes
 from transect.models.memory.training import training
 from transect.models.memory.training_plan import TrainingPlan, state_bytes, trained_shapes
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 from transect.train.config import OptimizerConfig
 from transect.train.optim import build as build_optimizer
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 from effort import proving, quick_first
 
-from transect.models.config import ModelConfig
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.memory.part import Part
@@ -15,6 +14,7 @@ from transect.models.memory.training_plan import TrainingPlan
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import get
+from transect.spec.model import ModelConfig
 from transect.train.activations import stack_with
 from transect.train.config import LoRAConfig
 from transect.train.lora import attach

@@ -8,7 +8,7 @@ import pytest
 from transect.models.cost import weight_bytes
 from transect.models.memory.serving import ServingPlan, kept_for_graphs, largest_step, serving
 from transect.models.memory.terms import GIB
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 LLAMA_8B = PRESETS["llama-3.1-8b"]
 PLAN = ServingPlan(weights=int(weight_bytes(LLAMA_8B)), graphs=9)

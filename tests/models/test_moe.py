@@ -8,22 +8,22 @@ import transformers
 from tiny_llm import EOS, VOCAB, save_tiny_llm_text
 
 from transect import LLM, SamplingParams
-from transect.models.config import ModelConfig, RopeConfig
-from transect.models.config_hf import from_hf, to_hf
-from transect.models.config_moe import MoEConfig
+from transect.checkpoints.hf_out import save_hf
+from transect.checkpoints.load import load_model
+from transect.checkpoints.resolve import resolve
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.cost import Row, Storage, expert_cost, least_cost
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
-from transect.models.load import load_model
 from transect.models.moe import SharedRouter
-from transect.models.resolve import resolve
-from transect.models.shapes import parameter_count, weight_shapes
 from transect.models.weights.packed import Packed
-from transect.models.weights_hf_out import save_hf
 from transect.ops.cpu import library as cpu_library
 from transect.ops.moe import gating
 from transect.ops.opset import resolve_ops
+from transect.spec.hf import from_hf, to_hf
+from transect.spec.model import ModelConfig, RopeConfig
+from transect.spec.moe import MoEConfig
+from transect.spec.weights import parameter_count, weight_shapes
 
 CONFIG = ModelConfig(
     architecture="qwen3_moe", vocab_size=61, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48,

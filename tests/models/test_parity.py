@@ -18,13 +18,13 @@ import transformers
 from effort import proving
 from safetensors.torch import load_file, save_file
 
-from transect.models.config import ModelConfig, RopeConfig
-from transect.models.config_hf import from_hf
+from transect.checkpoints.load import load_model
+from transect.checkpoints.resolve import resolve
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.load import load_model
-from transect.models.resolve import resolve
-from transect.models.shapes import weight_shapes
+from transect.spec.hf import from_hf
+from transect.spec.model import ModelConfig, RopeConfig
+from transect.spec.weights import weight_shapes
 
 NEW_TOKENS = 64 if proving() else 24
 PROMPT_LENGTHS = (37, 5)

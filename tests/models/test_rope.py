@@ -7,9 +7,9 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from transect.models.config import RopeConfig
-from transect.models.config_hf import from_hf
 from transect.models.rope import Rope, frequencies
+from transect.spec.hf import from_hf
+from transect.spec.model import RopeConfig
 
 LLAMA31 = {
     "rope_type": "llama3",

@@ -9,7 +9,6 @@ import dataclasses
 import pytest
 import torch
 
-from transect.models.config import ModelConfig
 from transect.models.context import PagedContext, VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
@@ -20,6 +19,7 @@ from transect.ops.cpu import library as cpu_library
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import Unavailable, get
+from transect.spec.model import ModelConfig
 from transect.train.activations import stack_with
 from transect.train.merged_layers import MergedLayers
 

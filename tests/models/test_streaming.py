@@ -7,21 +7,21 @@ from functools import partial
 import pytest
 import torch
 
+from transect.checkpoints.dummy import dummy_weights
+from transect.checkpoints.load import allocated, fill
 from transect.hardware import direct_file
-from transect.models.config import ModelConfig, RopeConfig
-from transect.models.config_moe import MoEConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions
-from transect.models.load import allocated, fill
 from transect.models.storage import Storage
 from transect.models.streaming.plan import layer_bytes, plan_stream
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4_serving import Int4Products, ServingInt4
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights.weight import Weight
-from transect.models.weights_dummy import dummy_weights
 from transect.ops.linear.packed.int4 import int4_matmul
+from transect.spec.model import ModelConfig, RopeConfig
+from transect.spec.moe import MoEConfig
 
 CONFIG = ModelConfig(
     architecture="llama", vocab_size=61, dim=32, n_layers=5, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48,

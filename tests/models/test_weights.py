@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from transect.formats.ggml_quantize import quantize as ggml_quantize
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.staging import Staging
 from transect.models.storage import Layout, int4_format
@@ -25,6 +24,7 @@ from transect.ops.cpu import library as cpu_library
 from transect.ops.linear.packed.int4 import int4_matmul
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
+from transect.spec.model import ModelConfig
 
 O, I = 64, 512
 CPU = Staging("cpu")

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from transect.checkpoints.pull import BUILTIN_MODELS
 from transect.cli import serve, settings
-from transect.models.pull import BUILTIN_MODELS
 from transect.server.gate import OPEN
 
 ROOT = Path(__file__).parents[2]

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from training_runs import tiny_run
 
+from transect.checkpoints.resolve import resolve
 from transect.models.decoder import Decoder
-from transect.models.resolve import resolve
 from transect.ops.opset import resolve_ops
 from transect.parallel import replicas
 from transect.parallel.group import Group

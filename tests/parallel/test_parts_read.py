@@ -6,8 +6,8 @@ from parallel_runs import curve, same_curves
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
+from transect.checkpoints.resolve import resolve
 from transect.models.decoder import Decoder
-from transect.models.resolve import resolve
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
 from transect.parallel.sharded import Sharded

@@ -11,13 +11,13 @@ import torch
 from thread_group import on_threads
 
 from transect.models.decoder import Decoder
-from transect.models.presets import PRESETS
 from transect.ops.comm.copy_engine import HostCopies
 from transect.parallel import peer_copies, peer_pieces, replicas
 from transect.parallel.group import Group
 from transect.parallel.peer_copies import PeerCopies, memory_bytes, shared_copies
 from transect.parallel.peer_pieces import SIGNALS, PeerPieces, room, shared_pieces
 from transect.parallel.sharded import Sharded
+from transect.spec.shapes import PRESETS
 
 CHUNK = 4096
 

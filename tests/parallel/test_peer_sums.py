@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
@@ -20,6 +19,7 @@ from transect.parallel.group import Group
 from transect.parallel.peer_sums import MOST_BYTES, PeerSums, Timed
 from transect.parallel.shards import Shard
 from transect.parallel.tensor import sharded_kinds
+from transect.spec.model import ModelConfig
 
 KIB = 1024
 TINY = ModelConfig(

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 from training_runs import tiny_run
 
-from transect.models.config_moe import MoEConfig
 from transect.models.memory.training_plan import TrainingPlan
-from transect.models.presets import PRESETS
 from transect.parallel.refusals import Run, nearest, reasons, refusal
 from transect.parallel.spread import Spread
 from transect.parallel.training_memory import training_ranks
+from transect.spec.moe import MoEConfig
+from transect.spec.shapes import PRESETS
 from transect.train.crew import check
 
 LLAMA = PRESETS["llama-3.2-1b"]

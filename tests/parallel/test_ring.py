@@ -6,10 +6,10 @@ from parallel_jobs import ring_attention
 from parallel_runs import STEPS, curve, same_runs
 from training_runs import tiny_run
 
-from transect.models.presets import PRESETS
 from transect.parallel.refusals import Run, refusal
 from transect.parallel.ring_pairs import own_tokens, visible
 from transect.parallel.spread import Spread
+from transect.spec.shapes import PRESETS
 from transect.train.crew import check
 
 torch.set_num_threads(1)

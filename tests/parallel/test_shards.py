@@ -8,16 +8,12 @@ import pytest
 import torch
 from tiny_checkpoints import save_mxfp4
 
-from transect.models.config import ModelConfig
-from transect.models.config_moe import MoEConfig
+from transect.checkpoints.layouts import held_layouts
+from transect.checkpoints.load import fill, load_model, stored_weights
+from transect.checkpoints.resolve import resolve
 from transect.models.cost import weight_bytes
 from transect.models.decoder import Decoder
-from transect.models.layouts import held_layouts
-from transect.models.load import fill, load_model, stored_weights
 from transect.models.memory.serving import ServingPlan
-from transect.models.presets import PRESETS
-from transect.models.resolve import resolve
-from transect.models.shapes import weight_shapes
 from transect.models.storage import Layout as Packing
 from transect.models.storage import storage_for
 from transect.models.stored import Blocks, Codes4, Codes8, Stored
@@ -29,6 +25,10 @@ from transect.parallel.load import part_of, shard_embedding, shard_weights
 from transect.parallel.memory import smallest_layout, stages
 from transect.parallel.shards import Part, Shard, vocabulary_part
 from transect.parallel.tensor import sharded_kinds
+from transect.spec.model import ModelConfig
+from transect.spec.moe import MoEConfig
+from transect.spec.shapes import PRESETS
+from transect.spec.weights import weight_shapes
 
 MODEL = ModelConfig("qwen3", 101, 64, 3, 8, 2, 16, 96, 128, qk_norm=True, tied_embeddings=True, sliding_window=8,
                     full_attention_layers=(1,))  # fmt: skip

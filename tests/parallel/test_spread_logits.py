@@ -8,7 +8,6 @@ import torch
 from transect.engine.gpu.device_sampling import measure_logprobs
 from transect.engine.gpu.runner import GPURunner
 from transect.engine.gpu.step_plan import Variant
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.weights.weight import Ungathered
 from transect.ops.opset import resolve_ops
@@ -16,6 +15,7 @@ from transect.parallel import spread_logits
 from transect.parallel.group import Group
 from transect.parallel.shards import vocabulary_part
 from transect.parallel.spread_logits import offsets
+from transect.spec.model import ModelConfig
 
 TINY = ModelConfig(
     architecture="llama", vocab_size=512, dim=32, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, ffn_dim=32,

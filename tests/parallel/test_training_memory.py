@@ -14,11 +14,11 @@ from transect.models.memory.fit import first_that_fits
 from transect.models.memory.terms import parse_bytes
 from transect.models.memory.training import training
 from transect.models.memory.training_plan import TrainingPlan
-from transect.models.presets import PRESETS
-from transect.models.shapes import parameter_count
 from transect.parallel.layout import owners
 from transect.parallel.spread import Spread
 from transect.parallel.training_memory import estimator, training_ranks
+from transect.spec.shapes import PRESETS
+from transect.spec.weights import parameter_count
 from transect.train.config import TrainConfig
 from transect.train.follow import JOB, Run
 from transect.train.memory import plan_of, spread_of

@@ -7,11 +7,11 @@ import pytest
 from transect.cli import main
 from transect.hardware.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
-from transect.models.presets import PRESETS
 from transect.parallel.training_memory import training_ranks
 from transect.plan import layouts
 from transect.plan.layouts import rank, spreads, what_would
 from transect.plan.machine import Machine
+from transect.spec.shapes import PRESETS
 
 H100 = Machine.of(preset("h100-sxm"))
 LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]

@@ -10,11 +10,11 @@ import pytest
 
 from transect.hardware.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
-from transect.models.presets import PRESETS
 from transect.parallel.spread import Spread
 from transect.plan.collectives import Axis, beside
 from transect.plan.machine import Machine, Shares
 from transect.plan.step import predict
+from transect.spec.shapes import PRESETS
 
 H200 = Machine.of(preset("h200"))
 LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]

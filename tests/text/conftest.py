@@ -9,8 +9,8 @@ import pytest
 from text_samples import samples
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from transect.checkpoints.pull import pull
 from transect.formats.gguf_file import GGUFFile
-from transect.models.pull import pull
 from transect.text import tokenizer as tokenizer_module
 
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transect.models.resolve import resolve
+from transect.checkpoints.resolve import resolve
 from transect.text.chat_template import ChatTemplate
 from transect.text.export import export_tokenizer
 from transect.text.hf_settings import read_hf_settings

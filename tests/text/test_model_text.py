@@ -5,8 +5,8 @@ import json
 import pytest
 from tiny_llm import EOS, VOCAB, save_tiny_llm_text
 
-from transect.models.config import ModelConfig
-from transect.models.resolve import ModelSource
+from transect.checkpoints.resolve import ModelSource
+from transect.spec.model import ModelConfig
 from transect.text.model_text import load_text
 
 CHAT = [{"role": "user", "content": "x"}]

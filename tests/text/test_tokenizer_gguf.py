@@ -14,7 +14,7 @@ from text_samples import samples
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from transect.models.pull import pull
+from transect.checkpoints.pull import pull
 from transect.text.tokenizer import Tokenizer
 
 SMOLLM_PATTERNS = [

@@ -11,10 +11,10 @@ from tiny_llm import save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from transect.checkpoints.load import load_model
+from transect.checkpoints.peft_config import is_adapter
+from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
-from transect.models.load import load_model
-from transect.models.peft_config import is_adapter
-from transect.models.resolve import resolve
 from transect.models.weights.adapted import Adapted
 from transect.parallel.layout import Place
 from transect.train import checkpoint

@@ -9,11 +9,11 @@ import transformers
 from training_runs import tiny_run, write_text
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from transect.models.config import ModelConfig
-from transect.models.config_moe import MoEConfig
+from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.resolve import resolve
+from transect.spec.model import ModelConfig
+from transect.spec.moe import MoEConfig
 from transect.train.activations import stack_with
 from transect.train.balance import Balance, balance_loss, z_loss
 from transect.train.config import RouterConfig
@@ -132,7 +132,7 @@ def test_adapters_on_experts_are_refused_with_what_to_do(tmp_path):
 
     from safetensors.torch import save_file
 
-    from transect.models.adapter_peft import read_adapter
+    from transect.checkpoints.adapter_peft import read_adapter
     from transect.train.config import LoRAConfig
     from transect.train.lora import attach
 

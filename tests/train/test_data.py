@@ -154,7 +154,7 @@ def test_a_loader_goes_on_from_any_position(ahead: bool) -> None:
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny_llm(folder)
-    from transect.models.resolve import resolve
+    from transect.checkpoints.resolve import resolve
 
     source = resolve(str(folder))
     return folder, Tokenizer.from_source(source), ChatTemplate.from_source(source)

@@ -10,10 +10,10 @@ from tiny_checkpoints import FAMILIES, make_model
 from tiny_llm import save_tiny_llm, save_tiny_llm_text
 
 from transect import LLM, SamplingParams
+from transect.checkpoints.load import load_model
+from transect.checkpoints.resolve import resolve
 from transect.formats.gguf_file import GGUFFile
 from transect.models.context import VarlenContext
-from transect.models.load import load_model
-from transect.models.resolve import resolve
 from transect.text.gguf_vocab_out import pre_tokenizer_name
 from transect.text.pretokenizers import PRE_TOKENIZERS
 from transect.text.tokenizer import Tokenizer

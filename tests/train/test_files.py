@@ -8,7 +8,7 @@ import struct
 import pytest
 from tiny_llm import save_tiny_llm
 
-from transect.models.resolve import resolve
+from transect.checkpoints.resolve import resolve
 from transect.text.chat_template import ChatTemplate
 from transect.text.tokenizer import Tokenizer
 from transect.train.checks import check_files

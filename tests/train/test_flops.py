@@ -2,8 +2,8 @@
 
 import pytest
 
-from transect.models.presets import PRESETS
-from transect.models.shapes import parameter_count
+from transect.spec.shapes import PRESETS
+from transect.spec.weights import parameter_count
 from transect.train.flops import TrainingFlops, flops_per_token
 
 

@@ -8,13 +8,13 @@ from effort import proving
 
 pytest.importorskip("triton")
 
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.loss import linear_cross_entropy as kernel_loss
 from transect.ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import get
+from transect.spec.model import ModelConfig
 from transect.train.activations import stack_with
 from transect.train.batches import Batch
 from transect.train.config import LoRAConfig

@@ -14,7 +14,7 @@ from training_runs import tiny_run
 
 from transect.models.memory.fit import first_that_fits
 from transect.models.memory.training import training
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 from transect.train import memory, trainer
 from transect.train.config import OptimizerConfig
 from transect.train.optim import adamw8bit

@@ -9,12 +9,12 @@ from effort import proving, quick_first
 
 pytest.importorskip("triton")
 
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.memory.merged import merged_kept
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from transect.ops.opset import resolve_ops
+from transect.spec.model import ModelConfig
 from transect.train.batches import Batch
 from transect.train.config import LoRAConfig
 from transect.train.lora import attach

@@ -11,7 +11,6 @@ from thread_group import on_threads
 pytest.importorskip("triton")
 from triton.runtime import interpreter
 
-from transect.models.config import ModelConfig
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.ops.lang.jit import INTERPRETED
@@ -20,6 +19,7 @@ from transect.parallel.group import Group
 from transect.parallel.layout import Layout
 from transect.parallel.parallelize import Parallel, ParallelPlan
 from transect.parallel.sharded import Sharded
+from transect.spec.model import ModelConfig
 from transect.train import merged_products
 from transect.train.merged_layers import MergedLayers
 

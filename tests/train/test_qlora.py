@@ -6,8 +6,8 @@ from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
 
-from transect.models.load import stored_weights
-from transect.models.resolve import resolve
+from transect.checkpoints.load import stored_weights
+from transect.checkpoints.resolve import resolve
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4 import Int4, quantize
 from transect.ops.opset import resolve_ops

@@ -28,7 +28,7 @@ SMALL = 4000 / 2**20
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny_llm(folder)
-    from transect.models.resolve import resolve
+    from transect.checkpoints.resolve import resolve
 
     source = resolve(str(folder))
     return folder, Tokenizer.from_source(source), ChatTemplate.from_source(source)
@@ -215,7 +215,7 @@ def test_a_file_that_is_gone_loses_no_step(tmp_path) -> None:
 
 def _reading(tmp_path):
     """The tokenizer and template of the model of ``tiny_run``."""
-    from transect.models.resolve import resolve
+    from transect.checkpoints.resolve import resolve
 
     source = resolve(tiny_run(tmp_path).model)
     return Tokenizer.from_source(source), ChatTemplate.from_source(source)

@@ -20,12 +20,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..checkpoints.quantized_out import FOUR_BITS
+from ..checkpoints.resolve import resolve
 from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
 from ..models.cost import weight_bytes
-from ..models.quantize_out import FOUR_BITS
-from ..models.resolve import resolve
-from ..models.shapes import parameter_count
+from ..spec.weights import parameter_count
 from ..train.export import opened
 from ..train.perplexity import TextScore, score_file
 from ..train.quantize import Calibration, quantize_model, takes_calibration

@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ..checkpoints.layouts import held_layouts, storage_held
+from ..checkpoints.resolve import ModelSource
 from ..hardware.ceilings import Ceilings
-from ..models.config import ModelConfig
 from ..models.cost import Row, Storage, least_cost
-from ..models.layouts import held_layouts, storage_held
-from ..models.resolve import ModelSource
 from ..models.storage import storage_for
 from ..parallel.layout import Layout
+from ..spec.model import ModelConfig
 
 ALONE = Layout()
 """One rank."""

@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..models.config import ModelConfig
 from ..models.cost import Row, Storage
 from ..ops.sampling.sampling import GROUP
 from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
 from ..parallel.shared_sums import graph_seconds, shared_sums
 from ..parallel.world import World
+from ..spec.model import ModelConfig
 from .floors import Floor, Rates, step_floor
 
 JOB = "transect.bench.scaling:sum_times"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ..bench.floors import Rates
     from ..engine.config import EngineConfig
     from ..engine.llm import LLM
-    from ..models.config import ModelConfig
     from ..models.cost import Storage
+    from ..spec.model import ModelConfig
 
 ALONE = Layout()
 """One rank."""
@@ -73,12 +73,12 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     import torch
 
     from ..bench.floors import Rates, storage_of
+    from ..checkpoints.load import in_blocks, kernels, kv_dtype
+    from ..checkpoints.resolve import resolve
     from ..engine.gpu.build import device_for
     from ..engine.llm import LLM
     from ..engine.offload import planned_stream
     from ..hardware.device import detect
-    from ..models.load import in_blocks, kernels, kv_dtype
-    from ..models.resolve import resolve
     from ..ops.cpu.ceilings import device_measurement
     from ..parallel.shards import first_shard
 

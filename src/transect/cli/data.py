@@ -67,7 +67,7 @@ def check(
     from rich.console import Console
     from rich.table import Table
 
-    from ..models.resolve import resolve
+    from ..checkpoints.resolve import resolve
     from ..text.tokenizer import Tokenizer
     from ..train.chat import run_template
     from ..train.checks import check_files

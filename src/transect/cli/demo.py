@@ -42,7 +42,7 @@ def command(
     """Start the server, stream eight chats at the same time, show what happens, and stop the server."""
     from rich.console import Console
 
-    from ..models.resolve import resolve
+    from ..checkpoints.resolve import resolve
     from .demo_picture import WIDTH, svg_of
 
     console = Console()

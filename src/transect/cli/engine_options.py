@@ -167,9 +167,9 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
     Raises:
         ValueError: a setting is out of range, or there is no such model.
     """
+    from ..checkpoints.resolve import resolve
     from ..engine.config import EngineConfig
     from ..engine.gpu.options import GPUOptions
-    from ..models.resolve import resolve
 
     given = {name: value for name, value in settings.items() if value is not None}
     if isinstance(given.get("override_generation_config"), str):

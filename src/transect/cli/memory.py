@@ -9,11 +9,11 @@ import typer
 from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
+    from ..checkpoints.resolve import ModelSource
     from ..engine.config import EngineConfig
     from ..models.cost import Storage
-    from ..models.layouts import Layouts
     from ..models.memory.serving import ServingPlan
-    from ..models.resolve import ModelSource
+    from ..models.storage import Layouts
     from ..parallel.memory import StageEstimate
 
 SERVING = (
@@ -106,8 +106,8 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
 ) -> None:
     """Account for memory, term by term, before a device is touched."""
+    from ..checkpoints.resolve import described
     from ..models.memory.terms import parse_bytes
-    from ..models.resolve import described
     from .memory_training import is_run, run_of, show_training
 
     options = dict(call.params)
@@ -212,8 +212,8 @@ def _layouts(source: ModelSource) -> Layouts:
     """How the files of a model pack its matrices; nothing where there are no weights."""
     from pathlib import Path
 
-    from ..models.layouts import held_layouts
-    from ..models.resolve import resolve
+    from ..checkpoints.layouts import held_layouts
+    from ..checkpoints.resolve import resolve
 
     folder = Path(source.name)
     if source.kind == "shape" and folder.is_dir() and any(folder.glob("*.safetensors")):
@@ -292,10 +292,10 @@ def _serve(
 
 def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
     """What an engine of ``config`` holds on a device of ``kind`` with ``budget`` bytes, and how it stores weights."""
+    from ..checkpoints.layouts import storage_held
     from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
     from ..models.cost import weight_bytes
-    from ..models.layouts import storage_held
     from ..models.memory.serving import ServingPlan
     from ..models.storage import storage_for
 

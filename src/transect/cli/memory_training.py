@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
     from ..parallel.training_memory import StageMemory
     from ..train.config import TrainConfig
 

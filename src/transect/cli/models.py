@@ -40,8 +40,8 @@ def command(json: Annotated[bool, typer.Option("--json", help="As JSON.")] = Fal
 
 def found() -> list[Entry]:
     """Built-in models, shapes, and models in the hub's cache."""
-    from ..models.presets import PRESETS
-    from ..models.pull import BUILTIN_MODELS
+    from ..checkpoints.pull import BUILTIN_MODELS
+    from ..spec.shapes import PRESETS
 
     entries = []
     for name, model in BUILTIN_MODELS.items():

@@ -56,10 +56,10 @@ def training(
     """Rank every way to spread a training run over some devices by predicted tokens per second, and say why."""
     from dataclasses import replace
 
+    from ..checkpoints.resolve import described
     from ..hardware.presets import PRESETS as GPUS
     from ..models.memory.terms import parse_bytes
     from ..models.memory.training_plan import check_base
-    from ..models.resolve import described
     from ..plan.layouts import AXES
     from ..plan.layouts import rank as ranked
     from ..plan.machine import Machine

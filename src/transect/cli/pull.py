@@ -7,8 +7,8 @@ from .engine_options import BUILTIN, ModelArgument
 
 def command(model: ModelArgument = BUILTIN) -> None:
     """Fetch a model into the user cache, checking it. Does nothing where it is there already."""
-    from ..models.pull import BUILTIN_MODELS, pull
-    from ..models.resolve import resolve
+    from ..checkpoints.pull import BUILTIN_MODELS, pull
+    from ..checkpoints.resolve import resolve
 
     if model in BUILTIN_MODELS:
         pull(model)  # a damaged copy is fetched anew

@@ -22,15 +22,15 @@ def command(
     """Draw a roofline: FLOPs per byte against what the device can do, decode and prefill, 16 and 4 bits."""
     from json import dumps
 
+    from ..checkpoints.resolve import resolve
     from ..explain.program import explain_trace, machine_ceilings
     from ..explain.roofline import points_of_model, points_of_operator, points_of_trace, roofline
     from ..explain.roofline_svg import svg as draw
     from ..explain.roofline_svg import text
     from ..explain.trace_file import read_trace
     from ..hardware.presets import preset as find
-    from ..models.presets import PRESETS as SHAPES
-    from ..models.resolve import resolve
     from ..ops import registry
+    from ..spec.shapes import PRESETS as SHAPES
 
     made = None if preset is None else find(preset)
     ceilings = machine_ceilings() if made is None else made.ceilings()

@@ -42,7 +42,7 @@ def command(
     from ..ops.registry import all_ops, get
 
     if len(ops) == 1 and ops[0] not in {op.name for op in all_ops()}:
-        from ..models.resolve import resolve
+        from ..checkpoints.resolve import resolve
         from . import tune_model
 
         try:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..models.config import ModelConfig
     from ..ops.linear.few_rows.search import Measured, Product
+    from ..spec.model import ModelConfig
 
 ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
 
@@ -17,8 +17,8 @@ ROWS = (1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 208, 224, 256)
 def products(config: ModelConfig) -> list[Product]:
     """The products of a decode step in 16 bits, each size once: those of the layers, and the head. Experts are not
     among them; their kernels have rules of their own."""
-    from ..models.shapes import PROJECTIONS, linear_shapes
     from ..ops.linear.few_rows.search import Product
+    from ..spec.weights import PROJECTIONS, linear_shapes
 
     found: dict[tuple[int, int, bool], Product] = {}
     for layer in range(config.n_layers):

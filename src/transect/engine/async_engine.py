@@ -25,7 +25,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from ..models.resolve import resolve
+from ..checkpoints.resolve import resolve
 from ..parallel.shards import first_shard
 from ..text.model_text import ModelText, load_text, text_settings
 from ..text.output_processor import OutputProcessor, Update, together

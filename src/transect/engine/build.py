@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..models.adapter import is_beside
+from ..checkpoints.adapter import is_beside
+from ..checkpoints.kv_scales import take_scales
+from ..checkpoints.load import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers, load_model
+from ..checkpoints.resolve import ModelSource, resolve
 from ..models.cost import Storage, kv_bytes_per_token
-from ..models.kv_scales import take_scales
-from ..models.load import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers, load_model
-from ..models.resolve import ModelSource, resolve
 from ..models.storage import storage_for
 from ..models.streaming.plan import StreamPlan
 from ..models.weights.measure import storage_of_model

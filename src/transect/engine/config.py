@@ -27,7 +27,7 @@ class EngineConfig:
     """What to run and with which limits. None leaves a choice to the engine, which prints what it chose.
 
     Attributes:
-        model: a name for ``models.resolve.resolve``.
+        model: a name for ``checkpoints.resolve.resolve``.
         load_format: ``auto``, or ``dummy``: random weights (of ``seed``, or 0) in the shape of a config.json; ``model``
             is a directory that holds one, or a name of ``models.presets``.
         revision: branch, tag or commit of a hub id.

@@ -10,8 +10,8 @@ import torch
 
 from ..hardware.device import detect
 from ..hardware.measured import kept
-from ..models.config import ModelConfig
 from ..models.storage import Storage
+from ..spec.model import ModelConfig
 from .config import EngineConfig
 from .decisions import FORMAT, DecisionLog, Header
 from .scheduler import Scheduler

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..checkpoints.layouts import held_layouts, storage_held
+from ..checkpoints.resolve import ModelSource
 from ..models.cost import weight_bytes
-from ..models.layouts import held_layouts, storage_held
-from ..models.resolve import ModelSource
 from ..models.storage import storage_for
 from .config import EngineConfig
 

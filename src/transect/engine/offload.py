@@ -6,9 +6,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 
-from ..models.config import ModelConfig
 from ..models.storage import Storage
 from ..models.streaming.plan import GIB, StreamPlan, layer_bytes, plan_stream
+from ..spec.model import ModelConfig
 from .config import EngineConfig
 from .kv_size import free_memory
 

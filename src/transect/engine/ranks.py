@@ -20,8 +20,8 @@ from typing import Any, Literal
 import msgspec
 import torch
 
-from ..models.load import kv_dtype
-from ..models.resolve import resolve
+from ..checkpoints.load import kv_dtype
+from ..checkpoints.resolve import resolve
 from ..ops.lang.jit import has_dependent_launch
 from ..parallel.children import Children
 from ..parallel.launch import Ranks

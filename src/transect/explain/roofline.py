@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..hardware.ceilings import Ceilings
-from ..models.config import ModelConfig
 from ..models.cost import Row, step_cost
 from ..models.storage import Storage, int4_format
+from ..spec.model import ModelConfig
 from .op_floor import cost as op_cost
 from .op_floor import dtype_of
 from .split import OpStat, Split

@@ -13,10 +13,10 @@ from typing import Any
 from ..bench.floors import Floor, Rates
 from ..engine.decisions import Header
 from ..engine.gpu.step_sizes import FEWEST_ROWS, mixed_size, row_bucket
-from ..models.config import ModelConfig
 from ..models.cost import Row, least_attention, least_products
 from ..models.storage import Storage
 from ..ops.registry import Cost
+from ..spec.model import ModelConfig
 from .log import StepRow
 
 

@@ -7,7 +7,6 @@
 * ``ggml_quantize``: float32 to these types, rounding as ggml does; ``ggml_k_types``: to the K types; ``ggml_search``:
   scales for groups of numbers that leave the smallest error.
 * ``nf4``: the codes of 4-bit NormalFloat and the map of its scales.
-* ``fields``: values of JSON files and GGUF metadata, checked as they are read, with errors that name the field.
 * ``gguf_file``: ``GGUFFile.open``: metadata and tensors of a GGUF file, memory-mapped and checked before use.
 * ``gguf_write``: such a file, written tensor by tensor.
 """

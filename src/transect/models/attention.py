@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.opset import OpSet
-from .config import ModelConfig
+from ..spec.model import ModelConfig
 from .context import AttentionContext
 from .layer_kv_scales import KVScales
 from .norm import RMSNorm

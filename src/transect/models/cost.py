@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from ..ops.counting import touched, visible_keys, visible_pairs
 from ..ops.registry import Cost
-from .config import ModelConfig
-from .config_moe import MoEConfig
-from .shapes import EXPERTS, linear_shapes, projection_shapes, router_shapes, weight_shapes
+from ..spec.model import ModelConfig
+from ..spec.moe import MoEConfig
+from ..spec.weights import EXPERTS, linear_shapes, projection_shapes, router_shapes, weight_shapes
 from .storage import Storage
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..ops.attention.paged.cache_codes import stored_width
 from ..ops.opset import OpSet, resolve_ops
 from ..ops.position.embed_tokens import placed
+from ..spec.model import ModelConfig
 from .attention import Attention
-from .config import ModelConfig
 from .context import AttentionContext
 from .embedding import Embedding
 from .mlp import MLP

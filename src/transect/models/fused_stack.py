@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..ops.linear.stream_products import Stream, StreamProducts
 from ..ops.position import embed_tokens
-from .config import ModelConfig
+from ..spec.model import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
 from .decoder import Decoder, Layer
 from .embedding import Embedding

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.opset import OpSet
-from .config import ModelConfig
+from ..spec.model import ModelConfig
 from .weights.dense import Dense
 from .weights.projection import Half, Projection
 from .weights.weight import Kinds, Weight

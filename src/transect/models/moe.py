@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..ops.moe.gating import sigmoid
 from ..ops.opset import OpSet
-from .config import ModelConfig
-from .config_moe import MoEConfig
+from ..spec.model import ModelConfig
+from ..spec.moe import MoEConfig
 from .weights.dense import Dense
 from .weights.projection import Half, Projection
 from .weights.weight import Kinds, Weight

@@ -19,7 +19,7 @@ from ..hardware.cache import cache_folder
 from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackLayer, empty_cache
 from ..ops.cpu.packing import read_packed, write_packed
 from ..ops.opset import OpSet
-from .config import ModelConfig
+from ..spec.model import ModelConfig
 from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
 from .mlp import MLP

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.opset import OpSet
-from .config import ModelConfig
+from ..spec.model import ModelConfig
 
 
 class RMSNorm(nn.Module):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import RopeConfig
+from ..spec.model import RopeConfig
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> Tensor:

@@ -37,6 +37,11 @@ class Layout:
     """In gguf: of a number, as a GPU holds the blocks."""
 
 
+Layouts = tuple[tuple[str, Layout], ...]
+"""The layout of each matrix of a layer that most layers have packed, by its name there (``attention.q``), and of the
+``head``."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """A format of numbers, and the bits that one takes in it, scales included (Q4_1 is 5, Q8_0 is 8.5)."""

@@ -1,6 +1,6 @@
 """``Stored``: a weight of a model as a file holds it, under its canonical name; read when asked, whole or in part.
 
-What makes one: ``weights_hf.py``, ``weights_gguf.py``, ``weights_dummy.py``. Who reads: ``load.py``.
+``checkpoints/`` makes them (``hf.py``, ``gguf.py``, ``dummy.py``) and reads them into a model (``load.py``).
 """
 
 from __future__ import annotations

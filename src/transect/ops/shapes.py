@@ -7,36 +7,10 @@ names the model it comes from.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
+from ..spec.shapes import LLAMA_1B, LLAMA_8B, QWEN3_0_6B, QWEN3_8B, ModelShape
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes that operators see."""
-
-    name: str
-    dim: int
-    ffn_dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    qk_norm: bool = False
-
-    @property
-    def qkv_dim(self) -> int:
-        """Width of the joined query, key and value projection."""
-        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
-
-
-LLAMA_8B = ModelShape("llama-3.1-8b", 4096, 14336, 32, 32, 8, 128, 128256)
-LLAMA_1B = ModelShape("llama-3.2-1b", 2048, 8192, 16, 32, 8, 64, 128256)
-LLAMA_3B = ModelShape("llama-3.2-3b", 3072, 8192, 28, 24, 8, 128, 128256)
-QWEN3_0_6B = ModelShape("qwen3-0.6b", 1024, 3072, 28, 16, 8, 128, 151936, qk_norm=True)
-QWEN3_8B = ModelShape("qwen3-8b", 4096, 12288, 36, 32, 8, 128, 151936, qk_norm=True)
-LLAMA_70B = ModelShape("llama-3.3-70b", 8192, 28672, 80, 64, 8, 128, 128256)
 MODELS = (LLAMA_8B, LLAMA_1B, QWEN3_0_6B, QWEN3_8B)
 
 HEADS = (

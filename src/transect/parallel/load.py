@@ -12,13 +12,12 @@ from typing import TypeVar
 
 import torch
 
-from ..models.config import ModelConfig
+from ..checkpoints.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
+from ..checkpoints.resolve import ModelSource
 from ..models.decoder import Decoder
 from ..models.embedding import Embedding
 from ..models.fused_stack import FusedStack, Fusions
 from ..models.fused_stack import refusal as refusal_to_fuse
-from ..models.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
-from ..models.resolve import ModelSource
 from ..models.stored import PackedValues, Stored, StoredWeights, Values, joined_codes, joined_rows, within
 from ..models.streaming.plan import StreamPlan
 from ..models.weights.dense import Dense
@@ -27,6 +26,7 @@ from ..models.weights.packed import Packed, PackedEmbedding
 from ..models.weights.weight import Kinds
 from ..ops.cpu.library import Library
 from ..ops.opset import OpSet, resolve_ops
+from ..spec.model import ModelConfig
 from .experts import spread_experts
 from .mesh import Mesh
 from .shards import Part, Shard
@@ -125,7 +125,7 @@ def load_shard(
     """This rank's part of a model on the CPU; a sentence for the start-up line: what computes it, and why; and whether
     that is the C++ kernels.
 
-    The arguments are those of ``models.load.load_model``.
+    The arguments are those of ``checkpoints.load.load_model``.
 
     Raises:
         ValueError: as there, or the model or its file cannot be cut between so many ranks.
@@ -186,8 +186,8 @@ def load_shard_on_device(
     group: int = GROUP,
     stream: StreamPlan | None = None,
 ) -> Decoder:
-    """This rank's part of a model on its GPU; the arguments are those of ``models.load.load_on_device``. ``group``: of
-    how many numbers of a row a rank has all or none, where ``kinds`` are given.
+    """Load this rank's part of a model on its GPU; the arguments are those of ``checkpoints.load.load_on_device``.
+    ``group``: of how many numbers of a row a rank has all or none, where ``kinds`` are given.
 
     Raises:
         ValueError: as there, or the model cannot be cut between so many ranks.

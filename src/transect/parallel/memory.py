@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..models.config import ModelConfig
 from ..models.cost import weight_bytes
 from ..models.memory.serving import ServingEstimate, ServingPlan, serving
 from ..models.storage import Storage
 from ..models.streaming.plan import StreamPlan
 from ..ops.comm.lines import MOST_BYTES, lines_for, memory_bytes
+from ..spec.model import ModelConfig
 from .layout import Layout
 from .shards import Shard, vocabulary_share
 

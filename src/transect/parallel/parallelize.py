@@ -25,11 +25,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from ..checkpoints.load import fill
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
-from ..models.load import fill
-from ..models.shapes import weight_shapes
 from ..models.stored import StoredWeights, stored_tensor
+from ..spec.weights import weight_shapes
 from .differentiable import entered, gathered, own_rows
 from .experts import Way, meeting, spread_experts, way_of
 from .group import Group

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..models.config import ModelConfig
 from ..models.memory.training_plan import ONE_BIT, TrainingPlan
+from ..spec.model import ModelConfig
 from .schedule import Name
 from .schedule import check as check_schedule
 from .spread import Spread

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..checkpoints.load import fill
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
-from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..models.weights.weight import Weight
 from .group import Group

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..models.config import ModelConfig
-from ..models.shapes import weight_shapes
+from ..spec.model import ModelConfig
+from ..spec.weights import weight_shapes
 from .layout import Layout, share
 
 ALL = slice(None)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..models.config import ModelConfig
 from ..models.memory.part import Part
 from ..models.memory.terms import Estimate
 from ..models.memory.training import training
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
+from ..spec.model import ModelConfig
 from .copy_memory import MOST_RANKS, memory_bytes
 from .layout import owners
 from .refusals import Run, refusal

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ..models.config import ModelConfig
 from ..models.memory.fit import PLANS
 from ..models.memory.terms import Estimate, gib
 from ..models.memory.training_plan import TrainingPlan
@@ -17,6 +16,7 @@ from ..parallel.refusals import Run, reasons
 from ..parallel.schedule import Name
 from ..parallel.spread import Spread
 from ..parallel.training_memory import estimator, for_rank
+from ..spec.model import ModelConfig
 from .machine import Machine
 from .step import StepTime, predict
 

@@ -25,7 +25,7 @@ from .hf_settings import read_hf_settings
 from .template_sandbox import MAX_CHARACTERS, Refused, TemplateLimit, compile_template, variables_of_rendering
 
 if TYPE_CHECKING:
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
 
 VARIANTS = {"tool_use": "tools", "rag": "documents"}
 """Templates that a model may have beside its first, and the variable that asks for each."""

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from .gguf_vocab import gguf_chat_template, gguf_chat_variants, read_gguf_vocabulary
 
 if TYPE_CHECKING:
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
 
 COPIED = (
     "tokenizer.json",

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from ..formats.fields import Fields, shown
+from ..spec.fields import Fields, shown
 from .gguf_pieces import BYTE, MODELS, UNKNOWN, Pieces, piece_tokenizer
 from .pretokenizers import PreTokenizer, pre_tokenizer
 from .token_bytes import BYTE_LEVEL, Spelling

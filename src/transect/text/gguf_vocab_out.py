@@ -22,7 +22,7 @@ from .tokenizer import Tokenizer
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
 
 NORMAL, UNUSED = 1, 5
 _BYTE = re.compile("<0x[0-9A-F]{2}>")

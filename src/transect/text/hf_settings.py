@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..formats.fields import Fields, read_json_object, shown
+from ..spec.fields import Fields, read_json_object, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoints.resolve import tokenizer_files
 from ..formats.gguf_file import GGUFFile
-from ..models.resolve import tokenizer_files
 from .chat_template import ChatTemplate
 from .number_text import NumberText
 from .sampling_defaults import SamplingDefaults, sampling_defaults
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from .export import export_tokenizer
 
 if TYPE_CHECKING:
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
 
 
 def write_with_tokens(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .hf_settings import read_object
 
 if TYPE_CHECKING:
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
 
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """Fields of ``SamplingParams`` that have the same names in generation_config.json."""

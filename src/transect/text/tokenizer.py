@@ -29,7 +29,7 @@ from .number_text import NumberText
 from .token_bytes import BYTE_LEVEL, Spelling, spelling_of
 
 if TYPE_CHECKING:
-    from ..models.resolve import ModelSource
+    from ..checkpoints.resolve import ModelSource
 
 LONG = 8192
 """Characters from which a text is encoded by the call that lets other threads run meanwhile."""

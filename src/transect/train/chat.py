@@ -11,7 +11,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Callable
 
-from ..models.resolve import ModelSource
+from ..checkpoints.resolve import ModelSource
 from ..text.chat_template import ChatTemplate
 from ..text.model_text import special_marks, template_text
 from ..text.number_text import NumberText

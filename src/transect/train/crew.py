@@ -19,9 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..models.config import ModelConfig
+from ..checkpoints.load import fill
 from ..models.decoder import Decoder
-from ..models.load import fill
 from ..models.stored import StoredWeights
 from ..parallel.layout import Place, check_shares
 from ..parallel.mesh import Mesh
@@ -33,6 +32,7 @@ from ..parallel.replicas import Replicas
 from ..parallel.sharded import Sharded
 from ..parallel.spread import Spread
 from ..parallel.world import Failure, SharedValueError, World
+from ..spec.model import ModelConfig
 from .batches import Batch
 from .config import TrainConfig
 from .config.parallel import ParallelConfig

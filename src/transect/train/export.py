@@ -17,17 +17,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..checkpoints.adapter import merged_weights
+from ..checkpoints.gguf_out import gguf_metadata, gguf_tensors, gguf_type
+from ..checkpoints.hf_out import save_hf
+from ..checkpoints.load import adapter_of, stored_weights
+from ..checkpoints.peft_config import CONFIG, WEIGHTS
+from ..checkpoints.resolve import ModelSource, resolve
 from ..formats.gguf_write import write_gguf
-from ..models.adapter import merged_weights
-from ..models.config import ModelConfig
 from ..models.decoder import Decoder
-from ..models.gguf_out import gguf_metadata, gguf_tensors, gguf_type
-from ..models.load import adapter_of, stored_weights
-from ..models.peft_config import CONFIG, WEIGHTS
-from ..models.resolve import ModelSource, resolve
 from ..models.staging import dense_values
 from ..models.stored import Stored, StoredWeights, Values
-from ..models.weights_hf_out import save_hf
+from ..spec.model import ModelConfig
 from ..text.export import export_tokenizer
 from ..text.gguf_vocab_out import gguf_vocabulary
 from .checkpoint import STATE, list_steps
@@ -142,9 +142,9 @@ def export_model(
 
     Args:
         dtype: ``auto``: that of the run, else of the embedding in the files; bfloat16 where that is packed.
-        quantization: of the layers' matrices, as ``models/quantize_out.py`` says; None: none.
+        quantization: of the layers' matrices, as ``checkpoints/quantized_out.py`` says; None: none.
         group: neighbours that share a scale in 4 bits; None: as many as fit.
-        kv_scales: of a KV cache in fp8, as ``models/quantize_out.py`` takes them.
+        kv_scales: of a KV cache in fp8, as ``checkpoints/quantized_out.py`` takes them.
 
     Raises:
         ValueError: an unknown dtype, or ``output`` cannot be written.
@@ -168,7 +168,7 @@ def export_gguf(
     """Write one GGUF file with tokenizer and chat template, the adapter merged.
 
     Args:
-        type_name: of the matrices, see ``models/gguf_out.py``.
+        type_name: of the matrices, see ``checkpoints/gguf_out.py``.
         importance: of the columns of matrices, see there.
 
     Raises:

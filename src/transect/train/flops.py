@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from ..models.config import ModelConfig
 from ..models.cost import Row, step_cost
 from ..ops.counting import visible_pairs
+from ..spec.model import ModelConfig
 
 
 class TrainingFlops:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..models.resolve import ModelSource
+from ..checkpoints.resolve import ModelSource
 from .tokens import TokenStream
 
 PIECE = 2**24

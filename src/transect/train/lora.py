@@ -15,16 +15,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..models.adapter import StoredAdapter
-from ..models.adapter_peft import check_parts, module_names
-from ..models.config import ModelConfig
+from ..checkpoints.adapter import StoredAdapter
+from ..checkpoints.adapter_peft import check_parts, module_names
+from ..checkpoints.peft_config import PeftSettings, is_adapter, read_settings
 from ..models.decoder import Decoder
-from ..models.peft_config import PeftSettings, is_adapter, read_settings
-from ..models.shapes import linear_shapes
 from ..models.weights.adapted import Adapted
 from ..models.weights.adapted_embedding import AdaptedEmbedding
 from ..models.weights.adapted_product import cpu_kernels
 from ..models.weights.dropout import Dropout, Moment
+from ..spec.model import ModelConfig
+from ..spec.weights import linear_shapes
 from .config.adapters import MATRICES, LoRAConfig
 
 log = logging.getLogger(__name__)

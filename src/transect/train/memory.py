@@ -10,15 +10,15 @@ from typing import Any
 import torch
 
 from ..engine.kv_size import free_memory
-from ..models.config import ModelConfig
 from ..models.memory.fit import first_that_fits, refusal
 from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate, gib, parse_bytes
 from ..models.memory.training_plan import TrainingPlan
-from ..models.shapes import weight_shapes
 from ..parallel.spread import Spread
 from ..parallel.training_memory import estimator
 from ..parallel.world import World
+from ..spec.model import ModelConfig
+from ..spec.weights import weight_shapes
 from .config import TrainConfig
 from .config.adapters import MATRICES, TABLES
 from .crew import asked

@@ -39,7 +39,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..models.config import ModelConfig
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer, Stack
 from ..models.mlp import MLP
@@ -49,6 +48,7 @@ from ..ops.attention.packed import flash_attention
 from ..ops.norm import add_rms_norm, rms_norm
 from ..ops.position import norm_rotary, rotary
 from ..parallel.ring import RingContext
+from ..spec.model import ModelConfig
 from .activations import Checkpointing, stack_with
 from .merged_products import Product, Scratch, product
 

@@ -11,18 +11,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..models.adapter import StoredAdapter, merged_weights
-from ..models.adapter_peft import write_adapter
-from ..models.config import ModelConfig
+from ..checkpoints.adapter import StoredAdapter, merged_weights
+from ..checkpoints.adapter_peft import write_adapter
+from ..checkpoints.grown import grown_tables
+from ..checkpoints.hf_out import save_hf
+from ..checkpoints.load import adapter_of, fill, stored_weights
+from ..checkpoints.resolve import ModelSource, resolve, with_adapter
 from ..models.decoder import Decoder
-from ..models.grown import grown_tables
-from ..models.load import adapter_of, fill, stored_weights
-from ..models.resolve import ModelSource, resolve, with_adapter
 from ..models.stored import StoredWeights
 from ..models.weights.dropout import Moment
-from ..models.weights_hf_out import save_hf
 from ..ops.opset import OpSet, resolve_ops
 from ..parallel.parallelize import Parallel
+from ..spec.model import ModelConfig
 from ..text.chat_template import ChatTemplate
 from ..text.export import export_tokenizer
 from ..text.model_text import template_text

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..models.calibration import importance
+from ..checkpoints.calibration import importance
+from ..checkpoints.gguf_out import MATRIX_TYPES
+from ..checkpoints.gptq import round_model
+from ..checkpoints.hf_out import save_hf
+from ..checkpoints.kv_scales import measured_scales
+from ..checkpoints.load import allocated, fill
+from ..checkpoints.quantized_out import FORMATS, FOUR_BITS, WITH_KV_SCALES, group_for, is_symmetric
 from ..models.decoder import Decoder
-from ..models.gguf_out import MATRIX_TYPES
-from ..models.gptq import round_model
-from ..models.kv_scales import measured_scales
-from ..models.load import allocated, fill
-from ..models.quantize_out import FORMATS, FOUR_BITS, WITH_KV_SCALES, group_for, is_symmetric
-from ..models.weights_hf_out import save_hf
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
 from .export import Opened, export_dtype, export_gguf, export_model, merged

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..models.resolve import described
+from ..checkpoints.resolve import described
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
 from .chat import run_template

@@ -32,10 +32,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..models.adapter_peft import read_adapter
-from ..models.load import stored_weights
-from ..models.peft_config import is_adapter
-from ..models.resolve import resolve
+from ..checkpoints.adapter_peft import read_adapter
+from ..checkpoints.load import stored_weights
+from ..checkpoints.peft_config import is_adapter
+from ..checkpoints.resolve import resolve
 from ..models.weights.adapted_product import calling_thread_alone
 from ..parallel.world import World
 from .batches import Batch

@@ -5,9 +5,9 @@ import gc
 import pytest
 import torch
 
+from transect.checkpoints.resolve import resolve
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
-from transect.models.resolve import resolve
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.models.context import PagedContext
-from transect.models.presets import PRESETS
+from transect.spec.shapes import PRESETS
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,12 +4,12 @@ import pytest
 import torch
 from tiny_llm import save_tiny_llm
 
+from transect.checkpoints.load import allocated, fill, stored_weights
+from transect.checkpoints.resolve import resolve
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
-from transect.models.load import allocated, fill, stored_weights
-from transect.models.resolve import resolve
 from transect.models.staging import Staging
 from transect.models.weights.int4_serving import ServingInt4, rounded
 from transect.models.weights.kinds import kinds_for

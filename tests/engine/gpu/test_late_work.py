@@ -18,9 +18,9 @@ from transect.engine.request import Request
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.models.config import ModelConfig
-from transect.models.config_hf import to_hf
 from transect.models.decoder import Decoder
+from transect.spec.hf import to_hf
+from transect.spec.model import ModelConfig
 
 SHAPE = ModelConfig(
     architecture="llama",

@@ -14,9 +14,9 @@ from transect.engine.gpu.step_inputs import Fields
 from transect.engine.gpu.step_sizes import row_bucket, width_bucket, widths
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.models.config_hf import from_hf
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops
+from transect.spec.hf import from_hf
 
 VOCAB = 61
 CONFIG = from_hf(

@@ -12,12 +12,12 @@ from runner_fuzz import assert_same, random_arrivals, run_workload
 from transect.engine.gpu.runner import GPURunner
 from transect.engine.runner import Runner
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import get
+from transect.spec.model import ModelConfig
 
 VOCAB, BLOCK = 61, 4
 TINY = ModelConfig(

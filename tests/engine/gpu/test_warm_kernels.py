@@ -13,10 +13,10 @@ from transect.engine.gpu import warm_kernels
 from transect.engine.gpu.measure import trial_runner
 from transect.engine.gpu.step_sizes import FEWEST_ROWS, ragged_rows, row_bucket, row_buckets, token_bucket
 from transect.engine.gpu.warm_kernels import Work, run, tasks
-from transect.models.config import ModelConfig
 from transect.models.decoder import Decoder
 from transect.ops.lang.jit import next_power_of_2
 from transect.ops.opset import resolve_ops
+from transect.spec.model import ModelConfig
 
 TINY = ModelConfig(
     architecture="llama",

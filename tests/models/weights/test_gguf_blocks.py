@@ -8,7 +8,6 @@ import pytest
 import torch
 from cuda_kernels import chain_on_host
 
-from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
@@ -22,6 +21,7 @@ from transect.ops.linear.packed.gguf import gguf_chain
 from transect.ops.linear.packed.gguf.gguf_chain import values
 from transect.ops.linear.packed.gguf.gguf_matmul import Products
 from transect.ops.opset import resolve_ops
+from transect.spec.model import ModelConfig
 
 SMALL = ModelConfig(
     architecture="llama", vocab_size=61, dim=256, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=256,

@@ -8,7 +8,6 @@ import torch
 from cuda_kernels import chain_source
 
 from transect.engine.gpu.setup import gpu_ops
-from transect.models.config import ModelConfig
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
@@ -16,6 +15,7 @@ from transect.models.weights import int4_serving, kinds
 from transect.models.weights.int4_serving import Int4Products, ServingInt4
 from transect.ops.linear.packed.int4 import int4_chain, int4_matmul
 from transect.ops.opset import resolve_ops
+from transect.spec.model import ModelConfig
 
 SMALL = ModelConfig(
     architecture="llama", vocab_size=61, dim=256, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=384,

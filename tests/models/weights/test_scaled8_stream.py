@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 from cuda_kernels import loaded
 
+from transect.checkpoints.dummy import dummy_weights
+from transect.checkpoints.load import allocated, fill
 from transect.engine.gpu.setup import gpu_ops
-from transect.models.config import ModelConfig
 from transect.models.context import PagedContext, Wanted
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
-from transect.models.load import allocated, fill
 from transect.models.weights.scaled8 import Products8, Scaled8, Stream8, kinds_of_8_bits
-from transect.models.weights_dummy import dummy_weights
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.linear.packed.eight_bit import scaled8_hopper, scaled8_rounding, scaled8_rows, scaled8_tiles
 from transect.ops.norm import rms_norm
 from transect.ops.opset import resolve_ops
+from transect.spec.model import ModelConfig
 
 FORMATS = {"fp8": (True, False), "int8": (False, False), "blocks": (True, True)}
 D, FFN = (128, 256) if torch.cuda.is_available() else (32, 48)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from cuda_kernels import loaded
 
-from transect.models.presets import PRESETS
 from transect.ops.linear import stream_products
 from transect.ops.linear.few_rows import choices
 from transect.ops.linear.few_rows.cuda import Beside, CudaRows, CudaTiling
 from transect.ops.linear.stream_products import Stream, StreamProducts
+from transect.spec.shapes import PRESETS
 
 EPS = 1e-5
 

@@ -7,10 +7,8 @@ import torch
 from gpu_engine import TINY, gpu_model
 
 from transect.engine.gpu.setup import gpu_ops
-from transect.models.config_moe import MoEConfig
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
-from transect.models.presets import PRESETS
 from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
 from transect.ops.moe import (
     combining,
@@ -25,6 +23,8 @@ from transect.ops.moe import (
 )
 from transect.ops.moe.triton import triton_grouped_gate_up
 from transect.ops.opset import resolve_ops
+from transect.spec.moe import MoEConfig
+from transect.spec.shapes import PRESETS
 
 pytestmark = [
     pytest.mark.gpu,

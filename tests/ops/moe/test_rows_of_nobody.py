@@ -7,13 +7,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from transect.models.config import ModelConfig
-from transect.models.config_moe import MoEConfig
 from transect.models.moe import MoE
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.moe import combining, grouped_gate_up, grouped_linear, routing
 from transect.ops.numerics import sample
 from transect.ops.opset import resolve_ops
+from transect.spec.model import ModelConfig
+from transect.spec.moe import MoEConfig
 
 pytestmark = pytest.mark.skipif(
     not INTERPRETED and not torch.cuda.is_available(), reason="needs the interpreter or a GPU"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...models.layouts import held_layouts
-from ...models.resolve import ModelSource
+from ...checkpoints.layouts import held_layouts
+from ...checkpoints.resolve import ModelSource
 from ...models.storage import Storage
 from ...parallel.load import shard_of
 from ...parallel.mesh import Mesh

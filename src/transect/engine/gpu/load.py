@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import torch
 
+from ...checkpoints.kv_scales import take_scales
+from ...checkpoints.load import load_on_device
+from ...checkpoints.resolve import ModelSource
 from ...models.decoder import Decoder
 from ...models.fused_stack import Fusions
-from ...models.kv_scales import take_scales
-from ...models.load import load_on_device
-from ...models.resolve import ModelSource
 from ...models.weights.kinds import kinds_for
 from ...parallel.load import GROUP, load_shard_on_device, shard_of
 from ...parallel.mesh import Mesh

@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from ...models.config import ModelConfig
+from ...checkpoints.layouts import storage_held
+from ...checkpoints.load import cache_dtype, kv_dtype
 from ...models.cost import kv_bytes_per_token, weight_bytes
-from ...models.layouts import Layouts, storage_held
-from ...models.load import cache_dtype, kv_dtype
 from ...models.memory.serving import ServingPlan
-from ...models.storage import Storage, storage_for
+from ...models.storage import Layouts, Storage, storage_for
 from ...models.streaming.plan import StreamPlan
 from ...ops.attention.paged.cache_codes import SCALE_BYTES, stored_bits
 from ...ops.attention.paged.paged_attention import PagedTriton
@@ -28,6 +27,7 @@ from ...ops.registry import get
 from ...parallel.layout import Layout
 from ...parallel.memory import smallest_layout
 from ...parallel.shards import Shard
+from ...spec.model import ModelConfig
 from ..config import EngineConfig
 from ..offload import stream_plan
 from .memory import GIB

@@ -19,15 +19,15 @@ from typing import NamedTuple
 
 import torch
 
-from ...models.config import ModelConfig
+from ...checkpoints.load import allocated
 from ...models.decoder import Decoder
 from ...models.fused_stack import FusedStack, Fusions, refusal
-from ...models.layouts import Layouts
-from ...models.load import allocated
+from ...models.storage import Layouts
 from ...models.weights.kinds import kinds_for
 from ...ops.lang.collecting import CollectedKernel, collected
 from ...ops.lang.jit import INTERPRETED
 from ...ops.opset import OpSet
+from ...spec.model import ModelConfig
 from .compilers import Compilers, hint, sources_digest
 from .runner import GPURunner
 from .step_plan import Variant

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ..config import ModelConfig
+from ...spec.model import ModelConfig
 from .kept import Kept
 from .terms import Estimate, gib
 from .training import training

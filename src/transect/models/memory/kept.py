@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import ModelConfig
+from ...spec.model import ModelConfig
 
 Backend = Literal["gpu", "cpu"]
 Kept = Literal["none", "selective", "full"]

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..config import ModelConfig
-from ..shapes import PROJECTIONS, projection_shapes
+from ...spec.model import ModelConfig
+from ...spec.weights import PROJECTIONS, projection_shapes
 from .kept import Kept
 
 ROUND = 64

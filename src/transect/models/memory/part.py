@@ -29,8 +29,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from ..config import ModelConfig
-from ..shapes import weight_shapes
+from ...spec.model import ModelConfig
+from ...spec.weights import weight_shapes
 
 BUCKET_NUMBERS = 25 * 2**20 // 4
 """Gradients that travel together (``parallel/replicas.BUCKET_BYTES``)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..config import ModelConfig
+from ...spec.model import ModelConfig
 from ..cost import Storage, kv_bytes_per_token
 from ..streaming.plan import StreamPlan
 from .kept import Backend

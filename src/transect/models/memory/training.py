@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..config import ModelConfig
-from ..shapes import largest_matrix
+from ...spec.model import ModelConfig
+from ...spec.weights import largest_matrix
 from ..storage import int4_format, nf4_format
 from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import ModelConfig
-from ..shapes import linear_shapes, weight_shapes
+from ...spec.model import ModelConfig
+from ...spec.weights import linear_shapes, weight_shapes
 from .kept import Backend, Kept, Reads
 
 Task = Literal["pretrain", "finetune", "lora", "qlora"]

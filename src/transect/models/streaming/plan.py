@@ -11,8 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..config import ModelConfig
-from ..shapes import linear_shapes, weight_shapes
+from ...spec.model import ModelConfig
+from ...spec.weights import linear_shapes, weight_shapes
 from ..storage import Storage
 
 GIB = 2**30

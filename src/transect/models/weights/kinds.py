@@ -9,7 +9,7 @@ import torch
 
 from ...ops.linear.packed.gguf import gguf_matmul
 from ...ops.opset import OpSet
-from ..layouts import Layout, Layouts
+from ..storage import Layout, Layouts
 from .as_stored import AsStored
 from .dense import Dense
 from .gguf_blocks import GGUFBlocks

@@ -32,7 +32,7 @@ class TrainConfig:
     """A whole run.
 
     Attributes:
-        model: what ``models.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
+        model: what ``checkpoints.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
         load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
         objective: what is minimised: ``next_token``; ``dpo`` or ``orpo`` (preference pairs); ``kto`` (answers that are

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...checkpoints.load import fill, stored_weights
+from ...checkpoints.resolve import ModelSource
 from ...models.context import VarlenContext
 from ...models.decoder import Decoder
-from ...models.load import fill, stored_weights
-from ...models.resolve import ModelSource
 from ...text.tokenizer import Tokenizer
 from ..batches import Batch
 from ..config import TrainConfig

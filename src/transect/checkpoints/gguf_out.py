@@ -1,0 +1,196 @@
+"""A model's weights and configuration as llama.cpp reads them: the way back of ``gguf.py`` and
+``spec/gguf.py``.
+
+Norms, biases, routers and learned positions stay in float32, experts that are in MXFP4 (gpt-oss) in that. Matrices take
+the type that is asked for where their rows are whole blocks of it, else one of blocks of 32 with about as many bits, as
+llama.cpp chooses it, else F16. With a type below 8
+bits embedding and head have more (Q8_0, of the K types Q6_K): there rounding hurts most. So have, in the mixtures
+Q4_K_M and Q5_K_M, half of the value and down matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..formats.ggml_blocks import QuantizedTensor, block_type
+from ..formats.ggml_quantize import WRITABLE, quantize
+from ..formats.gguf_write import Planned
+from ..models.rope import frequencies, half_rotation_rows
+from ..models.staging import dense_values
+from ..models.storage import Layout
+from ..models.stored import ALL, Blocks, Stored, StoredWeights
+from ..ops.linear.packed.gguf.gguf_layout import FORMATS
+from ..spec.gguf_families import family_to_gguf
+from ..spec.gguf_places import ARCHITECTURES, Place, places
+from ..spec.model import ModelConfig, RopeConfig
+from ..spec.weights import weight_shapes
+
+FILE_TYPES = {
+    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16,
+    "Q5_K_M": 17, "Q6_K": 18, "BF16": 32,
+}  # fmt: skip
+"""llama.cpp's number for a file whose matrices are mostly of a type."""
+_MXFP4 = Layout("gguf", block_type="MXFP4", bits=FORMATS["MXFP4"].bits)
+MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+"""A type for most matrices, and Q6_K for some."""
+_FINER = ("attention.v", "mlp.down", "mlp.experts_down")
+MATRIX_TYPES = (*WRITABLE, *MIXTURES)
+"""What the matrices of a file can be asked to be."""
+SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+"""What takes the place of a K type where rows are no whole blocks of 256."""
+
+
+def gguf_type(name: str) -> str:
+    """The GGUF type of that name, in any case.
+
+    Raises:
+        ValueError: it is none that is written.
+    """
+    found = name.upper()
+    if found not in MATRIX_TYPES:
+        known = ", ".join(each.lower() for each in MATRIX_TYPES)
+        raise ValueError(f"--type {name} cannot be written; choose one of {known}")
+    return found
+
+
+def gguf_metadata(config: ModelConfig, type_name: str, name: str) -> dict[str, Any]:
+    """What a GGUF file says of a model; ``type_name`` of most matrices.
+
+    Raises:
+        ValueError: llama.cpp has no such model, or not under a name that is known here.
+    """
+    if config.architecture not in ARCHITECTURES:
+        raise ValueError(
+            f"models of the kind {config.architecture} are not written as GGUF; written are {', '.join(ARCHITECTURES)}"
+        )
+    a = ARCHITECTURES[config.architecture]
+    gpt2 = a == "gpt2"
+    values: dict[str, Any] = {
+        "general.architecture": a,
+        "general.type": "model",
+        "general.name": name,
+        "general.file_type": FILE_TYPES[type_name],
+        "general.quantization_version": 2,
+        f"{a}.block_count": config.n_layers,
+        f"{a}.context_length": config.max_position,
+        f"{a}.embedding_length": config.dim,
+        f"{a}.feed_forward_length": config.ffn_dim,
+        f"{a}.attention.head_count": config.n_heads,
+        f"{a}.vocab_size": config.vocab_size,
+    }
+    if gpt2:
+        return values | {f"{a}.attention.layer_norm_epsilon": config.norm_eps}
+    values |= {
+        f"{a}.attention.head_count_kv": config.n_kv_heads,
+        f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
+        f"{a}.attention.key_length": config.head_dim,
+        f"{a}.attention.value_length": config.head_dim,
+        f"{a}.rope.dimension_count": config.head_dim,
+        f"{a}.rope.freq_base": config.rope.theta,
+    }
+    if config.sliding_window is not None:
+        values[f"{a}.attention.sliding_window"] = config.sliding_window
+    values |= {f"{a}.{key}": value for key, value in family_to_gguf(a, config).items()}
+    return values | {f"{a}.rope.scaling.{key}": value for key, value in _scaling(config.rope).items()}
+
+
+def _scaling(rope: RopeConfig) -> dict[str, Any]:
+    """Scalings that a file says in numbers; llama3's are a tensor."""
+    if rope.scaling == "linear":
+        return {"type": "linear", "factor": rope.factor}
+    if rope.scaling != "yarn":
+        return {}
+    return {
+        "type": "yarn",
+        "factor": rope.factor,
+        "original_context_length": rope.original_max_position,
+        "yarn_beta_fast": rope.beta_fast,
+        "yarn_beta_slow": rope.beta_slow,
+        "attn_factor": rope.attention_factor / (1 + 0.1 * math.log(max(rope.factor, 1.0))),
+    }
+
+
+def gguf_tensors(
+    weights: StoredWeights, config: ModelConfig, type_name: str, importance: Mapping[str, np.ndarray] | None = None
+) -> Iterator[Planned]:
+    """The tensors of a GGUF file. They read ``weights`` when their turn comes: keep hold of it until then.
+
+    Args:
+        importance: of the columns of matrices by name (``layers.0.attention.q``), as ``ggml_quantize.quantize`` takes
+            it; None: none.
+
+    Raises:
+        ValueError: numbers that the type cannot hold (when a tensor is made).
+    """
+    shapes = weight_shapes(config)
+    stored = dict(islice(weights, len(shapes)))  # not one step further: that would close the files
+    if config.rope.scaling in ("llama3", "factors") and config.position == "rope":
+        plain = frequencies(RopeConfig(config.rope.theta), config.head_dim)
+        factors = (plain / frequencies(config.rope, config.head_dim)).numpy()
+        yield Planned("rope_freqs.weight", factors.shape, "F32", lambda: quantize(factors, "F32"))
+    parts: dict[str, list[tuple[str, Place]]] = {}
+    for name, place in places(config).items():
+        parts.setdefault(place.tensor, []).append((name, place))
+    for tensor, found in parts.items():
+        found.sort(key=lambda each: each[1].first)
+        name, place = found[0]
+        module = name.rsplit(".", 1)[0]
+        chosen = _type_of(module, place.stored, type_name, config.n_layers)
+        own = [(stored[each], where, shapes[each]) for each, where in found]
+        if own[0][0].layout == _MXFP4 and ".experts_" in module:
+            chosen = _MXFP4.block_type
+        counts = None if importance is None else importance.get(module)
+        yield Planned(tensor, place.stored, chosen, partial(_made, own, chosen, config.head_dim, counts))
+
+
+def _type_of(module: str, shape: tuple[int, ...], wanted: str, layers: int) -> str:
+    if len(shape) == 1 or module.endswith(("position_embed", "router")) or (len(shape) == 2 and ".experts_" in module):
+        return "F32"
+    mixture, wanted = wanted in MIXTURES, MIXTURES.get(wanted, wanted)
+    if module in ("embed", "head"):
+        wanted = "Q6_K" if wanted.endswith("_K") else "Q8_0" if wanted.startswith(("Q4", "Q5")) else wanted
+    elif mixture and module.endswith(_FINER) and _finer(int(module.split(".")[1]), layers):
+        wanted = "Q6_K"
+    if shape[-1] % block_type(wanted).block:
+        wanted = SMALLER_BLOCKS.get(wanted, "F16")
+    return wanted if shape[-1] % block_type(wanted).block == 0 else "F16"
+
+
+def _finer(layer: int, layers: int) -> bool:
+    """The layers whose value and down matrices have more bits in a mixture, as llama.cpp chooses them: the first and
+    last eighth, and every third between."""
+    eighth = layers // 8
+    return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+
+
+def _made(
+    parts: list[tuple[Stored, Place, tuple[int, ...]]], type_name: str, head_dim: int, importance: np.ndarray | None
+) -> QuantizedTensor:
+    place = parts[0][1]
+    if type_name == _MXFP4.block_type:
+        assert len(parts) == 1
+        codes = parts[0][0].codes
+        assert codes is not None
+        packed = codes(ALL, ALL)
+        assert isinstance(packed, Blocks)
+        return QuantizedTensor(type_name, place.stored, packed.blocks.numpy())
+    values = [stored.read() for stored, _, _ in parts]
+    orders = [np.argsort(half_rotation_rows(shape[0] // head_dim, head_dim)) if where.paired else None
+              for _, where, shape in parts]  # fmt: skip
+    first = values[0]
+    if isinstance(first, QuantizedTensor) and first.type_name == type_name and len(parts) == 1:
+        # In this type already: nothing is rounded anew.
+        kept = first if orders[0] is None else first.rows(orders[0])
+        return QuantizedTensor(type_name, place.stored, kept.blocks)
+    numbers = [dense_values(value).to(torch.float32) for value in values]
+    ordered = [each if order is None else each[order] for each, order in zip(numbers, orders, strict=True)]
+    whole: Tensor = torch.cat(ordered) + place.added
+    return quantize(whole.reshape(place.stored).numpy(), type_name, importance)

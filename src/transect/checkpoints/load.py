@@ -1,0 +1,484 @@
+"""A source to a ``Decoder`` that is ready to run on a device.
+
+``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
+``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
+to compute: the C++ CPU kernels (``native.py``), which keep quantized weights quantized and compute in float32 from
+exactly what the file holds; plain torch, for which quantized weights are dequantized when they are loaded; and, on a
+GPU, the fused stack.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..models.cost import weight_bytes
+from ..models.decoder import Decoder
+from ..models.fused_stack import FusedStack, Fusions
+from ..models.fused_stack import refusal as refusal_to_fuse
+from ..models.native import (
+    keep_packed,
+    native_model,
+    packed_matrices,
+    packed_path,
+    refusal,
+    run_natively,
+    take_packed,
+)
+from ..models.staging import Staging, dense_values
+from ..models.storage import Storage
+from ..models.stored import ALL, Stored, StoredWeights, Values
+from ..models.streaming.plan import StreamPlan
+from ..models.streaming.stream import offload
+from ..models.weights.int4_serving import rounded
+from ..models.weights.kinds import kinds_for
+from ..models.weights.scaled8 import EIGHT_BITS, kinds_of_8_bits
+from ..models.weights.weight import Kinds, Weight, part_of
+from ..ops.cpu import library as cpu_library
+from ..ops.opset import OpSet, resolve_ops
+from ..ops.registry import Unavailable
+from ..spec.model import ModelConfig
+from .adapter import StoredAdapter, merged_weights, put_beside
+from .adapter_peft import read_adapter
+from .adapter_start import as_plain_lora
+from .dummy import dummy_weights
+from .gguf import stored_gguf
+from .hf import stored_hf
+from .layouts import held_layouts
+from .resolve import ModelSource
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+
+
+def stored_weights(
+    source: ModelSource,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    *,
+    beside: StoredAdapter | None = None,
+) -> StoredWeights:
+    """Every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and ``stored_hf``. A
+    source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
+
+    The adapter of a source is in the weights. With ``beside``, which is that adapter, the layers' matrices are without
+    it, for ``put_beside``.
+
+    Raises:
+        ValueError: files that are damaged or do not fit the configuration.
+    """
+    if source.adapter is not None:
+        adapter = beside or adapter_of(source)
+        base = source.adapter.base
+        return merged_weights(stored_weights(base), base.config, adapter, source.config, beside=beside is not None)
+    if source.kind == "gguf":
+        return stored_gguf(source.gguf, source.config)
+    if source.kind == "shape":
+        return dummy_weights(source.config, seed=seed, dtype=dtype, device=device)
+    return stored_hf(source.path, source.config)
+
+
+def adapter_of(source: ModelSource) -> StoredAdapter:
+    """The adapter of a source that has one, over the numbers of its base.
+
+    Raises:
+        ValueError: see ``read_adapter`` and ``as_plain_lora``.
+    """
+    assert source.adapter is not None
+    adapter = read_adapter(source.adapter.path, source.config)
+    return as_plain_lora(adapter, stored_weights(source.adapter.base), source.config)
+
+
+@torch.no_grad()
+def fill(
+    model: Decoder,
+    weights: StoredWeights,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    advance: Callable[[int], object] | None = None,
+) -> Decoder:
+    """Read weights into a model that has memory, one at a time, in the model's dtype: the one way in for all models.
+
+    Each weight takes what it is given in its own way: dense ones are rounded on the device, ones in 4 bits are
+    quantized there, packed ones are packed. Files come through pinned memory where the device is a GPU.
+
+    Args:
+        rank, ranks: where the model is a shard, with matrices ``ranks`` times as small as the files' in one dimension:
+            of each, part ``rank`` is read and nothing else.
+        advance: told of the bytes of each weight that has been read.
+
+    Raises:
+        ValueError: files that are damaged, or a model that is no shard of them.
+    """
+    with Staging(model.device) as staging:
+        for name, stored in weights:
+            target = _target(model, name)
+            part = _part(name, stored.shape, target.shape, rank, ranks)
+            values: Any
+            if stored.layout is not None and isinstance(target, Weight) and target.takes(stored.layout):
+                assert stored.codes is not None
+                values = stored.codes(*part)
+            else:
+                values = stored.read(*part)
+            if isinstance(target, Tensor):
+                staging.copy(dense_values(values), target)
+            else:
+                target.load(values, staging)
+            if model.offloaded is not None:
+                model.offloaded.keep(name, model)
+            if name == "embed.weight" and _copied_head(model):
+                head: Any = model.head
+                if stored.layout is not None and head.takes(stored.layout):
+                    assert stored.codes is not None
+                    head.load(stored.codes(*part), staging)
+                else:
+                    head.load(values, staging)
+            if advance is not None:
+                advance(values.nbytes)
+    return model
+
+
+def load_model(
+    source: ModelSource,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    native: bool | None = None,
+    threads: int | None = None,
+    block_size: int = 16,
+    seed: int = 0,
+    deterministic: bool = False,
+    quantization: str | None = None,
+    stream: StreamPlan | None = None,
+    kv_cache_dtype: str = "auto",
+) -> Decoder:
+    """Build the model and fill it, for inference (``requires_grad`` is off; turn it on to train).
+
+    Args:
+        source: from ``resolve``.
+        dtype: of weights and activations: ``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64``. ``auto`` is
+            bfloat16 where weights must be dense, and the file's own formats on the C++ kernels. ``float32`` is exact:
+            the dequantized values of the file.
+        device: where to; the C++ kernels run on ``cpu`` only.
+        native: use the C++ kernels: True insists, False forbids, None uses them if they can run. ``kernels`` decides,
+            and what it decided is logged.
+        threads: of the C++ kernels; by default torch's number.
+        block_size: tokens of a KV block; the C++ kernels are set up for one size, and for a KV cache of
+            ``kv_dtype(dtype)``.
+        seed: of the random weights that a source without weights gets.
+        deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
+            so always.
+        quantization: ``int4``, ``int8`` or ``fp8``: the layers' matrices are rounded to 4 or 8 bits when they are
+            loaded. The C++ kernels keep them so; plain torch keeps those of 8 bits, and computes with the values that
+            codes of 4 bits stand for.
+        stream: layers that live elsewhere and come in their turn; plain torch computes then.
+        kv_cache_dtype: what the KV cache will hold, as ``EngineConfig`` names it.
+
+    Raises:
+        ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
+            the kernels cannot run.
+    """
+    library, why = kernels(
+        source.config,
+        dtype=dtype,
+        device=device,
+        native=native if stream is None else False,
+        threads=threads,
+        block_size=block_size,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        blocks=in_blocks(source),
+    )
+    log.info("%s: %s", source.name, why)
+    if library is None:
+        return _load_torch(source, dtype, torch.device(device), seed, deterministic, quantization, stream)
+    half, by_layer = dtype == "auto", lacks_layers(source.config, block_size, quantization)
+    ops = resolve_ops("cpu", batch_invariant=deterministic or not half) if by_layer else None
+    model = native_model(
+        source.config, library, kv_dtype(dtype), block_size, half=half, quantization=quantization, ops=ops
+    )
+    stem = dtype if quantization is None else f"{dtype}-{quantization}"
+    packed_file = packed_path(source.path, stem, source.gguf.parts) if source.kind == "gguf" else None
+    beside = None
+    if source.adapter is not None and (quantization is not None or source.kind == "gguf"):
+        beside = adapter_of(source)
+        if beside.replaced or {"embed", "head"} & set(beside.factors):
+            packed_file = None  # its tables are not those of the file
+    weights = stored_weights(source, seed, beside=beside)
+    if packed_file is None or not take_packed(model, packed_file):
+        fill(model, weights)
+        keep_packed(model, packed_file)
+    else:
+        there = packed_matrices(model)
+        fill(model, (each for each in weights if each[0] not in there))
+    if beside is not None and any(name.startswith("layers.") for name in beside.factors):
+        log.info("the adapter stays beside packed weights: layers run operator by operator")
+        put_beside(model, beside)
+        return model
+    if by_layer:
+        return model
+    return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)
+
+
+def in_blocks(source: ModelSource) -> bool:
+    """Whether the weights are those of a GGUF file, without an adapter."""
+    return source.kind == "gguf" and source.adapter is None
+
+
+def lacks_layers(config: ModelConfig, block_size: int, quantization: str | None) -> bool:
+    """Whether the C++ kernels have the products of a model and not its layers."""
+    return quantization is None and refusal(config, block_size) is not None
+
+
+def kv_dtype(dtype: str) -> torch.dtype:
+    """What the KV cache of a model of this dtype holds: bfloat16 for ``auto``, else the same.
+
+    Raises:
+        ValueError: unknown dtype.
+    """
+    if dtype == "auto":
+        return torch.bfloat16
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not known; choose auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
+    """What the KV cache holds, as ``EngineConfig`` names it: ``auto`` is ``kv_dtype``."""
+    packed = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    return packed.get(kv_cache_dtype) or kv_dtype(dtype)
+
+
+def kernels(
+    config: ModelConfig,
+    *,
+    dtype: str = "auto",
+    device: torch.device | str = "cpu",
+    native: bool | None = None,
+    threads: int | None = None,
+    block_size: int = 16,
+    quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
+    shared: bool = False,
+    blocks: bool = False,
+) -> tuple[cpu_library.Library | None, str]:
+    """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
+
+    Args:
+        shared: it is one rank's part.
+        blocks: its weights are those of a GGUF file: where the kernels do not have its layers, their products stay.
+
+    Raises:
+        ValueError: ``native`` insists on them and they cannot run; unknown dtype.
+    """
+    computed_in = kv_dtype(dtype)
+    library = lacks = None
+    if native is False:
+        reason: str | None = "native=False"
+    elif torch.device(device).type != "cpu":
+        reason = f"the C++ kernels are for the CPU, not {device}"
+    elif dtype not in ("auto", "float32"):
+        reason = f"the C++ kernels compute in float32, not {dtype}"
+    elif kv_cache_dtype == "int8":
+        reason = "the C++ kernels have no KV cache in int8, only in fp8"
+    elif kv_cache_dtype == "fp8" and shared:
+        reason = "the C++ kernels have no KV cache in fp8 where ranks share a model"
+    elif blocks and lacks_layers(config, block_size, quantization):
+        reason, lacks = None, refusal(config, block_size)
+    else:
+        reason = refusal(config, block_size, quantization)
+    if reason is None:
+        try:
+            library = cpu_library.load(threads or torch.get_num_threads())
+        except Unavailable as error:
+            reason = str(error)
+    bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
+    if library is not None:
+        kept = "weights as in the file" if bits is None else f"the layers' weights in {bits}"
+        if lacks is not None:
+            kept = f"{kept}, layers operator by operator ({lacks})"
+            return library, f"C++ products ({library.isa}, {library.threads} threads), {kept}"
+        return library, f"C++ kernels ({library.isa}, {library.threads} threads), {kept}"
+    if native:
+        raise ValueError(f"native=True, but {reason}; leave native out to run on plain torch")
+    rounded_to = "" if bits is None else f", the layers' weights rounded to {bits}"
+    return None, f"plain torch in {str(computed_in).removeprefix('torch.')}{rounded_to} ({reason})"
+
+
+def _load_torch(
+    source: ModelSource,
+    dtype: str,
+    device: torch.device,
+    seed: int,
+    deterministic: bool,
+    quantization: str | None,
+    stream: StreamPlan | None,
+) -> Decoder:
+    number_type = kv_dtype(dtype)
+    # float32 is the mode in which a request gives the same tokens alone and in any batch
+    ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
+    kinds = kinds_of_8_bits(quantization) if quantization in EIGHT_BITS else None
+    packed = quantization is None and source.adapter is None and stream is None
+    if packed and number_type is not torch.float32:
+        kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))
+    model = allocated(Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds), device, stream, join=False)
+    weights = stored_weights(source, seed)
+    if kinds is not None:
+        return fill(model, weights).requires_grad_(False)
+    if quantization is not None and source.adapter is not None:  # added to the values that the codes stand for
+        adapter = adapter_of(source)
+        base = source.adapter.base
+        weights = merged_weights(rounded_layers(stored_weights(base)), base.config, adapter, source.config)
+    elif quantization is not None:
+        weights = rounded_layers(weights)
+    return fill(model, weights).requires_grad_(False)
+
+
+def rounded_layers(weights: StoredWeights) -> StoredWeights:
+    """With the layers' matrices as they are when they are served in 4 bits."""
+    for name, stored in weights:
+        if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
+
+            def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
+                return rounded(dense_values(stored.read()))[rows, columns]
+
+            yield name, Stored(stored.shape, read)
+        else:
+            yield name, stored
+
+
+def load_on_device(
+    source: ModelSource,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    ops: OpSet,
+    max_positions: int,
+    seed: int = 0,
+    fusions: Fusions | None = None,
+    kinds: Kinds | None = None,
+    stream: StreamPlan | None = None,
+) -> Decoder:
+    """Build the model on a GPU, with joined weights and the fused stack, and fill it, for inference.
+
+    Memory is allocated once, as it will be used; each weight is then read into its place. Random weights are drawn on
+    the device.
+
+    Args:
+        dtype: of weights and activations.
+        ops: what it computes with.
+        max_positions: of the longest sequence.
+        seed: of the random weights that a source without weights gets.
+        fusions: what the layers do in one kernel; None: all they can.
+        kinds: of weight, as in ``Decoder``.
+        stream: layers that live elsewhere and come in their turn.
+
+    Raises:
+        ValueError: files that are damaged or do not fit the configuration.
+    """
+    join = stream is None or fusions is None or fusions.qkv
+    model = allocated(Decoder(source.config, "meta", dtype, ops=ops, kinds=kinds), device, stream, join=join)
+    beside = None
+    if source.adapter is not None and kinds is not None:
+        refuse_beside(stream)
+        beside = adapter_of(source)
+    with progress(source) as advance:
+        fill(model, stored_weights(source, seed, dtype, device, beside=beside), advance=advance)
+    if beside is not None:
+        put_beside(model, beside)
+    if refusal_to_fuse(source.config) is None:
+        model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
+    return model
+
+
+def refuse_beside(stream: StreamPlan | None) -> None:
+    """ValueError if layers are to stream that an adapter stays beside."""
+    if stream is not None:
+        raise ValueError(
+            "layers that stream take no adapter beside quantized weights: leave out cpu_offload_gb or quantization, or "
+            "merge the adapter first (transect export --merge)"
+        )
+
+
+def allocated(
+    model: Decoder, device: torch.device | str, stream: StreamPlan | None = None, *, join: bool = True
+) -> Decoder:
+    """A model that was built on ``meta`` with memory on a device, not filled, for inference.
+
+    Args:
+        stream: layers that get memory elsewhere, and slots on the device.
+        join: lay what shares an input in one storage; at most the matrices of one projection are held twice meanwhile.
+    """
+    if join:
+        model.join()
+    if stream is None:
+        model.to_empty(device=device)
+        for buffer in model.buffers():
+            if buffer.dtype == torch.int64:  # places in a tensor, which a run to warm up reads before they are there
+                buffer.zero_()
+        return model.requires_grad_(False)
+    model.offloaded = offload(model, list(model.layers), stream, torch.device(device))
+    model.tie_weights()
+    return model.requires_grad_(False)
+
+
+class _Loads(Protocol):
+    """A matrix of a model that takes a file's values in its own way."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def load(self, values: Values, staging: Staging) -> None: ...
+
+
+def _target(model: Decoder, name: str) -> _Loads | Tensor:
+    """What takes the weight of this canonical name."""
+    owner, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    if leaf == "weight" and hasattr(module, "load"):
+        return module
+    parameter: Tensor = getattr(module, leaf)
+    return parameter.detach()
+
+
+def _copied_head(model: Decoder) -> bool:
+    """Whether the head is a copy of the embedding's table in a format of its own."""
+    return model.config.tied_embeddings and not model.head_tied
+
+
+def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, slice]:
+    """The rows and columns of a file's weight that a shard's is."""
+    parts = [ALL, ALL]
+    cut = [dim for dim, (size, own) in enumerate(zip(stored, wanted, strict=False)) if size != own]
+    if len(stored) != len(wanted) or len(cut) > 1 or any(stored[dim] != ranks * wanted[dim] for dim in cut):
+        raise ValueError(
+            f"{name} is {list(stored)} in the files and {list(wanted)} in the model, which is neither that nor one of "
+            f"{ranks} equal parts of it"
+        )
+    for dim in cut:
+        parts[dim] = part_of(stored[dim], rank, ranks)
+    return parts[0], parts[1]
+
+
+@contextmanager
+def progress(source: ModelSource) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr where that is a terminal; yields what is told of each weight's bytes."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("loading"), *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task(source.name, total=weight_bytes(source.config, Storage()))
+        yield lambda count: bar.advance(task, count)

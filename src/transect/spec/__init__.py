@@ -1,0 +1,8 @@
+"""Descriptions of models without torch: families, configurations, shapes, names of weights.
+
+* ``model.py``: ``ModelConfig``, ``RopeConfig``; ``moe.py``: ``MoEConfig``
+* ``weights.py``: canonical names and shapes of all weights; ``shapes.py``: built-in shapes
+* ``hf.py`` (``hf_moe.py``, ``hf_families.py``, ``quantized.py``) reads and writes ``config.json``; ``gguf.py``
+  (``gguf_families.py``) GGUF metadata; ``gguf_places.py``: tensors of GGUF files
+* ``fields.py``: values of files, checked as they are read, with errors that name the field
+"""
