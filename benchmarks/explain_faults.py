@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import record
+from transect.costs.ceilings import Ceilings
 from transect.explain import Explain
 from transect.explain.program import machine_ceilings
-from transect.hardware.ceilings import Ceilings
 
 LARGE = 0.05
 """A finding of a healthy program that promises more than this share is a false one."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import record
-from transect.hardware.ceilings import Ceilings
+from transect.costs.ceilings import Ceilings
 from transect.ops.registry import all_ops
 from transect.ops.tools import plots, results
 from transect.ops.tools.bench import Timing

@@ -226,7 +226,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     """Steps of a run, each split in two."""
     import torch
 
-    from transect.models.memory.terms import parse_bytes
+    from transect.costs.units import parse_bytes
     from transect.train.config import TrainConfig
     from transect.train.optim import OffloadedAdamW
     from transect.train.trainer import Trainer

@@ -140,7 +140,7 @@ def predicted(work: str, way: str, ranks: int) -> dict[str, float] | None:
     """What the planner expects of a way on H200s, before anything runs; None: of the peers."""
     import torch
 
-    from transect.hardware.presets import preset
+    from transect.costs.presets import preset
     from transect.plan.machine import Machine
     from transect.plan.step import predict
     from transect.train.config import TrainConfig

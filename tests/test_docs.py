@@ -28,7 +28,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LONG = (
     "transect eval smollm2-135m --text docs/measure/eval.md --window 256",
     "transect inspect softmax --target sm_90",
-    "transect plan training llama-3.1-8b --gpus 8 --memory 80GB",
+    "transect plan training llama-3.1-8b --gpus 8 --gpu h100-80gb",
     "transect bench ops kv_cache_write --device cpu",
     "transect bench latency --batch 1 --batch 4 --prompt-tokens 32 --new-tokens 8 --runs 1",
 )

@@ -27,6 +27,7 @@ import torch
 
 from transect import LLM, SamplingParams
 from transect.bench.floors import Rates
+from transect.costs.ceilings import Ceilings
 from transect.explain import Explain
 from transect.explain.log import build
 from transect.explain.op_floor import cost
@@ -34,7 +35,6 @@ from transect.explain.program import Explanation, explain_script, machine_ceilin
 from transect.explain.script import Script
 from transect.explain.split import PARTS
 from transect.explain.work import StepWork
-from transect.hardware.ceilings import Ceilings
 from transect.hardware.device import detect
 from transect.hardware.environment import environment
 from transect.ops.cpu.ceilings import device_measurement

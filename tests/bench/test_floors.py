@@ -7,7 +7,7 @@ import pytest
 from transect.bench.floors import Floor, Rates, batch_floor, step_floor, storage_of
 from transect.bench.workload import throughput_protocol
 from transect.checkpoints.resolve import resolve
-from transect.hardware.ceilings import Ceilings
+from transect.costs.ceilings import Ceilings
 from transect.models.cost import Row, Storage
 from transect.parallel.layout import Layout
 from transect.spec.hf import to_hf

@@ -24,7 +24,7 @@ def test_training_that_does_not_fit_names_a_change_that_does(capsys):
     arguments = ("llama-3.1-8b", "--train", "--micro-batch", "8192", "--device-memory", "24GB", "--json")
     code, out, _ = run(capsys, *arguments)
     found = json.loads(out)
-    assert code == 0 and not found["fits"] and found["needed"] > 24e9
+    assert code == 1 and not found["fits"] and found["needed"] > 24e9
     change = found["change"]
     assert change == {"task": '"lora"'}
     assert json.loads(run(capsys, *arguments, "--task", "lora")[1])["fits"]
@@ -54,7 +54,7 @@ def test_training_on_several_devices_is_per_rank(capsys):
     assert code == 0 and found["fits"] and {term["name"] for term in found["host"]} >= {"weights", "gradients"}
     assert "set parallel.zero to 3" in run(capsys, "llama-3.1-8b", *small, "--dp", "2", "--zero", "1")[2]
     code, out, _ = run(capsys, "qwen3-30b-a3b", *few, "--dp", "8", "--ep", "8", "--json")
-    assert code == 0 and json.loads(out)["layout"] == "dp 8, experts shared"
+    assert code == 1 and json.loads(out)["layout"] == "dp 8, experts shared"
     assert "set both to 4" in run(capsys, "qwen3-30b-a3b", *few, "--dp", "4", "--ep", "2")[2]
 
 
@@ -153,7 +153,7 @@ def test_mistakes_are_one_line(capsys, arguments, message):
 def test_serving_on_several_devices(capsys):
     arguments = ("llama-3.1-8b", "--serve", "--device-memory", "12GB", "--context", "4096", "--max-num-seqs", "8")
     code, out, _ = run(capsys, *arguments)
-    assert code == 0 and "does not fit" in out and "smallest layout that does: --tp 2 --pp 1 (2 devices)" in out
+    assert code == 1 and "does not fit" in out and "smallest layout that does: --tp 2 --pp 1 (2 devices)" in out
     code, out, _ = run(capsys, *arguments, "--tp", "2")
     assert code == 0 and "on each of 2 ranks" in out and "fits in" in out and "heads 0-15 of 32" in out
     few = ("qwen3-30b-a3b", "--serve", "--device-memory", "80GB", "--context", "4096")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from transect.cli import main
+from transect.costs.ceilings import Ceilings
 from transect.hardware import cpu, measured
-from transect.hardware.ceilings import Ceilings
 from transect.ops.cpu import ceilings
 
 LIMITS = Ceilings("a processor", 1e10, 2e10, {"float32": 1e11}, 1e-6, memory_bytes=10**9)

@@ -5,12 +5,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from transect.costs.ceilings import Ceilings
+from transect.costs.presets import preset
 from transect.explain.op_floor import cost, dtype_of, floor
 from transect.explain.program import Explain
 from transect.explain.trace import Key
 from transect.explain.trace_file import read_trace
-from transect.hardware.ceilings import Ceilings
-from transect.hardware.presets import preset
 
 HALF, FP8, LONG = "c10::bfloat16", "c10::float8_e4m3fn", "long int"
 LISTS = ("", "", "", "[16]", "[1, 1]", "[1, 1]", "[1, 1]", "False", "[0, 0]", "1")

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from planted_faults import load
 
+from transect.costs.presets import preset
 from transect.explain.program import explain_trace
 from transect.explain.roofline import points_of_trace
 from transect.explain.trace_file import read_trace
-from transect.hardware.presets import preset
 
 FOLDER = Path(__file__).parent / "traces"
 SHARES = {"gpu_allocator_thrash": 0.91, "gpu_float32_products": 0.87, "gpu_repeated_upload": 0.92}

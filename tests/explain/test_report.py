@@ -11,12 +11,12 @@ import pytest
 from commands import run_here
 from planted_faults import ceilings
 
+from transect.costs.presets import PRESETS, preset
 from transect.explain.program import explain_trace
 from transect.explain.report_html import page
 from transect.explain.roofline import points_of_model, points_of_operator, roofline
 from transect.explain.roofline_svg import svg, text
 from transect.explain.trace_file import read_trace
-from transect.hardware.presets import PRESETS, preset
 from transect.spec.shapes import PRESETS as SHAPES
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

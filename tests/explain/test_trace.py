@@ -12,13 +12,13 @@ import pytest
 from commands import run_here
 from planted_faults import ceilings
 
+from transect.costs.presets import preset
 from transect.explain.doing import doing_of
 from transect.explain.program import explain_trace
 from transect.explain.report_html import page
 from transect.explain.sampler import Frame, Sample, Samples
 from transect.explain.split import kernel_name
 from transect.explain.trace_file import PIECE, read_trace
-from transect.hardware.presets import preset
 
 
 def event(cat, name, begin, length, tid=1, **args):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from transect.costs.ceilings import Ceilings
 from transect.hardware import cpu, measured
 from transect.hardware import load as load_module
-from transect.hardware.ceilings import Ceilings
 from transect.hardware.device import Device, detect
 from transect.hardware.load import wait_until_quiet
 

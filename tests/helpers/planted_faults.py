@@ -10,8 +10,8 @@ from types import ModuleType
 
 import torch
 
+from transect.costs.ceilings import Ceilings
 from transect.explain.program import Explain, Explanation
-from transect.hardware.ceilings import Ceilings
 
 FOLDER = Path(__file__).resolve().parents[1] / "explain" / "faults"
 _ALL = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")

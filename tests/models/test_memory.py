@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from transect.costs.units import GIB, parse_bytes
 from transect.models.memory.fit import PLANS, first_that_fits, refusal, smallest_change
-from transect.models.memory.terms import GIB, parse_bytes
 from transect.models.memory.training import training
 from transect.models.memory.training_plan import TrainingPlan, state_bytes, trained_shapes
 from transect.spec.shapes import PRESETS

@@ -10,8 +10,8 @@ import torch
 from allocated import shape_of, watched
 from training_runs import tiny_run
 
+from transect.costs.units import parse_bytes
 from transect.models.memory.fit import first_that_fits
-from transect.models.memory.terms import parse_bytes
 from transect.models.memory.training import training
 from transect.models.memory.training_plan import TrainingPlan
 from transect.parallel.layout import owners

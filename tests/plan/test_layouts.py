@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from transect.cli import main
-from transect.hardware.presets import preset
+from transect.costs.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
 from transect.parallel.training_memory import training_ranks
 from transect.plan import layouts
@@ -13,7 +13,7 @@ from transect.plan.layouts import rank, spreads, what_would
 from transect.plan.machine import Machine
 from transect.spec.shapes import PRESETS
 
-H100 = Machine.of(preset("h100-sxm"))
+H100 = Machine.of(preset("h100-80gb"))
 LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]
 PLAN = TrainingPlan(precision="mixed", seq_len=4096, merged=True)
 
@@ -96,7 +96,7 @@ def test_where_no_layout_can_be_memory_is_not_the_reason(capsys, arguments, why)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--gpu", "h"), "names h100-sxm, h200"),
+        (("--gpu", "a100"), "'a100' is the beginning of a100-40gb, a100-80gb"),
         (("--gpu", "tpu"), "no preset"),
         (("--axes", "data,depth"), "not depth"),
         (("--tokens", "100"), "less than one sequence"),

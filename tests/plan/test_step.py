@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from transect.hardware.presets import preset
+from transect.costs.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
 from transect.parallel.spread import Spread
 from transect.plan.collectives import Axis, beside

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ..checkpoints.layouts import held_layouts, storage_held
 from ..checkpoints.resolve import ModelSource
-from ..hardware.ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 from ..models.cost import Row, Storage, least_cost
 from ..models.storage import storage_for
 from ..parallel.layout import Layout

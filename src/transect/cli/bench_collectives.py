@@ -37,7 +37,7 @@ def command(
     import torch
 
     from ..bench.collectives import COLLECTIVES, JOB, OURS, Sweep, measure, sizes_between
-    from ..models.memory.terms import parse_bytes
+    from ..costs.units import parse_bytes
     from ..parallel.launch import Ranks
     from ..parallel.layout import under_torchrun
 

@@ -12,7 +12,7 @@ from .settings import output_file
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..hardware.ceilings import Ceilings
+    from ..costs.ceilings import Ceilings
     from ..hardware.device import Device
     from ..ops.registry import Op
     from ..ops.tools.bench import Timing

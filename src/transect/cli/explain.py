@@ -150,11 +150,11 @@ def run(
     import dataclasses
     import sys
 
+    from ..costs.presets import preset as find
     from ..explain.apply import applied
     from ..explain.energy import Energies
     from ..explain.program import Explain, explain_script
     from ..explain.script import Input, ScriptFailed
-    from ..hardware.presets import preset as find
 
     script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
     keep_trace, html, as_json = (file and file.absolute() for file in (keep_trace, html, as_json))
@@ -209,9 +209,9 @@ def trace(
     from rich.console import Console
     from rich.progress import Progress
 
+    from ..costs.presets import preset as find
     from ..explain.program import explain_trace, machine_ceilings
     from ..explain.trace_file import read_trace
-    from ..hardware.presets import preset as find
 
     ceilings = machine_ceilings() if preset is None else find(preset).ceilings()
     console = Console(stderr=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..hardware.ceilings import Ceilings
+    from ..costs.ceilings import Ceilings
     from ..hardware.topology import Topology
 
 Rows = list[tuple[str, str]]
@@ -23,13 +23,13 @@ def command(
     if preset is None:
         _measured(device, again, json)
     elif preset == "list":
-        from ..hardware.presets import PRESETS
+        from ..costs.presets import PRESETS
 
         _show("presets", [(name, made.device) for name, made in PRESETS.items()], list(PRESETS) if json else None)
     else:
         from dataclasses import asdict
 
-        from ..hardware.presets import preset as find
+        from ..costs.presets import preset as find
 
         made = find(preset)
         rows = [("device", made.device), ("source", made.source), *ceiling_rows(made.ceilings())]

@@ -10,6 +10,7 @@ from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
+    from ..costs.presets import Preset
     from ..engine.config import EngineConfig
     from ..models.cost import Storage
     from ..models.memory.serving import ServingPlan
@@ -46,8 +47,12 @@ def command(
     serve: Annotated[
         bool, typer.Option("--serve", help="The memory of an engine; follows from --context and the like.")
     ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option(help="A card as sold (`transect hardware --preset list`), or a file like a preset's."),
+    ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Such as 80GB or 24GiB; default: what is free here.")
+        str | None, typer.Option(help="Such as 80GB or 24GiB; default: the --gpu's, else what is free here.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
@@ -104,10 +109,11 @@ def command(
         list[str] | None, typer.Option("--set", help="--train: KEY=VALUE of a run's file, such as lora.dora=true.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
-) -> None:
-    """Account for memory, term by term, before a device is touched."""
+) -> int:
+    """Account for memory, term by term, before a device is touched. Exit with 1 if it does not fit."""
     from ..checkpoints.resolve import described
-    from ..models.memory.terms import parse_bytes
+    from ..costs.presets import preset
+    from ..costs.units import gib, parse_bytes
     from .memory_training import is_run, run_of, show_training
 
     options = dict(call.params)
@@ -121,20 +127,29 @@ def command(
     asked = "seq_len" in given or any(each.partition("=")[0].strip() == "data.seq_len" for each in changes or [])
     if run is not None and not is_run(model) and not asked and run.data.seq_len > most:
         run = run.changed([f"data.seq_len={most}"])
-    kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
+    card = None if gpu is None else preset(gpu)
+    if card is None:
+        kind = _device(run.device if run is not None and device == "auto" else device, device_memory)
+    else:
+        kind = "cpu" if card.processor else "cuda"
+        if device not in ("auto", kind):
+            raise ValueError(f"--gpu {card.name} is of --device {kind}, not {device}: leave --device out")
+        device_memory = device_memory or f"{card.memory_bytes}B"
     budget = _free(kind) if device_memory is None else parse_bytes(device_memory)
     if device_memory is not None and budget < LEAST_BUDGET:
         raise ValueError(f"--device-memory {device_memory} is {budget} bytes: give the unit too, such as 80GB")
+    if card is not None and not json:
+        print(f"{card.name}: {card.device}, {gib(card.memory_bytes)} (data sheet figures, not measured)")
     if run is not None:
-        show_training(run, source, kind, budget, json)
-        return
+        return 0 if show_training(run, source, kind, budget, json) else 1
     settings: dict[str, Any] = {
         "max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype, "quantization": quantization,
         "max_num_batched_tokens": max_num_batched_tokens, "cpu_offload_gb": cpu_offload_gb,
         "offload_folder": offload_folder, "kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp, **_sharing(tp, ep, dp),
     }  # fmt: skip
-    _serve(source, settings, kind, budget, json, link, engines=dp if ep == 1 else 1)
+    streamed = _link(kind, link, card)
+    return 0 if _serve(source, settings, kind, budget, json, streamed, engines=dp if ep == 1 else 1) else 1
 
 
 def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file: bool) -> bool:
@@ -193,7 +208,7 @@ def _device(name: str, memory: str | None) -> str:
     if name == "auto":
         return "cuda" if memory is not None or torch.cuda.is_available() else "cpu"
     if name == "cuda" and memory is None and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here whose free memory could be asked: give --device-memory")
+        raise ValueError("there is no GPU here whose free memory could be asked: give --gpu or --device-memory")
     return name
 
 
@@ -204,7 +219,7 @@ def _free(kind: str) -> int:
 
     free = free_bytes(torch.device(kind))
     if free is None:
-        raise ValueError("this system does not say how much memory is free: give --device-memory")
+        raise ValueError("this system does not say how much memory is free: give --gpu or --device-memory")
     return free
 
 
@@ -227,16 +242,23 @@ def _serve(
     kind: str,
     budget: int,
     json: bool,
-    link: float | None,
+    link: tuple[float, str],
     engines: int = 1,
-) -> None:
-    """Account for an engine with ``settings``, and say the smallest change or layout that fits."""
+) -> bool:
+    """Account for an engine with ``settings``, and say the smallest change or layout that fits.
+
+    Args:
+        link: bytes per second that layers stream at, and where that figure is from.
+
+    Returns:
+        True if it fits.
+    """
     from dataclasses import asdict
     from functools import partial
 
+    from ..costs.units import gib
     from ..engine.config import EngineConfig
     from ..engine.offload import planned_stream
-    from ..models.memory.terms import gib
     from ..parallel.memory import smallest_layout, smallest_sharing, stages
     from .memory_tables import dump, show
 
@@ -251,7 +273,7 @@ def _serve(
     each = stages(source.config, config.layout, plan, storage, budget, streams)
     worst = min(each, key=lambda stage: (stage.estimate.fits, stage.estimate.cache_tokens))
     found = worst.estimate
-    rate, whence = _link(kind, link)
+    rate, whence = link
     apart = not found.fits and kind == "cuda"  # more ranks on a CPU bring no memory
     layout = smallest_layout(source.config, plan, storage, budget) if apart else None
     shared = None
@@ -266,7 +288,7 @@ def _serve(
         if shared is not None:
             facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
         dump(found.account, {"budget": budget, "context": plan.context, **facts})
-        return
+        return found.fits
     place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
     show(f"serving {source.name}, {plan.max_num_seqs} sequences of up to {plan.context} tokens{place}", found.account)
     for number, stage in enumerate(each if config.ranks > 1 else []):
@@ -281,13 +303,14 @@ def _serve(
         if engines > 1:
             where = f"{processes} devices" if kind == "cuda" else f"{gib(processes * budget)} of this host"
             print(f"{engines} engines like this one need {where}")
-        return
+        return True
     print(f"does not fit in {gib(budget)}{share}: the cache would not hold one sequence of {plan.context} tokens")
     print(f"smallest change that does: {found.change}")
     if shared is not None:
         print(f"smallest layout that does: --tp {shared.tensor} --ep {shared.size} ({shared.size} devices)")
     if layout is not None:
         print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
+    return False
 
 
 def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
@@ -337,8 +360,8 @@ def _stream_facts(stage: StageEstimate, rate: float) -> dict[str, Any] | None:
     return {"layers": len(plan.layers), "of": plan.total, "bytes": plan.bytes, "slots": plan.slots, "seconds": seconds}
 
 
-def _link(kind: str, given: float | None) -> tuple[float, str]:
-    """Bytes per second of what layers stream over, and where that number is from."""
+def _link(kind: str, given: float | None, card: Preset | None) -> tuple[float, str]:
+    """Find the bytes per second that layers stream at, and where that figure is from."""
     import torch
 
     from ..hardware.device import detect
@@ -348,6 +371,8 @@ def _link(kind: str, given: float | None) -> tuple[float, str]:
         if not given > 0:
             raise ValueError(f"--link must be above 0 GB/s, got {given}")
         return given * 1e9, f"a link of {given:g} GB/s"
+    if card is not None and not card.processor:
+        return card.host_bytes_per_second, f"a link of {card.host_bytes_per_second / 1e9:g} GB/s, by the data sheet"
     known = kept(detect("cuda")) if kind == "cuda" and torch.cuda.is_available() else None
     rate = None if known is None else known.ceilings.host_to_device_bytes_per_second
     if rate is not None:

@@ -21,7 +21,7 @@ def show(title: str, estimate: Estimate) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..models.memory.terms import gib
+    from ..costs.units import gib
 
     console = Console()
     terms = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)

@@ -78,8 +78,8 @@ def is_run(model: str) -> bool:
     return model.endswith(".toml") and not Path(model).is_dir()
 
 
-def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: int, json: bool) -> None:
-    """Print the account of the rank that needs most, and whether it fits.
+def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: int, json: bool) -> bool:
+    """Print the account of the rank that needs most, and whether it fits; return the latter.
 
     Args:
         kind: ``cpu`` or ``cuda``.
@@ -92,8 +92,8 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
 
     import torch
 
+    from ..costs.units import gib, parse_bytes
     from ..models.memory.fit import first_that_fits, smallest_change
-    from ..models.memory.terms import gib, parse_bytes
     from ..parallel.training_memory import estimator, for_rank, training_ranks
     from ..train.memory import check_length, plan_of, spread_of
     from .memory_tables import dump, show
@@ -135,7 +135,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
         ]
         facts["layout"] = str(spread)
         dump(estimate, {**facts, "change": dict(change.settings) if change else None})
-        return
+        return fits
     place = f", {spread}, on each of {spread.ranks} ranks" if spread.ranks > 1 else ""
     if len(stages) > 1:
         place = f", {spread}: what the worst stage needs, number {stages.index(worst)}"
@@ -150,6 +150,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     else:
         print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there{share}")
         print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
+    return fits
 
 
 def _stages(stages: list[StageMemory]) -> None:
@@ -158,7 +159,7 @@ def _stages(stages: list[StageMemory]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from ..models.memory.terms import gib
+    from ..costs.units import gib
 
     table = Table(title="each rank of stage", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("term")

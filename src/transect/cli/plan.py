@@ -29,7 +29,7 @@ def _group() -> None:
 def training(
     model: Annotated[str, typer.Argument(help="A built-in name or shape, a .gguf file, a directory, or a hub id.")],
     gpus: Annotated[int, typer.Option(min=1, help="Devices, all together.")] = 8,
-    gpu: Annotated[str, typer.Option(help="A preset, or how its name begins: h100, h200, a100, mi300x.")] = "h100",
+    gpu: Annotated[str, typer.Option(help="A preset such as h100-80gb, l40s, mi300x; or a file.")] = "h100-80gb",
     memory: Annotated[str | None, typer.Option(help="Of each, such as 80GB; default: the preset's.")] = None,
     link: Annotated[
         str | None, typer.Option(help="Bytes per second between devices of a host, one direction, such as 450GB.")
@@ -57,8 +57,8 @@ def training(
     from dataclasses import replace
 
     from ..checkpoints.resolve import described
-    from ..hardware.presets import PRESETS as GPUS
-    from ..models.memory.terms import parse_bytes
+    from ..costs.presets import preset
+    from ..costs.units import parse_bytes
     from ..models.memory.training_plan import check_base
     from ..plan.layouts import AXES
     from ..plan.layouts import rank as ranked
@@ -66,10 +66,8 @@ def training(
     from ..train.config import TrainConfig
     from ..train.memory import check_length
 
-    found = [name for name in GPUS if name == gpu] or [name for name in GPUS if name.startswith(gpu)]
-    if len(found) != 1:
-        raise ValueError(f"--gpu {gpu!r} names {', '.join(found) or 'no preset'}: take one of {', '.join(GPUS)}")
-    machine = Machine.of(GPUS[found[0]])
+    card = preset(gpu)
+    machine = Machine.of(card)
     machine = replace(machine, per_host=per_host, network_bytes_per_second=float(parse_bytes(network)))
     if link is not None:
         machine = replace(machine, link_bytes_per_second=float(parse_bytes(link)))
@@ -92,7 +90,7 @@ def training(
     if json:
         _dump(result)
     else:
-        _show(result, source.name, found[0], tokens, top)
+        _show(result, source.name, card.name, tokens, top)
     if result.best is None:
         _nothing(result, source.config, plan, machine, tokens, allowed)
         return 1
@@ -122,9 +120,10 @@ def _plan(config: Any, model: Any) -> Any:
 
 
 def _show(result: Ranking, name: str, gpu: str, tokens: int, top: int) -> None:
-    from ..models.memory.terms import gib
+    from ..costs.units import gib
 
-    print(f"training {name} on {result.gpus} x {gpu}, {tokens} tokens a step; shares are of a step's time")
+    print(f"training {name} on {result.gpus} x {gpu} (data sheet figures, not measured), {tokens} tokens a step")
+    print("shares are of a step's time")
     rows: list[tuple[str, ...]] = [
         ("tokens/s", "ms a step", "compute", "again", "exposed", "bubble", "optimizer", "memory", "layout")
     ]
@@ -155,7 +154,7 @@ def _show(result: Ranking, name: str, gpu: str, tokens: int, top: int) -> None:
 def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: int, axes: list[str]) -> None:
     import sys
 
-    from ..models.memory.terms import gib
+    from ..costs.units import gib
     from ..plan.layouts import what_would
 
     if not result.others:

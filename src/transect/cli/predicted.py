@@ -47,7 +47,7 @@ def compared(trainer: Trainer, pace: Pace) -> str | None:
     parallel = trainer.config.parallel
     if (parallel.layout.size == 1 and parallel.offload == "none") or pace.median is None:
         return None
-    from ..models.memory.terms import gib
+    from ..costs.units import gib
 
     expected = prediction(trainer.config, trainer.trainable.source.config, trainer.device, trainer.memory)
     off = expected.seconds / pace.median - 1
@@ -75,8 +75,8 @@ def machine_here(kind: str, ranks: int) -> Machine:
     """What this machine is known to do: its measured ceilings, and the links of the preset with its name."""
     from dataclasses import replace
 
+    from ..costs.presets import detected
     from ..hardware.device import detect
-    from ..hardware.presets import PRESETS
     from ..ops.cpu.ceilings import device_measurement
     from ..plan.machine import Machine, Shares
 
@@ -94,10 +94,8 @@ def machine_here(kind: str, ranks: int) -> Machine:
             ceilings=shared, memory_bytes=device.memory_bytes, link_bytes_per_second=CPU_LINK, latency=CPU_LATENCY,
             host_memory_bytes_per_second=ceilings.copy_bytes_per_second, shares=Shares(link=1.0, hidden=1.0),
         )  # fmt: skip
-    for preset in PRESETS.values():
-        name = preset.device.split(" ")[1]
-        if name in device.name:
-            return Machine.of(preset, ceilings)
+    if (preset := detected(device.name)) is not None:
+        return Machine.of(preset, ceilings)
     return Machine(
         ceilings=ceilings, memory_bytes=device.memory_bytes,
         link_bytes_per_second=ceilings.host_to_device_bytes_per_second or CPU_LINK,

@@ -23,12 +23,12 @@ def command(
     from json import dumps
 
     from ..checkpoints.resolve import resolve
+    from ..costs.presets import preset as find
     from ..explain.program import explain_trace, machine_ceilings
     from ..explain.roofline import points_of_model, points_of_operator, points_of_trace, roofline
     from ..explain.roofline_svg import svg as draw
     from ..explain.roofline_svg import text
     from ..explain.trace_file import read_trace
-    from ..hardware.presets import preset as find
     from ..ops import registry
     from ..spec.shapes import PRESETS as SHAPES
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..hardware.ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 from .gaps import Named
 from .sampler import Samples
 from .split import Split

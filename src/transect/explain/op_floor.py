@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..hardware.ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 from ..ops.registry import Cost
 from .signatures import Signature, signature
 from .trace import Key, Trace

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ..bench.floors import Rates
+from ..costs.ceilings import Ceilings
 from ..engine.decisions import DecisionRing
-from ..hardware.ceilings import Ceilings
 from ..hardware.cores import usable_cores
 from ..hardware.device import detect
 from ..ops.cpu.ceilings import device_measurement

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..bench.floors import Rates
+from ..costs.presets import preset
 from ..engine.decisions import Header
-from ..hardware.presets import preset
 
 
 def rates_for(header: Header, name: str | None = None, *, measure: bool = True) -> Rates | None:

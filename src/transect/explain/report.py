@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..hardware.ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 from .finding import Finding
 from .gaps import Named
 from .split import PARTS, OpStat, Split

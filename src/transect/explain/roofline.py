@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..hardware.ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 from ..models.cost import Row, step_cost
 from ..models.storage import Storage, int4_format
 from ..spec.model import ModelConfig

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..hardware.ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 from .op_floor import floor, own_floors
 from .stretches import COMPILING, LOADING, pieces, stretches
 from .trace import COPY, KERNEL, OP, OVERHEAD, RANGE, RUNTIME, SET, Key, Trace

@@ -1,6 +1,5 @@
-"""What a device can do: its measured ceilings, the numbers that every floor is computed from.
+"""The device that is here: detected, and measured once. ``costs/`` has the classes that these figures fill.
 
-* ``ceilings.py``  ``Ceilings``: bytes per second, FLOP/s for each dtype, cost of a launch, the link to the host
 * ``device.py``    ``Device``: which one is here, with its driver and sizes
 * ``measured.py``  the ceilings of a device here: from the user's cache, or measured now and kept
 * ``load.py``      how busy a device is with other work
@@ -12,5 +11,4 @@
 * ``host_memory.py``  memory that a GPU and a disk can read and write directly
 * ``direct_file.py``  files that are read and written past the page cache, asynchronously
 * ``environment.py``  machine, versions and commit, as every recorded result has them
-* ``presets.py``   published figures of machines that you do not have, for planning
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from .ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 
 PROBE_BYTES = 256 * 2**20
 MATRIX = 1024

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from .ceilings import Ceilings
+from ..costs.ceilings import Ceilings
 
 PROBE_BYTES = 2 * 2**30
 LINK_BYTES = 256 * 2**20

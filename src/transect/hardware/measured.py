@@ -19,9 +19,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..costs.ceilings import Ceilings
 from . import cpu, gpu
 from .cache import cache_folder
-from .ceilings import Ceilings
 from .device import Device
 from .load import QUIET, cpu_load, gpu_load, wait_until_quiet
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..costs.units import gib
 from ..models.memory.fit import PLANS
-from ..models.memory.terms import Estimate, gib
+from ..models.memory.terms import Estimate
 from ..models.memory.training_plan import TrainingPlan
 from ..parallel.refusals import Run, reasons
 from ..parallel.schedule import Name

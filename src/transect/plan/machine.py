@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..hardware.ceilings import Ceilings
-from ..hardware.presets import Preset
+from ..costs.ceilings import Ceilings
+from ..costs.presets import Preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Machine:
         cls, preset: Preset, ceilings: Ceilings | None = None, *, matmul: float = 0.75, copy: float = 0.89
     ) -> Machine:
         """A machine of a data sheet; ``ceilings``: what was measured, else the shares of the sheet that an H200 gets
-        (``hardware/presets.py``)."""
+        (``costs/presets.py``)."""
         return cls(
             ceilings=ceilings or preset.ceilings(copy, matmul),
             memory_bytes=preset.memory_bytes,

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from ..costs.units import gib, parse_bytes
 from ..engine.kv_size import free_memory
 from ..models.memory.fit import first_that_fits, refusal
 from ..models.memory.kept import Kept
-from ..models.memory.terms import Estimate, gib, parse_bytes
+from ..models.memory.terms import Estimate
 from ..models.memory.training_plan import TrainingPlan
 from ..parallel.spread import Spread
 from ..parallel.training_memory import estimator

@@ -8,7 +8,7 @@ import pytest
 import torch
 from commands import script_here
 
-from transect.hardware.ceilings import Ceilings
+from transect.costs.ceilings import Ceilings
 from transect.ops.registry import Case, Cost, Implementation, Op, Unavailable, all_ops, get
 from transect.ops.tools import bench, bench_run, plots, results
 from transect.ops.tools.bench import Timing

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ...costs.units import gib
 from ...spec.model import ModelConfig
 from .kept import Kept
-from .terms import Estimate, gib
+from .terms import Estimate
 from .training import training
 from .training_plan import TrainingPlan, fitting_groups
 

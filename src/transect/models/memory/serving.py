@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ...costs.units import gib
 from ...spec.model import ModelConfig
 from ..cost import Storage, kv_bytes_per_token
 from ..streaming.plan import StreamPlan
 from .kept import Backend
-from .terms import Estimate, Phase, Term, gib
+from .terms import Estimate, Phase, Term
 
 GRAPH_BYTES = 4 * 2**20
 """Kept for one captured graph beside the memory that all share."""

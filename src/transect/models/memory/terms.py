@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
-
 
 @dataclass(frozen=True, slots=True)
 class Term:
@@ -76,26 +74,3 @@ class Estimate:
             "host": [{"name": t.name, "bytes": t.bytes, "why": t.why} for t in self.host],
             "phases": [{"name": p.name, "bytes": p.bytes, "held": dict(p.held)} for p in self.phases],
         }
-
-
-def gib(size: float) -> str:
-    """``12.34 GiB``, or MiB below a tenth of one."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
-
-
-def parse_bytes(text: str) -> int:
-    """``80GB``, ``24 GiB``, ``500MB`` or a number of bytes.
-
-    Raises:
-        ValueError: anything else.
-    """
-    units = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": GIB}
-    number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
-    unit = text.strip()[len(number) :].strip().lower()
-    try:
-        size = float(number) * units[unit]
-    except (ValueError, KeyError):
-        size = -1.0
-    if not 0 < size < 2**60:
-        raise ValueError(f"{text!r} is not a size of memory: write it as 80GB, 24GiB or a number of bytes")
-    return int(size)

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ...costs.units import gib
 from ...spec.model import ModelConfig
 from ...spec.weights import largest_matrix
 from ..storage import int4_format, nf4_format
 from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .part import Gradients, Part, by_module, count, module_of
-from .terms import Estimate, Phase, Term, gib
+from .terms import Estimate, Phase, Term
 from .training_plan import TrainingPlan, check_base, exchange_bytes, state_bytes, step_bytes, trained_shapes
 
 LOSS_CHUNK = 1024

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...hardware.ceilings import Ceilings
+from ...costs.ceilings import Ceilings
 from ..lang.jit import triton
 from ..registry import Case, Cost, OnHost, Op, Unavailable
 from . import accuracy, timing

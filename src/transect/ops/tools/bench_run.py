@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ...hardware.ceilings import Ceilings
+from ...costs.ceilings import Ceilings
 from ..registry import Op
 from .bench import Timing, cases_on
 

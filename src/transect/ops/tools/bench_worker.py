@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import torch
 import torch._functorch.config as functorch
 
-from ...hardware.ceilings import Ceilings
+from ...costs.ceilings import Ceilings
 from ..registry import Case, OnHost, Op, all_ops
 from . import bench
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...hardware.ceilings import Ceilings
+from ...costs.ceilings import Ceilings
 from ..registry import Unavailable
 from .bench import Timing
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ...models.memory.terms import parse_bytes
+from ...costs.units import parse_bytes
 from .adapters import LoRAConfig
 from .data import DataConfig
 from .defaults import by_task

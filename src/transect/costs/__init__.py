@@ -1,0 +1,6 @@
+"""Costs: work -> FLOPs and bytes -> seconds, for any device, in plain Python without torch.
+
+* ``units.py``     sizes of memory, read and written as people do
+* ``ceilings.py``  ``Ceilings``: bytes per second, FLOP/s for each dtype, cost of a launch, the link to the host
+* ``presets.py``   data sheets of devices, one file each in ``devices/``: for planning without them
+"""
