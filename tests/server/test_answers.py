@@ -5,6 +5,7 @@ import json
 
 import httpx
 import pytest
+from effort import quick_first
 
 from transect.server import responses
 from transect.server.app import create_app
@@ -109,6 +110,64 @@ async def test_an_answer_that_is_cut_off_in_a_call(client, engine):
     assert choice["finish_reason"] == "length"
     arguments = choice["message"]["tool_calls"][0]["function"]["arguments"]
     assert arguments and ARGUMENTS[0].startswith(arguments) and arguments != ARGUMENTS[0]
+
+
+async def shown(client, path, body):
+    """(text, thoughts) of an answer, streamed and in one piece; both must be alike."""
+    whole = (await client.post(path, json=body)).json()
+    streamed = await events(client, path, body)
+    if path.endswith("completions"):
+        message = whole["choices"][0]["message"]
+        deltas = [choice["delta"] for chunk in streamed for choice in chunk["choices"]]
+        pieces = ["".join(delta.get(name) or "" for delta in deltas) for name in ("content", "reasoning")]
+        found = [message["content"] or "", message.get("reasoning") or ""]
+    elif path.endswith("responses"):
+        parts = [part for item in whole["output"] for part in item.get("content", ())]
+        kinds = ("output_text", "reasoning_text")
+        found = ["".join(part["text"] for part in parts if part["type"] == kind) for kind in kinds]
+        news = [(event["type"], event.get("delta")) for event in streamed]
+        pieces = ["".join(text for kind, text in news if kind == f"response.{name}.delta") for name in kinds]
+    else:
+        names = ("text", "thinking")
+        found = ["".join(block.get(name, "") for block in whole["content"]) for name in names]
+        deltas = [event["delta"] for event in streamed if event["type"] == "content_block_delta"]
+        pieces = ["".join(delta.get(name, "") for delta in deltas) for name in names]
+    assert pieces == found
+    return found
+
+
+SCHEMA = ADD["function"]["parameters"]
+PATHS = {
+    "/v1/chat/completions": ("max_tokens", {**ASK, "tools": [ADD]}),
+    "/v1/responses": ("max_output_tokens", {"input": "x", "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}]}),
+    "/v1/messages": ("max_tokens", {"messages": ASK["messages"], "tools": [{"name": "add", "input_schema": SCHEMA}]}),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", quick_first(SHAPES, ("hermes", "llama3_json", "deepseek_v31", "mistral", "gpt_oss")))
+async def test_a_call_that_is_cut_off_leaves_no_markup(engine, options, name, path):
+    """After any number of tokens the text is what came before the call."""
+    shape, (limit, body) = SHAPES[name], PATHS[path]
+    if shape.channels:
+        engine.chat_template = ChatTemplate(CHANNELS)
+        before, engine.reply = "", CALLED
+    else:
+        before = "Wéll," if shape.begin else ""
+        engine.reply = before + shape.write(("add", each) for each in ({"a": 1}, {"a": -2}))
+    client = client_of(engine, dataclasses.replace(options, tool_call_parser=name))
+    for tokens in range(len(before.encode()) + 1, len(engine.reply.encode()), 3):
+        text, thoughts = await shown(client, path, {**body, limit: tokens})
+        assert text == before and "I see.".startswith(thoughts), tokens
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_thoughts_that_are_cut_off_leave_no_markup(engine, options, path):
+    engine.reply, (limit, body) = "<think>I see.</think>\n\nYes", PATHS[path]
+    client = client_of(engine, dataclasses.replace(options, reasoning_parser="qwen3"))
+    for tokens in range(1, len(engine.reply)):
+        text, thoughts = await shown(client, path, {**body, limit: tokens})
+        assert "Yes".startswith(text) and "I see.".startswith(thoughts), tokens
 
 
 CHANNELS = (
@@ -270,7 +329,7 @@ async def test_thoughts(engine, options, reply):
     message = (await client.post("/v1/chat/completions", json=ASK)).json()["choices"][0]["message"]
     thoughts, text = {"<": ("I see {", "Yes"), "Y": (None, "Yes")}[reply[0]]
     if reply == "<thin":
-        thoughts, text = None, "<thin"
+        thoughts, text = None, ""  # the answer was cut off: this may be half a mark
     if reply == "<think>no end":
         thoughts, text = "no end", ""
     assert (message.get("reasoning_content"), message["content"]) == (thoughts, text)

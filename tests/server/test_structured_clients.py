@@ -207,6 +207,35 @@ def test_a_round_of_calls(client):
     assert last.choices[0].message.tool_calls is None and last.choices[0].message.content
 
 
+STRICT = [{"type": "function", "function": {"name": "add", "parameters": ADD, "strict": True}}]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_required_tools_with_several_calls_allowed(client, seed):
+    """A model that knows nothing draws no whole mark after its first call, so its answer ends."""
+    arguments = {"model": "m", "messages": HELLO, "tools": STRICT, "tool_choice": "required", "seed": seed}
+    parsed = client.chat.completions.parse(**arguments).choices[0]
+    (call,) = parsed.message.tool_calls
+    jsonschema.validate(call.function.parsed_arguments, ADD)
+    assert parsed.finish_reason == "tool_calls" and parsed.message.content is None
+    with client.chat.completions.stream(**arguments) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert [each.function.arguments for each in final.message.tool_calls] == [call.function.arguments]
+    tool = {"type": "function", "name": "add", "parameters": ADD, "strict": True}
+    with client.responses.stream(model="m", input="Hi", tools=[tool], tool_choice="required") as stream:
+        response = stream.get_final_response()
+    assert [item.type for item in response.output] == ["function_call"] and response.status == "completed"
+
+
+def test_an_answer_that_is_cut_off_in_its_call(client):
+    """The text of the call so far is no content, whatever the client reads it with."""
+    for limit in (3, 8, 14, 20):
+        arguments = {"model": "m", "messages": HELLO, "tools": TOOLS, "tool_choice": "required", "max_tokens": limit}
+        choice = client.chat.completions.create(**arguments).choices[0]
+        assert not choice.message.content and choice.finish_reason == "length"
+        assert text_of(client.chat.completions.create(**arguments, stream=True)) == ""
+
+
 def test_auto_leaves_text_alone(client):
     answer = client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS, max_tokens=12, seed=1).choices[0]
     assert answer.message.tool_calls is None and answer.finish_reason in ("length", "stop")

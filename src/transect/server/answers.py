@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..engine.sampling_params import SamplingParams
 from ..text import harmony
@@ -15,6 +15,9 @@ from ..text.reasoning import ThoughtParser
 from ..text.tools.parser import CallDelta, ToolParser
 from ..text.tools.spec import ToolUse
 from .serving import Serving
+
+if TYPE_CHECKING:
+    from ..text.outputs import CompletionOutput
 
 
 @dataclass(slots=True)
@@ -62,20 +65,27 @@ class AnswerReader:
         """Bytes of the answer up to the end of its thoughts."""
         return 0 if self._thoughts is None else self._thoughts.thought_bytes
 
-    def feed(self, text: str, *, last: bool = False) -> Piece:
-        """More of the answer; ``last``: all of it has come."""
+    def feed(self, text: str, reason: str | None = None, stop_reason: int | str | None = None) -> Piece:
+        """Read more of the answer.
+
+        Args:
+            reason: the finish reason with the last of it; None before.
+            stop_reason: the stop string or token that ended it, if one did.
+        """
+        last = reason is not None
+        cut = reason == "length" or stop_reason is not None
         if isinstance(self._thoughts, HarmonyReader):
-            return Piece(*self._thoughts.feed(text, last=last))
+            return Piece(*self._thoughts.feed(text, last=last, cut=cut))
         piece = Piece(text=text)
         if self._thoughts is not None:
-            piece.thoughts, piece.text = self._thoughts.feed(text, last=last)
+            piece.thoughts, piece.text = self._thoughts.feed(text, last=last, cut=cut)
         if self._tools is not None:
-            piece.text, piece.calls = self._tools.feed(piece.text, last=last)
+            piece.text, piece.calls = self._tools.feed(piece.text, last=last, cut=cut)
         return piece
 
-    def whole(self, text: str) -> WholeAnswer:
-        """An answer that is all there."""
-        piece = self.feed(text, last=True)
+    def whole(self, output: CompletionOutput) -> WholeAnswer:
+        """Read an answer that is complete."""
+        piece = self.feed(output.text, output.finish_reason or "stop", output.stop_reason)
         calls: list[WholeCall] = []
         for news in piece.calls:
             if news.name is not None:

@@ -146,7 +146,7 @@ class Conversation:
         async with self.generation:
             async for event in self.generation:
                 update = event.update
-                news = self.blocks.feed(reader.feed(update.text, last=update.finished))
+                news = self.blocks.feed(reader.feed(update.text, update.finish_reason, update.stop_reason))
                 if update.finish_reason is not None:
                     news += self.blocks.close()
                     reason = self._answers.finish_reason(update.finish_reason, reader)

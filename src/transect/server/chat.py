@@ -137,7 +137,7 @@ class Chat:
         return usage
 
     async def _choice(self, output: CompletionOutput, reader: AnswerReader) -> ChatChoice:
-        answer = reader.whole(output.text)
+        answer = reader.whole(output)
         calls = [
             ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
             for call in answer.calls
@@ -186,7 +186,7 @@ class Chat:
                     readers[news.choice] = self.answers.reader()
                 update, reader = news.update, readers[news.choice]
                 final = update.final or final
-                piece = reader.feed(update.text, last=update.finish_reason is not None)
+                piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
                 plain = not (self.body.logprobs or self.body.continuous_usage or self.body.return_token_ids)
                 if plain and not (piece.calls or piece.thoughts or update.finish_reason):
                     yield body + (texts[news.choice].event(piece.text) if piece.text else b"")

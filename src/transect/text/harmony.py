@@ -91,8 +91,14 @@ class HarmonyReader:
         """Bytes of the answer up to the end of its thoughts."""
         return self._fed if self._kind == "thoughts" else self._thoughts_end
 
-    def feed(self, piece: str, *, last: bool = False) -> tuple[str, str, list[CallDelta]]:
-        """More of the answer: what it adds to the thoughts, to the text and to the calls."""
+    def feed(self, piece: str, *, last: bool = False, cut: bool = False) -> tuple[str, str, list[CallDelta]]:
+        """Read more of the answer; return what is new in the thoughts, in the text and in the calls.
+
+        Args:
+            last: no more will come.
+            cut: the answer stops before the model ended it. What may be the beginning of a mark is dropped then.
+        """
+        last = last and not cut  # what is held back as the beginning of a mark stays held back
         self._held += piece
         self._fed += len(piece.encode(errors="replace"))
         found = {"thoughts": "", "text": ""}

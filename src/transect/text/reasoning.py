@@ -155,8 +155,14 @@ class ThoughtParser:
         """Bytes of the answer up to the end of its thoughts, their marks included."""
         return self._fed if self._state == "inside" else self._end
 
-    def feed(self, piece: str, *, last: bool = False) -> tuple[str, str]:
-        """More of the text: what it adds to the thoughts, and to the answer. ``last``: no more will come."""
+    def feed(self, piece: str, *, last: bool = False, cut: bool = False) -> tuple[str, str]:
+        """Read more of the text; return what is new in the thoughts and in the answer.
+
+        Args:
+            last: no more will come.
+            cut: the text stops before the model ended it. What may be the beginning of a mark is dropped then.
+        """
+        last = last and not cut  # what is held back as the beginning of a mark stays held back
         self._held += piece
         self._fed += len(piece.encode(errors="replace"))
         thought = answer = ""

@@ -6,7 +6,7 @@ import random
 
 import jsonschema
 import pytest
-from byte_grammar import SPECIAL, accepts, constraint, random_answer
+from byte_grammar import END, SPECIAL, accepts, allowed, constraint, random_answer, tokens_of
 from effort import quick_first
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transect.text.reasoning import PARSERS
 from transect.text.tools.parser import ToolParser
 from transect.text.tools.registry import SHAPES
+from transect.text.tools.shape import MAX_OTHER
 from transect.text.tools.spec import tool_use
 
 ADD = {
@@ -131,11 +132,11 @@ def test_text_with_a_form_beside_calls(name):
     assert not accepts(grammar, "Hello") and not accepts(grammar, '{"answer": "x"}')
 
 
-def read(shape, pieces):
+def read(shape, pieces, **end):
     parser = ToolParser(shape, tool_use(TOOLS).tools)
     text, calls = "", {}
     for index, piece in enumerate(pieces):
-        more, news = parser.feed(piece, last=index == len(pieces) - 1)
+        more, news = parser.feed(piece, last=index == len(pieces) - 1, **(end if index == len(pieces) - 1 else {}))
         text += more
         for call in news:
             entry = calls.setdefault(call.index, ["", "", 0])
@@ -168,7 +169,7 @@ def test_pieces_of_any_size_make_the_same(name, seed, before, after):
     calls = rng.choices(CALLS, k=rng.randint(1, 4))
     said = "Well <tool and {[TOOL" if before and shape.begin else ""
     whole = said + ("\n" if said else "") + shape.write(calls) + ("\nDone." if after else "")
-    expected = (said + ("\nDone." if after else ""), calls)
+    expected = (said, calls)  # what follows a call is no text of the answer
     for pieces in ([whole], list(whole), cut(whole, rng)):
         assert read(shape, pieces) == expected
 
@@ -312,3 +313,68 @@ def test_values_between_tags_without_a_schema():
     assert read(SHAPES["glm45"], list(text)) == ("", [("unknown", {"a": "text", "b": 5, "c": 5})])
     words = "<tool_call>weather.now\n<arg_key>exact</arg_key>\n<arg_value>True</arg_value>\n</tool_call>"
     assert read(SHAPES["glm45"], [words]) == ("", [("weather.now", {"exact": True})])
+
+
+def drawn(grammar, text):
+    """The state after a text."""
+    state = grammar.fork()
+    for token in tokens_of(text):
+        assert token in allowed(state) and state.accept(token) is None
+    return state
+
+
+PARALLEL = [name for name in FORMS if not SHAPES[name].single]
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_after_a_call_the_model_may_end_and_only_a_whole_mark_opens_another(name, choice):
+    shape = SHAPES[name]
+    grammar = constraint(lark=shape.grammar(tool_use(TOOLS, choice), SPECIAL))
+    one, two = shape.write([ONE]), shape.write([ONE, ONE])
+    call = one.removesuffix(shape.close) if shape.close else one
+    more = tokens_of(two.removeprefix(call))
+    state = drawn(grammar, call)
+    assert END in allowed(state)
+    for blank in b"\n \n":
+        assert state.accept(blank) is None and END in allowed(state), "a line break leads into no call"
+    state, opened = drawn(grammar, call), 0
+    mark = (shape.begin if shape.begins_each else shape.before_name) or "add("
+    first = len(tokens_of(shape.separator + mark))
+    for position, token in enumerate(more[:first], start=1):
+        assert token in allowed(state) and state.accept(token) is None
+        inside = position < first and more[position] in range(0x80, 0xC0)  # a letter of several bytes
+        opened = opened or (not inside and END not in allowed(state) and position)
+    assert opened in (0, first), "no part of the mark leaves only the mark"
+    assert read(shape, [call + "\n"])[1] == [ONE] and accepts(grammar, two)
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_what_is_no_mark_ends_the_answer_after_a_call(name):
+    shape = SHAPES[name]
+    grammar = constraint(lark=shape.grammar(tool_use(TOOLS, "required"), SPECIAL))
+    call = shape.write([ONE]).removesuffix(shape.close) if shape.close else shape.write([ONE])
+    begin = "" if (shape.begin if shape.begins_each else shape.before_name) in SPECIAL else shape.begin[:6]
+    for other in ("The", f"\n{begin}x"):
+        state, text = drawn(grammar, call), call
+        for token in other.encode():
+            assert token in allowed(state) and state.accept(token) is None
+            text += chr(token)
+        while not state.terminated and len(text) < len(call) + 90:
+            assert END in allowed(state), text
+            assert state.accept(ord("y")) is None
+            text += "y"
+        assert state.terminated and len(text) <= len(call) + 5 + MAX_OTHER + len(shape.separator + shape.begin + shape.before_name)
+        assert read(shape, list(text)) == read(shape, [text]) == ("", [ONE])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_an_answer_that_is_cut_off_shows_no_part_of_a_mark(name):
+    shape = SHAPES[name]
+    for calls in ([ONE], [ONE, TWO]):
+        whole = shape.write(calls)
+        for before in ("", "Well,") if shape.begin else ("",):
+            for end in range(1, len(whole)):
+                for pieces in ([before + whole[:end]], list(before + whole[:end])):
+                    text, found = read(shape, pieces, cut=True)
+                    assert text == before and [call[0] for call in found] == [call[0] for call in calls[: len(found)]]

@@ -1,8 +1,8 @@
 """From an answer's text, in pieces of any size, to its own text and the calls in it, in pieces too.
 
 The grammar of a ``CallShape`` has seen to it that all but names and arguments is the shape's literal text. What is not
-(an answer that was cut off, or a model that no grammar watched) stays text: nothing that looked like a call is lost.
-Blanks that the literal text has or lacks do not matter.
+(a model that no grammar watched) stays text. Blanks that the literal text has or lacks do not matter. The text of an answer
+is what comes before its first call.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class ToolParser:
         self._tools = {tool.name: tool for tool in tools}
         self._held = self._raw = ""
         """What has not been read; what has been read of a call that may turn out to be none."""
-        self._last = False
-        self._begun = False
-        """Text has been handed out."""
+        self._last = self._cut = False
         self._index = -1
         self._name = ""
         self._identity: str | None = None
@@ -56,10 +54,17 @@ class ToolParser:
         """Calls that have begun."""
         return self._index + 1
 
-    def feed(self, piece: str, *, last: bool = False) -> tuple[str, list[CallDelta]]:
-        """More of the answer: what it adds to its text, and to its calls. ``last``: no more will come."""
+    def feed(self, piece: str, *, last: bool = False, cut: bool = False) -> tuple[str, list[CallDelta]]:
+        """Read more of the answer; return what is new in its text and in its calls.
+
+        Args:
+            last: no more will come.
+            cut: the answer stops before the model ended it. What may be the beginning of a call is dropped then.
+        """
         self._held += piece
-        self._last = last
+        if cut:
+            self._held = self._held.rstrip("\ufffd")  # half a letter
+        self._last, self._cut = last, cut
         self._text, self._news = "", []
         while self._state():
             pass
@@ -78,9 +83,10 @@ class ToolParser:
             self._state = self._header_first
             return True
         sizes = range(min(len(mark) - 1, len(held)), 0, -1)
-        keep = 0 if self._last else next((n for n in sizes if mark.startswith(held[-n:])), 0)
+        whole = self._last and not self._cut
+        keep = 0 if whole else next((n for n in sizes if mark.startswith(held[-n:])), 0)
         ready = held[: len(held) - keep]
-        if (mark and not self._last) or self.num_calls:
+        if (mark and not self._last) or keep:
             ready = ready.rstrip()
         self._say(ready)
         self._held = held[len(ready) :] if not self._last else ""
@@ -94,8 +100,8 @@ class ToolParser:
         found = self._take(shape.prefix) if shape.prefix else False
         if found is not None:
             found = self._fits(shape.opening + shape.before_name)
-        if found is None and not self._last:
-            self._held = held
+        if found is None and (self._cut or not self._last):
+            self._held = "" if self._cut else held
             return False
         if found:
             self._raw, self._state = held[: len(held) - len(self._held)], self._header_first
@@ -130,6 +136,8 @@ class ToolParser:
                 found = self._fits(shape.arguments.begin)
         elif found:
             found = False if self._held else None
+        if found and self.num_calls and self._tools and self._name not in self._tools:
+            found = False  # text after a call that looks like another one
         if found:
             self._raw, self._state = "", self._arguments
             self._index += 1
@@ -137,8 +145,8 @@ class ToolParser:
             identity_ = shape.call_id(self._name, self._index, self._identity)
             self._news.append(CallDelta(self._index, "", identity_, self._name))
             return True
-        if found is None and not self._last:
-            self._held = held
+        if found is None and (self._cut or not self._last):
+            self._raw, self._held = ("", "") if self._cut else (self._raw, held)
             return False
         self._say(self._raw + held[:1])  # no call after all: the rest is read as text
         self._raw, self._held = "", held[1:]
@@ -183,8 +191,8 @@ class ToolParser:
         return True
 
     def _say(self, text: str) -> None:
-        self._text += text
-        self._begun = self._begun or bool(text)
+        if not self.num_calls:
+            self._text += text
 
     def _fits(self, literal: str) -> bool | None:
         """Whether ``held`` begins with this text; None: so far it may."""

@@ -8,14 +8,19 @@ the parts without guessing.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..grammar import lark
 from ..grammar.lark import Lead
-from .arguments import JSON, ArgumentStyle
+from .arguments import JSON, ArgumentStyle, Fixed
 from .spec import Tool, ToolUse
+
+MAX_OTHER = 12
+"""Characters that may follow a call, beyond the length of a mark, and do not open another one. They end the answer, and no
+reader shows them."""
+_BLANK = r"[ \t\r\n]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,9 @@ class CallShape:
     ) -> str:
         """A grammar in Lark of answers that use tools so.
 
+        Where several calls are allowed, the answer may end after each of them. Another call begins only if the model
+        draws the whole mark that opens one; anything else that it draws ends the answer.
+
         Args:
             special_ids: special tokens by their spelling: the form may have some.
             lead: what the answer begins with.
@@ -111,12 +119,21 @@ class CallShape:
         def fixed(text: str) -> str:
             return lark.literal(text, special_ids)
 
-        calls = " | ".join(f"call_{number}" for number in range(len(use.callable)))
         lines = [line for number, tool in enumerate(use.callable) for line in self._call(number, tool, fixed)]
-        several = use.parallel and not self.single
-        again = f" ({fixed(self.separator)} {fixed(self.begin) if self.begins_each else ''} call)*" if several else ""
+        calls = " | ".join(f"call_{number}" for number in range(len(use.callable)))
+        close = fixed(self.close)
+        if use.parallel and not self.single:
+            again = self._again(use.callable, fixed, special_ids)
+            most = MAX_OTHER + len(self.separator + self.begin + self.before_name)
+            lines += [*again, f"after: again* (SPACE | OTHER{' | shut' if close else ''})?"]
+            lines += [f"SPACE: /{_BLANK}{{1,4}}/", f"OTHER: /{_BLANK}{{0,4}}[^ \\t\\r\\n](?s:.{{0,{most}}})/"]
+            if close.startswith("<["):
+                lines.append(f"shut: SPACE? {close}")
+            elif close:
+                lines.append(f"shut[lazy]: {_spaced(self.close)}")
+            close = "after"
         prefix = f"{fixed(self.prefix)}? " if self.prefix in special_ids else ""
-        lines += [f"call: {calls}", f"calls: {prefix}{fixed(self.opening)} call{again} {fixed(self.close)}"]
+        lines += [f"call: {fixed(self.before_name)} ({calls})", f"calls: {prefix}{fixed(self.opening)} call {close}"]
         first, other = ("", "") if lead is None else ("lead ", f" & ~{lead.begins}" if lead.begins else "")
         if use.mode != "auto" or form:
             text = "@answer | " if form and use.mode == "auto" else ""
@@ -132,11 +149,34 @@ class CallShape:
             lines.append(f"TEXT: {lark.ANY_TEXT}{other}")
         return "\n".join(lines if lead is None else [*lines, lead.rules])
 
-    def _call(self, number: int, tool: Tool, fixed: Any) -> list[str]:
+    def _call(self, number: int, tool: Tool, fixed: Fixed) -> list[str]:
+        """Rules of a call from its name on."""
         arguments, rules = self.arguments.grammar(f"a{number}", tool, fixed)
         if self.id_mark:
             identity = f"({fixed(self.id_mark)} /{self.id_pattern}/)?"
-            head = f"{fixed(self.before_name + tool.name)} {identity} {fixed(self.after_name)}"
+            head = f"{fixed(tool.name)} {identity} {fixed(self.after_name)}"
         else:
-            head = fixed(f"{self.before_name}{tool.name}{self.after_name}")
-        return [f"call_{number}: {head} {arguments} {fixed(self.end)}".rstrip(), *rules]
+            head = fixed(f"{tool.name}{self.after_name}")
+        return [f"call_{number}: {head} args_{number}", f"args_{number}: {arguments} {fixed(self.end)}".rstrip(), *rules]
+
+    def _again(self, tools: Sequence[Tool], fixed: Fixed, special_ids: Mapping[str, int]) -> list[str]:
+        """Rules that define ``again``: another call after one that has ended.
+
+        A mark in plain text is a lazy terminal, so the whole mark decides, not its first token.
+        """
+        mark = self.begin if self.begins_each else self.before_name
+        call = "call" if self.begins_each else f"({' | '.join(f'call_{number}' for number in range(len(tools)))})"
+        between = self.separator.strip()
+        if not between and any(mark.startswith(name) for name in special_ids if name):
+            return [f"again: SPACE? {fixed(mark)} {call}"]
+        if mark:
+            return [f"again: mark_again {call}", f"mark_again[lazy]: {_spaced(between, mark)}"]
+        marks = [
+            f"mark_{number}[lazy]: {_spaced(between, tool.name + self.after_name)}" for number, tool in enumerate(tools)
+        ]
+        return [f"again: {' | '.join(f'mark_{number} args_{number}' for number in range(len(tools)))}", *marks]
+
+
+def _spaced(*texts: str) -> str:
+    """A terminal for these texts, each after at most four blanks."""
+    return f"/{''.join(f'{_BLANK}{{0,4}}{lark.escaped(text)}' for text in texts if text)}/"
