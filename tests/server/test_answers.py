@@ -139,7 +139,10 @@ async def shown(client, path, body):
 SCHEMA = ADD["function"]["parameters"]
 PATHS = {
     "/v1/chat/completions": ("max_tokens", {**ASK, "tools": [ADD]}),
-    "/v1/responses": ("max_output_tokens", {"input": "x", "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}]}),
+    "/v1/responses": (
+        "max_output_tokens",
+        {"input": "x", "tools": [{"type": "function", "name": "add", "parameters": SCHEMA}]},
+    ),
     "/v1/messages": ("max_tokens", {"messages": ASK["messages"], "tools": [{"name": "add", "input_schema": SCHEMA}]}),
 }
 

@@ -364,7 +364,9 @@ def test_what_is_no_mark_ends_the_answer_after_a_call(name):
             assert END in allowed(state), text
             assert state.accept(ord("y")) is None
             text += "y"
-        assert state.terminated and len(text) <= len(call) + 5 + MAX_OTHER + len(shape.separator + shape.begin + shape.before_name)
+        assert state.terminated and len(text) <= len(call) + 5 + MAX_OTHER + len(
+            shape.separator + shape.begin + shape.before_name
+        )
         assert read(shape, list(text)) == read(shape, [text]) == ("", [ONE])
 
 

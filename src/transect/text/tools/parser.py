@@ -1,8 +1,8 @@
 """From an answer's text, in pieces of any size, to its own text and the calls in it, in pieces too.
 
 The grammar of a ``CallShape`` has seen to it that all but names and arguments is the shape's literal text. What is not
-(a model that no grammar watched) stays text. Blanks that the literal text has or lacks do not matter. The text of an answer
-is what comes before its first call.
+(a model that no grammar watched) stays text. Blanks that the literal text has or lacks do not matter.
+The text of an answer is what comes before its first call.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from .arguments import JSON, ArgumentStyle, Fixed
 from .spec import Tool, ToolUse
 
 MAX_OTHER = 12
-"""Characters that may follow a call, beyond the length of a mark, and do not open another one. They end the answer, and no
-reader shows them."""
+"""Characters that may follow a call, beyond the length of a mark, and do not open another one. They end the answer, and
+no reader shows them."""
 _BLANK = r"[ \t\r\n]"
 
 
@@ -157,7 +157,11 @@ class CallShape:
             head = f"{fixed(tool.name)} {identity} {fixed(self.after_name)}"
         else:
             head = fixed(f"{tool.name}{self.after_name}")
-        return [f"call_{number}: {head} args_{number}", f"args_{number}: {arguments} {fixed(self.end)}".rstrip(), *rules]
+        return [
+            f"call_{number}: {head} args_{number}",
+            f"args_{number}: {arguments} {fixed(self.end)}".rstrip(),
+            *rules,
+        ]
 
     def _again(self, tools: Sequence[Tool], fixed: Fixed, special_ids: Mapping[str, int]) -> list[str]:
         """Rules that define ``again``: another call after one that has ended.
