@@ -13,6 +13,7 @@ from transect.checkpoints.adapter_peft import read_adapter, write_adapter
 from transect.checkpoints.adapter_start import as_plain_lora
 from transect.checkpoints.hf_out import save_hf
 from transect.checkpoints.load import load_model, stored_weights
+from transect.checkpoints.peft_config import read_header
 from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 from transect.models.staging import dense_values
@@ -101,6 +102,24 @@ def test_matrices_that_peft_joins_are_decomposed_as_one(kind: str, tmp_path) -> 
     expected = make_adapter(tmp_path / "phi3", tmp_path / "a", **settings)
     source = resolve(str(tmp_path / "phi3"), adapter=str(tmp_path / "a"))
     torch.testing.assert_close(our_logits(source), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_same_adapter_has_the_same_bytes(tmp_path) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    make_adapter(tmp_path / "gpt2", tmp_path / "a", target_modules=["c_attn"], fan_in_fan_out=True)
+    source = resolve(str(tmp_path / "gpt2"), adapter=str(tmp_path / "a"))
+    adapter = read_adapter(tmp_path / "a", source.config)
+    files = set()
+    for number in range(20):
+        (tmp_path / str(number)).mkdir()
+        write_adapter(tmp_path / str(number), adapter, source.config, base="gpt2")
+        files.add((tmp_path / str(number) / "adapter_model.safetensors").read_bytes())
+    assert len(files) == 1
+    assert len(read_header(tmp_path / "0")[1]) == 3
+    again = read_adapter(tmp_path / "0", source.config)
+    assert all(torch.equal(again.factors[name].b, low.b) for name, low in adapter.factors.items())
 
 
 def test_a_start_in_the_base_needs_the_base_s_own_numbers(base, tmp_path) -> None:

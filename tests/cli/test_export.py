@@ -85,3 +85,16 @@ def test_an_adapter_of_peft_is_merged_into_a_model(tmp_path) -> None:
     assert run_here("export", str(tmp_path / "model"), *arguments).returncode == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     torch.testing.assert_close(logits_of(model), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_merged_it_has_the_dtype_of_its_base(tmp_path) -> None:
+    tiny_run(tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "model")
+    trained(tmp_path, task="lora", lora={"rank": 4})
+    for more, name in (((), "plain"), (("--dtype", "float32"), "wide")):
+        done = run_here("export", "--merge", str(tmp_path / "run"), "-o", str(tmp_path / name), *more)
+        assert done.returncode == 0, done.stderr
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("model", "plain", "wide")]
+    assert sizes[1] < 1.1 * sizes[0] < 1.2 * sizes[2] / 2
+    assert next(AutoModelForCausalLM.from_pretrained(tmp_path / "plain").parameters()).dtype == torch.bfloat16

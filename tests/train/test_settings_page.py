@@ -26,7 +26,7 @@ def test_every_setting_is_on_the_page_and_explained() -> None:
         row = next(line for line in table.splitlines() if line.startswith(f"| `{item.name}` |"))
         assert len(row.rsplit("|", 2)[1].strip()) > 3, f"{where}{item.name} is not explained"
         assert not set(meanings(kind)) - {field.name for field in dataclasses.fields(kind)}  # nothing that is gone
-    assert text in (ROOT / "docs" / "settings.md").read_text(), "run python benchmarks/render.py"
+    assert text in (ROOT / "docs" / "train" / "settings.md").read_text(), "run python benchmarks/render.py"
 
 
 def test_a_row_says_values_default_and_meaning() -> None:

@@ -17,7 +17,7 @@ from training_runs import tiny_run, write_chats
 from transect.train import checkpoint
 from transect.train.config import TrainConfig
 from transect.train.data import Loader, Position
-from transect.train.health import TrainingStopped
+from transect.train.health import LossWatch, TrainingStopped
 from transect.train.identity import check_settings
 from transect.train.tokenize import tokenize
 from transect.train.trainer import Trainer, _dated
@@ -216,6 +216,39 @@ def test_a_run_that_stops_waits_for_the_checkpoint_that_is_being_written(tmp_pat
     with pytest.raises(TrainingStopped, match="step-00000002 is whole and from before this step"):
         trainer.run()
     assert checkpoint.newest(tmp_path / "run").step == 2
+
+
+def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(tmp_path, monkeypatch) -> None:
+    def full(*arguments) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "write", full)
+    trainer = Trainer(tiny_run(tmp_path, save_every=5, steps=20))
+    take = trainer.step
+
+    def step():
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join(200)
+        return take()
+
+    monkeypatch.setattr(trainer, "step", step)
+    with pytest.raises(checkpoint.NotWritten, match="No space left on device"):
+        trainer.run()
+    assert trainer.steps_done in (5, 6)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        [0.1] * 6,
+        [9 * 0.9**step + 0.1 for step in range(40)] + [0.1] * 5,  # the fall of the loss is not its usual spread
+    ],
+)
+def test_a_loss_far_above_the_last_ones_stands_out(before) -> None:
+    watch = LossWatch()
+    assert not any(watch.stands_out(loss) for loss in before)
+    assert watch.stands_out(5.0) and not watch.stands_out(0.2)
 
 
 def test_a_model_that_has_gone_wrong_is_told_of_and_trained_on_by_default(tmp_path, caplog) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ..models.weights.low_rank import LowRank
@@ -28,6 +28,7 @@ from ..spec.weights import weight_shapes
 from .adapter import StoredAdapter
 from .hf import Place, places
 from .peft_config import CONFIG, PREFIX, TIED, WEIGHTS, PeftSettings, read_header, read_settings
+from .safetensors_out import write_with_metadata
 
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<linear>[AB])(?:\.\w+)?\.weight|lora_embedding_(?P<embedding>[AB])(?:\.\w+)?"
@@ -237,7 +238,7 @@ def write_adapter(
     one_table = config.tied_embeddings and not {"embed", "head"} & adapter.factors.keys()
     metadata = {"format": "pt"} | ({TIED: "true"} if one_table else {}) | ({BLOCKS: json.dumps(ranks)} if ranks else {})
     kept = {f"{PREFIX}{name}": tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(kept, directory / WEIGHTS, metadata=metadata)
+    write_with_metadata(kept, directory / WEIGHTS, metadata)
     saved = sorted({name.rpartition(".")[0] for name in whole if ".base_layer." not in name})
     values = _settings(adapter.settings, joined, saved, list(names.values()))
     values |= {"base_model_name_or_path": base, "revision": revision}

@@ -24,7 +24,7 @@ def command(
     ] = None,
     adapter: Annotated[str | None, typer.Option(help="An adapter for SOURCE, to be merged.")] = None,
     dtype: Annotated[
-        str, typer.Option(help="Of a merged model: auto (as trained), float32, bfloat16, float16.")
+        str, typer.Option(help="Of a merged model: auto (as its base), float32, bfloat16, float16.")
     ] = "auto",
 ) -> None:
     """Write an adapter in PEFT's layout, a plain model in Hugging Face layout (--merge), or a GGUF file (--gguf)."""

@@ -152,6 +152,11 @@ class Writer:
         self._thread = threading.Thread(target=self._write, args=(snapshot,), name="checkpoint")
         self._thread.start()
 
+    @property
+    def failed(self) -> bool:
+        """A snapshot could not be written, and ``wait`` has not reported it yet."""
+        return self._error is not None
+
     def wait(self) -> None:
         """Wait until nothing is being written; raises as ``save`` does."""
         if self._thread is not None:

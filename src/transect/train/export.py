@@ -141,7 +141,7 @@ def export_model(
     """Write a plain model in Hugging Face layout, the adapter merged, with its tokenizer.
 
     Args:
-        dtype: ``auto``: that of the run, else of the embedding in the files; bfloat16 where that is packed.
+        dtype: ``auto``: ``export_dtype``.
         quantization: of the layers' matrices, as ``checkpoints/quantized_out.py`` says; None: none.
         group: neighbours that share a scale in 4 bits; None: as many as fit.
         kv_scales: of a KV cache in fp8, as ``checkpoints/quantized_out.py`` takes them.
@@ -158,7 +158,10 @@ def export_model(
 
 
 def export_dtype(found: Opened) -> torch.dtype:
-    """That of the run, else of the embedding in the files; bfloat16 where that is packed."""
+    """The dtype of a merged model: with an adapter that of its base, else that of the run or of the model's files. A
+    model's files have the dtype of their embedding, and bfloat16 where that is packed."""
+    if found.source.adapter is not None:
+        return _dtype_of(found.source)
     return found.dtype or _dtype_of(found.source)
 
 

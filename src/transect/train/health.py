@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from ..models.decoder import Decoder
 
-WINDOW = 50
-LEAST = 20
+WINDOW = 10
+"""Losses that a new one is compared with: few, so that the fall of a loss at a run's start is not its usual spread."""
+LEAST = 5
+"""Losses that must be known before one can stand out."""
 RISE = 2.0
 """Nats above the median of the last losses that count as a spike, and ..."""
 SPREADS = 12
@@ -24,10 +26,10 @@ class TrainingStopped(RuntimeError):
 
 
 class LossWatch:
-    """Remembers the last losses and notices one that leaves them far behind.
+    """Remembers the last losses and notices one that is far above them.
 
-    A batch may simply be harder than others. Whether it is the batch or the model shows in a batch that was calm a
-    moment ago: where its loss is still what it was, the model is well.
+    A batch may simply be harder than others. A batch that was calm a moment ago tells the two causes apart: if its loss
+    is unchanged, the model is well.
     """
 
     def __init__(self, losses: list[float] | None = None) -> None:
@@ -39,7 +41,7 @@ class LossWatch:
         return statistics.median(self.losses)
 
     def stands_out(self, loss: float) -> bool:
-        """Whether ``loss`` is far above the last ones; it is remembered if not."""
+        """Return true if ``loss`` is far above the last ones; remember it if not."""
         if len(self.losses) >= LEAST:
             spread = statistics.median(abs(x - self.usual) for x in self.losses)
             if loss > self.usual + max(RISE, SPREADS * spread):
@@ -49,7 +51,7 @@ class LossWatch:
 
     @staticmethod
     def has_jumped(before: float, now: float) -> bool:
-        """Whether a calm batch's loss ``before`` and ``now`` says that the model has gone wrong."""
+        """Return true if a calm batch's loss rose from ``before`` to ``now`` so far that the model has gone wrong."""
         return not now < before + RISE
 
 
@@ -57,7 +59,7 @@ class LossWatch:
 def first_bad_number(
     order: Mapping[str, int], weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]
 ) -> tuple[int, str] | None:
-    """What of one rank's weights, or else of the gradients that it has, is not finite; None: all is.
+    """Find the first of one rank's weights, or else of its gradients, that is not finite; None if all are.
 
     Args:
         order: the place of each parameter in the run's model.
@@ -76,7 +78,7 @@ def first_bad_number(
 
 @torch.no_grad()
 def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], gradients: Mapping[str, Tensor]) -> str:
-    """Where NaN or infinity first appears: a weight, else the output of a module, else a gradient.
+    """Find where NaN or infinity first appears: a weight, else the output of a module, else a gradient.
 
     ``loss()`` runs the forward pass of the batch again; every module is watched meanwhile.
     """

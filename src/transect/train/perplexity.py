@@ -1,10 +1,11 @@
 r"""How well a model predicts a text: perplexity and bits per byte, through the engine's prompt log-probabilities.
 
-A text longer than the context is read in windows of W tokens that begin every S tokens. Each token is predicted once,
-in the first window that holds it, so all but those of the first window have at least W - S tokens before them:
+A text longer than the context is read in windows of W tokens that begin every S tokens; the last one ends with the
+text, so it overlaps the one before it by more. Each token is predicted once, in the first window that holds it, so all
+but those of the first window have at least W - S tokens before them:
 
     window 0:  predicts tokens 1 .. W - 1               (token 0 only starts the text: a BOS where the model has one)
-    window i:  predicts the last S of its W tokens      (fewer in the last one)
+    window i:  predicts the last S of its W tokens      (the last window: those not predicted yet)
 
     perplexity = exp(-sum log p / predicted tokens)        bits per byte = -sum log p / (ln 2 x predicted bytes)
 

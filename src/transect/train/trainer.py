@@ -317,7 +317,8 @@ class Trainer:
             saved = self._taken_up_at
             if saved >= 0:
                 writer.point(self.best.step)
-            while not self.finished and not self.crew.any(should_stop()):
+            # A checkpoint that could not be written ends the loop; the writer raises when the next is saved.
+            while not self.finished and not self.crew.any(should_stop() or writer.failed):
                 try:
                     record = self.step()
                 except StepFailed as failure:

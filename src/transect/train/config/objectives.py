@@ -117,8 +117,9 @@ class GRPOConfig:
         clip_high: the same above 1; 0: as ``clip``.
         beta: weight of the KL divergence from the model as it was when the run began; 0: none, and nothing is kept.
         unbiased_kl: weigh that divergence by the ratio, so that it is right also after the first step of a rollout.
-        loss: what the tokens' losses are divided by. ``dapo``: all tokens of the step. ``grpo``: each answer's tokens,
-            then the answers. ``dr_grpo``: answers times ``max_tokens``. ``bnpo``: the tokens of each micro-batch.
+        loss: divisor of the tokens' losses. ``dapo``: trained tokens of the rollout over its ``minibatches``, as in TRL
+            (the paper divides by the tokens of each prompt's group). ``grpo``: each answer's tokens, then the answers.
+            ``dr_grpo``: answers times ``max_tokens``. ``bnpo``: the tokens of each micro-batch.
         scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
             ``none``.
         mask_truncated: answers that ended at ``max_tokens`` are not trained on; they still count in their group.

@@ -12,8 +12,8 @@ and each of its tokens t, drawn with log-probability o_t, has the loss
 
 with p0 the model as it was when the run began (``reference.py``). The ratio before k makes the estimate of the KL
 divergence unbiased when the weights have moved since the answers were drawn (DeepSeek-AI 2025, arXiv:2512.02556;
-``unbiased_kl = false`` leaves it out). ``loss`` says what the sum of the l_t is divided by:
-Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), DAPO (Yu et al. 2025, arXiv:2503.14476), BNPO as TRL has it.
+``unbiased_kl = false`` leaves it out). ``loss`` chooses the divisor of the sum of the l_t (``answers.token_weights``):
+Dr. GRPO (Liu et al. 2025, arXiv:2503.20783), DAPO (Yu et al. 2025, arXiv:2503.14476) and BNPO as TRL has them.
 
 The answers of a rollout are used for ``iterations * minibatches`` optimizer steps. In the first the ratio is 1 up to
 the rounding between the engine's arithmetic and the trainer's; ``ratio`` in the log shows how far from 1 it went. All
