@@ -9,8 +9,8 @@ from transect.bench.workload import throughput_protocol
 from transect.checkpoints.resolve import resolve
 from transect.costs.ceilings import Ceilings
 from transect.models.cost import Row, Storage
-from transect.parallel.layout import Layout
 from transect.spec.hf import to_hf
+from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
 RATES = Rates(4.35e12, 750e12)
@@ -53,7 +53,7 @@ def test_the_work_of_each_device_of_several():
     config, lengths = PRESETS["llama-3.1-8b"], [(512, 8)] * 4
     one = sum(batch_floor(config, lengths, RATES), Floor()).seconds
     half = sum(batch_floor(config, lengths[:2], RATES), Floor()).seconds
-    layouts = Layout(tensor=2), Layout(data=2), Layout(pipeline=2), Layout(data=2, pipeline=2)
+    layouts = RankLayout(tensor=2), RankLayout(data=2), RankLayout(pipeline=2), RankLayout(data=2, pipeline=2)
     found = [sum(batch_floor(config, lengths, RATES, None, layout), Floor()).seconds for layout in layouts]
     assert found[1:] == pytest.approx([half, one / 2, half / 2])
     assert one / 2 < found[0] < 0.51 * one  # norms are whole on both

@@ -14,8 +14,8 @@ from transect.engine.gpu.setup import _check_weights, plan_of, without_graphs
 from transect.engine.vllm_arguments import engine_settings
 from transect.models.storage import storage_for
 from transect.models.streaming.plan import plan_stream
-from transect.parallel.layout import Layout
 from transect.parallel.memory import smallest_layout
+from transect.spec.layouts.ranks import RankLayout
 from transect.spec.model import ModelConfig
 
 torch.set_num_threads(1)
@@ -172,7 +172,7 @@ def test_a_gpu_streams_without_graphs_and_says_what_to_stream_if_weights_do_not_
     with pytest.raises(ValueError, match=r"the weights take 40.0 GiB and 20.0 GiB .*cpu_offload_gb=25"):
         _check_weights(config, 40 * gib, 0, 20 * gib, 20 * gib)
     with pytest.raises(ValueError, match=r"over 6 GPUs \(tensor_parallel_size=2, pipeline_parallel_size=3\), or let"):
-        _check_weights(config, 40 * gib, 0, 20 * gib, 20 * gib, lambda budget: Layout(2, 3 * (budget == 20 * gib)))
+        _check_weights(config, 40 * gib, 0, 20 * gib, 20 * gib, lambda budget: RankLayout(2, 3 * (budget == 20 * gib)))
 
 
 def test_a_long_context_that_nobody_asked_for_takes_no_further_gpus():
@@ -183,6 +183,6 @@ def test_a_long_context_that_nobody_asked_for_takes_no_further_gpus():
         plan = plan_of(EngineConfig(model="x", **settings), model, storage, torch.bfloat16)
         return smallest_layout(model, plan, storage, 12 * 2**30)
 
-    assert least() == Layout(2)
+    assert least() == RankLayout(2)
     asked = least(max_model_len=10**6)
     assert asked is None or asked.size > 8

@@ -27,23 +27,23 @@ from transect.ops.opset import resolve_ops
 from transect.ops.sampling import sampling
 from transect.parallel.exchange import Exchange
 from transect.parallel.group import Group
-from transect.parallel.layout import Layout
 from transect.parallel.load import load_shard_on_device
 from transect.parallel.mesh import Mesh
 from transect.parallel.ring import RingContext
 from transect.parallel.ring_pairs import own_tokens
-from transect.parallel.shards import vocabulary_part
 from transect.parallel.shared_sums import shared_sums
 from transect.parallel.spread_logits import spread_logits
 from transect.parallel.world import Failure
+from transect.spec.layouts.ranks import RankLayout
+from transect.spec.layouts.shards import vocabulary_part
 from transect.train.follow import follow
 from transect.train.objectives.base import StepFailed
 from transect.train.objectives.next_token import NextToken
 
 
 def collectives(world, given):
-    mesh = Mesh(world, Layout(tensor=2))
-    group = Mesh(world, Layout(tensor=2)).tensor
+    mesh = Mesh(world, RankLayout(tensor=2))
+    group = Mesh(world, RankLayout(tensor=2)).tensor
     assert group.group is mesh.tensor.group  # each has threads, so another mesh has no others
     group.all_reduce(torch.tensor([10.0, 10.0]))
     group.all_gather(torch.arange(10, 13))
@@ -101,7 +101,7 @@ def measure_with_other_numbers(world, plan):
 
 def layout_along(axis="tensor", *, size):
     """So many ranks; those along the data axis share experts."""
-    return Layout(**{axis: size}, expert=axis == "data")
+    return RankLayout(**{axis: size}, expert=axis == "data")
 
 
 def gpu_tokens(world, given):
@@ -149,7 +149,7 @@ class Alone:
 def own_sums(world, given):
     """Sums of many sizes between GPUs in a CUDA graph, alone and in norms, while ranks and blocks dawdle; how many
     numbers are wrong on each rank."""
-    group = Mesh(world, Layout(tensor=world.size)).tensor
+    group = Mesh(world, RankLayout(tensor=world.size)).tensor
     if group.ranks not in world.sums:
         world.sums[group.ranks] = shared_sums(world, group)
     peers = world.sums[group.ranks].peers
@@ -189,7 +189,7 @@ def own_sums(world, given):
 
 def ring_attention(world, given):
     """Attention to packed documents by a ring, with its gradients, each beside that of one rank."""
-    mesh = Mesh(world, Layout(context=world.size))
+    mesh = Mesh(world, RankLayout(context=world.size))
     total, generator = given["ends"][-1], torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(total, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2, 4))
     cu_seqlens = torch.tensor(given["ends"], dtype=torch.int32)
@@ -210,7 +210,7 @@ def ring_attention(world, given):
 def spread_draws(world, given):
     """Draws of every kind in a CUDA graph, from logits that stay on the rank that made them, beside draws from whole
     rows; how many tokens differ on each rank."""
-    group = Mesh(world, Layout(tensor=world.size)).tensor
+    group = Mesh(world, RankLayout(tensor=world.size)).tensor
     if group.ranks not in world.sums:
         world.sums[group.ranks] = shared_sums(world, group)
     group.sums = world.sums[group.ranks].used(dependent_launch=True, exact=False)
@@ -244,7 +244,7 @@ def spread_draws(world, given):
 def exchanged(world, given):
     """Tokens with two of four experts, two on each rank; what comes back, its gradient, and the tokens that came."""
     tokens, dtype = given
-    group = Mesh(world, Layout(data=2)).data
+    group = Mesh(world, RankLayout(data=2)).data
     generator = torch.Generator().manual_seed(world.rank)
     own = tokens[world.rank]
     x = torch.randn(own, 6, generator=generator).to(dtype).requires_grad_(True)

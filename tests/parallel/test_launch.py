@@ -24,8 +24,8 @@ from transect.bench.collectives import COLLECTIVES
 from transect.parallel import launch
 from transect.parallel.children import BEGIN_S
 from transect.parallel.launch import Ranks
-from transect.parallel.layout import Layout, Place, share
 from transect.parallel.mesh import Mesh
+from transect.spec.layouts.ranks import RankLayout, RankPlace, share
 
 PATIENCE_S = 200
 
@@ -45,9 +45,11 @@ def gone(pid):
 
 
 def test_places_count_along_the_tensor_axis_first():
-    layout = Layout(tensor=2, pipeline=3, data=2)
+    layout = RankLayout(tensor=2, pipeline=3, data=2)
     places = [layout.place(rank) for rank in range(layout.size)]
-    assert places[:3] == [Place(0, 0, 0), Place(0, 0, 1), Place(0, 1, 0)] and places[-1] == Place(1, 2, 1)
+    assert places[:3] == [RankPlace(0, 0, 0), RankPlace(0, 0, 1), RankPlace(0, 1, 0)] and places[-1] == RankPlace(
+        1, 2, 1
+    )
     assert [layout.rank(place) for place in places] == list(range(12))
     assert [share(7, part, 3) for part in range(3)] == [slice(0, 3), slice(3, 5), slice(5, 7)]
     with pytest.raises(ValueError, match="there is no rank 12"):
@@ -59,9 +61,9 @@ def test_messages_and_collectives(pair):
     for number in (signal.SIGINT, signal.SIGTERM):  # service managers send it to all: the first rank ends the others
         os.kill(pair.pids[1], number)
     pair.call("parallel_jobs:collectives", {"long": "x" * 5000})
-    mesh = Mesh(world, Layout(tensor=2))
-    assert (mesh.place, mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.size) == (Place(0, 0, 0), 0, 2, 1)
-    group = Mesh(world, Layout(tensor=2)).tensor
+    mesh = Mesh(world, RankLayout(tensor=2))
+    assert (mesh.place, mesh.tensor.rank, mesh.tensor.size, mesh.pipeline.size) == (RankPlace(0, 0, 0), 0, 2, 1)
+    group = Mesh(world, RankLayout(tensor=2)).tensor
     assert group.group is mesh.tensor.group  # each has threads, so another mesh has no others
     assert group.all_reduce(torch.tensor([1.0, 2.0])).tolist() == [11.0, 12.0]
     assert group.all_gather(torch.arange(3)).tolist() == [[0, 1, 2], [10, 11, 12]]
@@ -75,7 +77,7 @@ def test_messages_and_collectives(pair):
     with pytest.raises(ValueError, match="rank 1: turn it off"):
         world.exchange("mine")
     with pytest.raises(ValueError, match="there are 2 ranks, and the layout"):
-        Mesh(world, Layout(tensor=3))
+        Mesh(world, RankLayout(tensor=3))
 
 
 def test_only_one_set_of_ranks_in_a_process(pair):

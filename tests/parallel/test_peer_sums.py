@@ -17,8 +17,8 @@ from transect.ops.opset import resolve_ops
 from transect.parallel import shared_memory, shared_sums
 from transect.parallel.group import Group
 from transect.parallel.peer_sums import MOST_BYTES, PeerSums, Timed
-from transect.parallel.shards import Shard
 from transect.parallel.tensor import sharded_kinds
+from transect.spec.layouts.shards import Shard
 from transect.spec.model import ModelConfig
 
 KIB = 1024

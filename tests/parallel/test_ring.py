@@ -6,9 +6,9 @@ from parallel_jobs import ring_attention
 from parallel_runs import STEPS, curve, same_runs
 from training_runs import tiny_run
 
-from transect.parallel.refusals import Run, refusal
 from transect.parallel.ring_pairs import own_tokens, visible
-from transect.parallel.spread import Spread
+from transect.spec.layouts.refusals import Run, refusal
+from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
 from transect.train.crew import check
 

@@ -13,8 +13,8 @@ from transect.models.weights.weight import Ungathered
 from transect.ops.opset import resolve_ops
 from transect.parallel import spread_logits
 from transect.parallel.group import Group
-from transect.parallel.shards import vocabulary_part
 from transect.parallel.spread_logits import offsets
+from transect.spec.layouts.shards import vocabulary_part
 from transect.spec.model import ModelConfig
 
 TINY = ModelConfig(

@@ -14,9 +14,9 @@ from transect.costs.units import parse_bytes
 from transect.models.memory.fit import first_that_fits
 from transect.models.memory.training import training
 from transect.models.memory.training_plan import TrainingPlan
-from transect.parallel.layout import owners
-from transect.parallel.spread import Spread
 from transect.parallel.training_memory import estimator, training_ranks
+from transect.spec.layouts.ranks import owners
+from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
 from transect.spec.weights import parameter_count
 from transect.train.config import TrainConfig

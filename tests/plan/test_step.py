@@ -10,10 +10,10 @@ import pytest
 
 from transect.costs.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
-from transect.parallel.spread import Spread
 from transect.plan.collectives import Axis, beside
 from transect.plan.machine import Machine, Shares
 from transect.plan.step import predict
+from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
 
 H200 = Machine.of(preset("h200"))

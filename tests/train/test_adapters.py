@@ -16,7 +16,7 @@ from transect.checkpoints.peft_config import is_adapter
 from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 from transect.models.weights.adapted import Adapted
-from transect.parallel.layout import Place
+from transect.spec.layouts.ranks import RankPlace
 from transect.train import checkpoint
 from transect.train.config import TrainConfig
 from transect.train.crew import Crew
@@ -183,7 +183,7 @@ def test_dropout_is_of_the_step_and_only_where_there_is_a_gradient(tmp_path) -> 
 def test_dropout_knows_which_tokens_a_rank_has(tmp_path, monkeypatch) -> None:
     config = run_of(tmp_path, lora={"dropout": 0.5})
     crew, trainable = Crew(config, None), build(config)
-    crew.mesh = SimpleNamespace(place=Place(0, 0, 0, context=1))
+    crew.mesh = SimpleNamespace(place=RankPlace(0, 0, 0, context=1))
     monkeypatch.setattr(
         "transect.train.crew.parallelize", lambda model, *_: SimpleNamespace(model=model, parameters={})
     )

@@ -16,9 +16,9 @@ from transect.models.decoder import Decoder
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
-from transect.parallel.layout import Layout
 from transect.parallel.parallelize import Parallel, ParallelPlan
 from transect.parallel.sharded import Sharded
+from transect.spec.layouts.ranks import RankLayout
 from transect.spec.model import ModelConfig
 from transect.train import merged_products
 from transect.train.merged_layers import MergedLayers
@@ -86,7 +86,7 @@ def test_ranks_that_share_matrices(sequence, keep):
     def work(group):
         found = []
         for merged in (False, True):
-            layout, alone = Layout(tensor=2), Group.alone()
+            layout, alone = RankLayout(tensor=2), Group.alone()
             mesh = SimpleNamespace(
                 layout=layout, place=layout.place(group.rank), world=group, parts=group, tensor=group, links=[],
                 context=alone, pipeline=alone, data=alone, replicas=alone,

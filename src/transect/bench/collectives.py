@@ -33,11 +33,11 @@ from torch import Tensor
 
 from ..hardware.topology import copy_rate
 from ..parallel.group import Group
-from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
 from ..parallel.peer_sums import PeerSums
 from ..parallel.shared_sums import graph_seconds, shared_sums
 from ..parallel.world import World
+from ..spec.layouts.ranks import RankLayout
 
 JOB = "transect.bench.collectives:measure"
 OURS = "all_reduce_ours"
@@ -126,7 +126,7 @@ def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
 def measure(world: World, plan: Sweep) -> list[Row]:
     """The job of every rank: all measurements, the same on each."""
     dtype = getattr(torch, plan.dtype)
-    group = Mesh(world, Layout(tensor=world.size)).tensor
+    group = Mesh(world, RankLayout(tensor=world.size)).tensor
     if OURS in plan.collectives and world.device.type == "cuda" and group.ranks not in world.sums:
         world.sums[group.ranks] = shared_sums(world, group)
     group.sums = sums if isinstance(sums := world.sums.get(group.ranks), PeerSums) else None

@@ -17,10 +17,10 @@ from ..checkpoints.resolve import ModelSource
 from ..costs.ceilings import Ceilings
 from ..models.cost import Row, Storage, least_cost
 from ..models.storage import storage_for
-from ..parallel.layout import Layout
+from ..spec.layouts.ranks import RankLayout
 from ..spec.model import ModelConfig
 
-ALONE = Layout()
+ALONE = RankLayout()
 """One rank."""
 
 
@@ -103,7 +103,7 @@ def batch_floor(
     lengths: Iterable[tuple[int, int]],
     rates: Rates,
     storage: Storage | None = None,
-    layout: Layout = ALONE,
+    layout: RankLayout = ALONE,
 ) -> tuple[Floor, Floor]:
     """(prefill, decode) of sequences of (prompt tokens, output tokens) that all run together.
 

@@ -30,10 +30,10 @@ import torch
 
 from ..models.cost import Row, Storage
 from ..ops.sampling.sampling import GROUP
-from ..parallel.layout import Layout
 from ..parallel.mesh import Mesh
 from ..parallel.shared_sums import graph_seconds, shared_sums
 from ..parallel.world import World
+from ..spec.layouts.ranks import RankLayout
 from ..spec.model import ModelConfig
 from .floors import Floor, Rates, step_floor
 
@@ -191,7 +191,7 @@ class SumTimes(NamedTuple):
 def sum_times(world: World, sizes: Sequence[int] = SIZES) -> SumTimes:
     """The job of every rank: seconds of an all-reduce of bfloat16 by bytes, as a step has them. On GPUs that is inside
     a CUDA graph, one after another, without a launch from the host."""
-    group = Mesh(world, Layout(tensor=world.size)).tensor
+    group = Mesh(world, RankLayout(tensor=world.size)).tensor
     found = {}
     for size in sizes:
         x = torch.zeros(max(1, size // 2), dtype=torch.bfloat16, device=world.device)

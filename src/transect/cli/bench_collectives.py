@@ -38,8 +38,8 @@ def command(
 
     from ..bench.collectives import COLLECTIVES, JOB, OURS, Sweep, measure, sizes_between
     from ..costs.units import parse_bytes
+    from ..parallel.gathering import under_torchrun
     from ..parallel.launch import Ranks
-    from ..parallel.layout import under_torchrun
 
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, not {device!r}")

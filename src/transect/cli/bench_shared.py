@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..parallel.layout import Layout
+from ..spec.layouts.ranks import RankLayout
 from .settings import output_file
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..models.cost import Storage
     from ..spec.model import ModelConfig
 
-ALONE = Layout()
+ALONE = RankLayout()
 """One rank."""
 
 WIDTH = 132
@@ -45,7 +45,7 @@ class Subject:
     storage: Storage
     measured: str = ""
     """How the rates are known."""
-    layout: Layout = ALONE
+    layout: RankLayout = ALONE
     """The ranks that have a device each; on a CPU they share its cores, and are as one."""
 
     def explain(self, parts: Iterable[Mapping[str, float]]) -> None:
@@ -80,7 +80,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     from ..engine.offload import planned_stream
     from ..hardware.device import detect
     from ..ops.cpu.ceilings import device_measurement
-    from ..parallel.shards import first_shard
+    from ..spec.layouts.shards import first_shard
 
     source = resolve(settings.model, load_format=settings.load_format)
     longest, context = settings.max_model_len, source.config.max_position

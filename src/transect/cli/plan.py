@@ -206,8 +206,8 @@ def schedule(
     first micro-batch, B0b its backward pass through the rank's second run of layers."""
     import json as encoder
 
-    from ..parallel.schedule import NAMES, drawn, simulate
-    from ..parallel.schedule import schedule as made
+    from ..spec.layouts.schedule import NAMES, drawn, simulate
+    from ..spec.layouts.schedule import schedule as made
 
     found = {}
     for each in NAMES if not name else [name]:

@@ -140,7 +140,7 @@ def command(
     import asyncio
 
     from ..engine.replicas import start_engines
-    from ..parallel.layout import under_torchrun
+    from ..parallel.gathering import under_torchrun
     from ..server.process import bind, bind_unix, serve, url_of
     from ..server.request_log import configure
     from ..server.serving import ServerOptions

@@ -20,7 +20,7 @@ def command(
 ) -> int:
     """Train a run for each point of a grid, one after another; a table at the end, the best first. Run it again to go
     on after an interruption. Exit 1 if a run failed."""
-    from ..parallel.layout import under_torchrun
+    from ..parallel.gathering import under_torchrun
     from ..train.sweep import read_grid, sweep
 
     if under_torchrun():

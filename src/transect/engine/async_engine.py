@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 
 from ..checkpoints.resolve import resolve
-from ..parallel.shards import first_shard
+from ..spec.layouts.shards import first_shard
 from ..text.model_text import ModelText, load_text, text_settings
 from ..text.output_processor import OutputProcessor, Update, together
 from ..text.outputs import RequestOutput

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..hardware.cores import usable_cores
-from ..parallel.layout import Layout
+from ..spec.layouts.ranks import RankLayout
 from .gpu.options import GPUOptions
 from .scheduler_config import Policy
 
@@ -215,9 +215,9 @@ class EngineConfig:
         return self.layout.size
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """The ranks of one engine."""
-        return Layout(*self.parallel_sizes, self.enable_expert_parallel)
+        return RankLayout(*self.parallel_sizes, self.enable_expert_parallel)
 
     @property
     def replicas(self) -> int:
@@ -230,7 +230,7 @@ class EngineConfig:
         return self.layout.data > 1
 
     def _check_layout(self) -> None:
-        Layout(*self.parallel_sizes)
+        RankLayout(*self.parallel_sizes)
         if not self.enable_expert_parallel:
             return
         if self.tensor_parallel_size * self.data_parallel_size == 1:

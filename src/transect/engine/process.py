@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from ..parallel.children import starting
-from ..parallel.layout import under_torchrun
+from ..parallel.gathering import under_torchrun
 from . import wire
 from .collector import keep_from_collector
 from .config import EngineConfig

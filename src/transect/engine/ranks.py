@@ -24,16 +24,17 @@ from ..checkpoints.load import kv_dtype
 from ..checkpoints.resolve import resolve
 from ..ops.lang.jit import has_dependent_launch
 from ..parallel.children import Children
+from ..parallel.gathering import under_torchrun
 from ..parallel.launch import Ranks
-from ..parallel.layout import Place, under_torchrun
 from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
 from ..parallel.peer_sums import PeerSums
 from ..parallel.rank import serve_jobs
-from ..parallel.shards import first_shard
 from ..parallel.shared_sums import shared_sums
 from ..parallel.spread_logits import spread_logits
 from ..parallel.world import Failure, SharedError, World
+from ..spec.layouts.ranks import RankPlace
+from ..spec.layouts.shards import first_shard
 from ..version import __version__
 from .batch import Executor, Handle, LateWork, ScheduledBatch
 from .build import BuiltEngine, build_engine
@@ -75,7 +76,7 @@ class _Checked:
     def _compare(self, mine: tuple[int, str] | None) -> None:
         layout = self._mesh.layout
         digests = self._mesh.world.exchange(mine)
-        firsts = [layout.rank(Place(layout.place(rank).data, 0, 0)) for rank in range(layout.size)]
+        firsts = [layout.rank(RankPlace(layout.place(rank).data, 0, 0)) for rank in range(layout.size)]
         other = [rank for rank, first in enumerate(firsts) if digests[rank] != digests[first]]
         if other:
             raise RuntimeError(f"ranks {other} have planned other steps than the first of their group: {digests}")

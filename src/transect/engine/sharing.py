@@ -17,9 +17,9 @@ import dataclasses
 import msgspec
 
 from ..parallel.launch import Ranks
-from ..parallel.layout import Place
 from ..parallel.mesh import Mesh
 from ..parallel.world import World
+from ..spec.layouts.ranks import RankPlace
 from . import limits
 from .arrivals import seed_of
 from .core import EngineCore, Step
@@ -61,7 +61,7 @@ class SharingCore(LeadingCore):
     def __init__(self, core: EngineCore, ranks: Ranks, mesh: Mesh, kv_tokens: int, seed: int) -> None:
         super().__init__(core, ranks)
         layout = mesh.layout
-        self._leads = [layout.rank(Place(group, 0, 0)) for group in range(1, layout.data)]
+        self._leads = [layout.rank(RankPlace(group, 0, 0)) for group in range(1, layout.data)]
         config = self.scheduler.config
         self._router = Router([kv_tokens] * layout.data, config.block_size)
         self._running: dict[str, _Running] = {}

@@ -1,8 +1,9 @@
 """Several ranks (processes, each with a device) that work together, and the ways to spread a model over them.
 
+``spec/layouts/`` describes layouts, shards and schedules without torch. Here they are carried out.
+
 Ranks, for serving and training alike:
 
-* ``layout.py``: ``Layout``, how many ranks along each axis, and which place a rank has (no torch)
 * ``launch.py``: ``Ranks``: start them as children of this process (``children.py``, no torch), or take those of
   ``torchrun`` (``gathering.py``: a name for each of its starts, no torch); ``rank.py`` is what a child runs
 * ``world.py``: ``World``, this process among all ranks, and the messages between them
@@ -14,7 +15,6 @@ Ranks, for serving and training alike:
 
 A model on them:
 
-* ``shards.py``: ``Shard``, which rows, columns and layers of every weight a rank has (no torch)
 * ``memory.py``: what each rank needs, and the smallest layout that fits (no torch)
 * ``experts.py``: ``ExpertRanks``, what a mixture of experts asks of the ranks that share it; ``exchange.py``: tokens
   that go to their experts alone, and back
@@ -25,7 +25,7 @@ Training on them:
 
 * ``parallelize.py``: ``parallelize(model, mesh, plan)``, the one way in: this rank's part, and what it knows of others
 * ``differentiable.py``: collectives with gradients; ``split_loss.py``: cross entropy over a vocabulary that is cut
-* ``schedule.py``: pipeline schedules as data, and their simulation (no torch); ``pipeline.py`` runs one
+* ``pipeline.py``: runs a pipeline schedule
 * ``ring.py``: context parallelism, attention whose keys and values go round; ``ring_pairs.py``: which queries see
   which keys; ``ring_kernels.py``: the same by the attention kernels of a GPU
 * ``pulse.py``: what every rank is at, so that a run that hangs ends and says who waits for what
@@ -37,8 +37,7 @@ Training on them:
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time;
   ``tiled.py``: matrices that come in parts
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)
-* ``spread.py``: how a run is spread; ``refusals.py``: why it cannot be, and the nearest layout that can (no torch)
-* ``training_memory.py``: what each rank then needs (no torch)
+* ``training_memory.py``: memory of each rank of a run (no torch)
 
 Beyond the memory of a device: ``offload/``, pinned host memory and files past the page cache
 """

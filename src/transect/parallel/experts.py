@@ -33,11 +33,11 @@ from torch import Tensor
 
 from ..models.decoder import Decoder, Layer
 from ..models.moe import MoE
+from ..spec.layouts.shards import Shard
 from .differentiable import gathered, scattered
 from .exchange import Exchange, sent_share
 from .group import Group
 from .mesh import Mesh
-from .shards import Shard
 
 Way = Literal["auto", "gather", "all_to_all"]
 WORTH = 0.75

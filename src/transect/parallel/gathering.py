@@ -8,6 +8,7 @@ process, so nobody takes an answer that was meant for a rank before. No torch.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from typing import Protocol
@@ -93,3 +94,8 @@ def _given(question: str) -> str:
 
 def _taken(question: str, name: str) -> str:
     return f"{question} knows {name}"
+
+
+def under_torchrun() -> bool:
+    """True if ``torchrun`` (or what sets the same variables) started this process as one of several."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1

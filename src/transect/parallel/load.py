@@ -26,10 +26,10 @@ from ..models.weights.packed import Packed, PackedEmbedding
 from ..models.weights.weight import Kinds
 from ..ops.cpu.library import Library
 from ..ops.opset import OpSet, resolve_ops
+from ..spec.layouts.shards import Shard, WeightPart
 from ..spec.model import ModelConfig
 from .experts import spread_experts
 from .mesh import Mesh
-from .shards import Part, Shard
 from .tensor import ShardedEmbedding, sharded_kinds, sharded_norms
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
             yield shard.own_name(name), part_of(stored, part)
 
 
-def part_of(stored: Stored, part: Part) -> Stored:
+def part_of(stored: Stored, part: WeightPart) -> Stored:
     """Some rows and columns of a weight, as a weight."""
     if part.stack > 1:
         return _part_of_stack(stored, part)
@@ -79,7 +79,7 @@ def part_of(stored: Stored, part: Part) -> Stored:
     return Stored(shape, read, stored.layout, read_codes)
 
 
-def _part_of_stack(stored: Stored, part: Part) -> Stored:
+def _part_of_stack(stored: Stored, part: WeightPart) -> Stored:
     """Some rows of each matrix of a stack, and some columns of all, as a weight."""
     each = stored.shape[0] // part.stack
     own = within(each, part.rows)

@@ -15,9 +15,9 @@ from ..models.memory.serving import ServingEstimate, ServingPlan, serving
 from ..models.storage import Storage
 from ..models.streaming.plan import StreamPlan
 from ..ops.comm.lines import MOST_BYTES, lines_for, memory_bytes
+from ..spec.layouts.ranks import RankLayout
+from ..spec.layouts.shards import Shard, vocabulary_share
 from ..spec.model import ModelConfig
-from .layout import Layout
-from .shards import Shard, vocabulary_share
 
 MOST_RANKS = 64
 Streams = Callable[[Mapping[str, tuple[int, ...]]], StreamPlan | None]
@@ -34,7 +34,7 @@ class StageEstimate:
 
 def stages(
     config: ModelConfig,
-    layout: Layout,
+    layout: RankLayout,
     plan: ServingPlan,
     storage: Storage,
     budget: int | None,
@@ -73,12 +73,12 @@ def shared_bytes(vocab: int, tensor: int, plan: ServingPlan) -> int:
 
 def smallest_sharing(
     config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
-) -> Layout | None:
+) -> RankLayout | None:
     """The layout with the fewest ranks that share the experts, and of these with the fewest that cut the rest, in which
     every rank fits."""
     for ranks in range(2, most + 1):
         for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
-            layout = Layout(tensor, 1, ranks // tensor, True)
+            layout = RankLayout(tensor, 1, ranks // tensor, True)
             try:
                 found = stages(config, layout, plan, storage, budget)
             except ValueError:  # it cannot be cut so
@@ -90,11 +90,11 @@ def smallest_sharing(
 
 def smallest_layout(
     config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
-) -> Layout | None:
+) -> RankLayout | None:
     """The layout with the fewest ranks, and of these with the fewest stages, in which every rank fits."""
     for ranks in range(1, most + 1):
         for pipeline in (n for n in range(1, ranks + 1) if ranks % n == 0):
-            layout = Layout(ranks // pipeline, pipeline)
+            layout = RankLayout(ranks // pipeline, pipeline)
             try:
                 found = stages(config, layout, plan, storage, budget)
             except ValueError:  # it cannot be cut so

@@ -1,4 +1,4 @@
-"""``Mesh``: the ranks of a ``World`` in a ``Layout``, with a ``Group`` along each axis."""
+"""``Mesh``: the ranks of a ``World`` in a ``RankLayout``, with a ``Group`` along each axis."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..spec.layouts.ranks import AXES, RankLayout
 from .group import Group
-from .layout import AXES, Layout
 from .world import World
 
 PROBES = 20
@@ -35,7 +35,7 @@ class Mesh:
         ValueError: the layout has more or fewer ranks than there are.
     """
 
-    def __init__(self, world: World | None, layout: Layout) -> None:
+    def __init__(self, world: World | None, layout: RankLayout) -> None:
         size = 1 if world is None else world.size
         if layout.size != size:
             raise ValueError(

@@ -29,25 +29,25 @@ from ..checkpoints.load import fill
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.stored import StoredWeights, stored_tensor
+from ..spec.layouts.ranks import RankLayout
+from ..spec.layouts.refusals import Run, refusal
+from ..spec.layouts.schedule import Action, Name, schedule
+from ..spec.layouts.shards import Shard, vocabulary_share
+from ..spec.layouts.spread import Spread
 from ..spec.weights import weight_shapes
 from .differentiable import entered, gathered, own_rows
 from .experts import Way, meeting, spread_experts, way_of
 from .group import Group
-from .layout import Layout
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
 from .peer_copies import PeerCopies, shared_copies
 from .peer_pieces import PeerPieces, shared_pieces
 from .pipeline import Pipeline
-from .refusals import Run, refusal
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
 from .ring_pairs import own_tokens
-from .schedule import Action, Name, schedule
 from .sharded import Sharded
-from .shards import Shard, vocabulary_share
 from .split_loss import split_cross_entropy
-from .spread import Spread
 from .table_rows import shared_table
 from .tensor import GatheredShard, ShardedEmbedding, sharded_kinds
 
@@ -88,7 +88,7 @@ class ParallelPlan:
     device: torch.device | None = None
 
 
-def spread_of(layout: Layout, plan: ParallelPlan) -> Spread:
+def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
     """A layout and a plan as one."""
     return Spread(
         data=layout.data,

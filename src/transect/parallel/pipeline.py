@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..models.context import AttentionContext
 from ..models.decoder import Decoder
+from ..spec.layouts.schedule import Action
 from .group import Group
-from .schedule import Action
 
 
 @dataclass(frozen=True, slots=True)

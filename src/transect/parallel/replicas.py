@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..spec.layouts.ranks import owners
 from .group import Group
-from .layout import owners
 from .peer_copies import PeerCopies
 from .table_rows import TableRows
 

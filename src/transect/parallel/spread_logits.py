@@ -7,8 +7,8 @@ import torch
 
 from ..ops.comm.peer_memory import memory_at
 from ..ops.sampling.sampling import GROUP, Spread
+from ..spec.layouts.shards import vocabulary_share
 from .group import Group
-from .shards import vocabulary_share
 from .shared_memory import free_memory, shared_memory
 from .world import World
 

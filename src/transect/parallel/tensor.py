@@ -33,10 +33,10 @@ from ..models.weights.weight import Kinds, Product, TrainingPart, Ungathered, Un
 from ..ops.comm.all_reduce import MOST_NORM_BYTES
 from ..ops.linear.few_rows.pushed import MOST_ROWS as PUSHED_ROWS
 from ..ops.opset import OpSet
+from ..spec.layouts.shards import Shard, vocabulary_share
 from .differentiable import scattered, summed
 from .group import Group
 from .peer_sums import PeerSums
-from .shards import Shard, vocabulary_share
 
 
 class ShardKind(Weight):

@@ -15,13 +15,13 @@ from ..models.memory.part import Part
 from ..models.memory.terms import Estimate
 from ..models.memory.training import training
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
+from ..spec.layouts.ranks import owners
+from ..spec.layouts.refusals import refusal
+from ..spec.layouts.schedule import most_kept
+from ..spec.layouts.shards import Shard
+from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 from .copy_memory import MOST_RANKS, memory_bytes
-from .layout import owners
-from .refusals import Run, refusal
-from .schedule import most_kept
-from .shards import Shard
-from .spread import Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +125,6 @@ def check(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> None:
     Raises:
         ValueError: it cannot; the message names what can (``refusals.py``).
     """
-    reason = refusal(Run.of(plan), spread, config)
+    reason = refusal(plan.run, spread, config)
     if reason is not None:
         raise ValueError(reason)

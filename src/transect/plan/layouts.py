@@ -13,10 +13,10 @@ from ..costs.units import gib
 from ..models.memory.fit import PLANS
 from ..models.memory.terms import Estimate
 from ..models.memory.training_plan import TrainingPlan
-from ..parallel.refusals import Run, reasons
-from ..parallel.schedule import Name
-from ..parallel.spread import Spread
 from ..parallel.training_memory import estimator, for_rank
+from ..spec.layouts.refusals import reasons
+from ..spec.layouts.schedule import Name
+from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 from .machine import Machine
 from .step import StepTime, predict
@@ -157,7 +157,7 @@ def rank(
     fitting, others, refused = [], [], []
     for spread in spreads(gpus, machine, axes=axes, host_state=host_state):
         account = estimator(spread)
-        why = next(reasons(replace(Run.of(plan), accumulate=spread.data * spread.pipeline), spread, config), None)
+        why = next(reasons(replace(plan.run, accumulate=spread.data * spread.pipeline), spread, config), None)
         if why is not None:
             refused.append((spread, why.why))
             continue

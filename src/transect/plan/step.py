@@ -23,8 +23,8 @@ from ..models.cost import Row, step_cost
 from ..models.memory.part import Part
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
 from ..models.storage import Storage
-from ..parallel.spread import Spread
 from ..parallel.training_memory import check, for_rank, part_of
+from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 from ..spec.weights import linear_shapes
 from .collectives import Axis, Traffic, beside

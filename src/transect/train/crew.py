@@ -22,16 +22,16 @@ from torch import Tensor, nn
 from ..checkpoints.load import fill
 from ..models.decoder import Decoder
 from ..models.stored import StoredWeights
-from ..parallel.layout import Place, check_shares
 from ..parallel.mesh import Mesh
 from ..parallel.parallelize import Parallel, ParallelPlan, parallelize
 from ..parallel.pipeline import Pipeline
 from ..parallel.pulse import Pulse, default_store
-from ..parallel.refusals import Run, refusal
 from ..parallel.replicas import Replicas
 from ..parallel.sharded import Sharded
-from ..parallel.spread import Spread
 from ..parallel.world import Failure, SharedValueError, World
+from ..spec.layouts.ranks import RankPlace, check_shares
+from ..spec.layouts.refusals import Run, refusal
+from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 from .batches import Batch
 from .config import TrainConfig
@@ -366,7 +366,7 @@ class Crew:
         if self.world is None or layout.data == 1:
             return Share()
         assert self.mesh is not None
-        world, firsts = self.world, [layout.rank(Place(data, 0, 0)) for data in range(layout.data)]
+        world, firsts = self.world, [layout.rank(RankPlace(data, 0, 0)) for data in range(layout.data)]
 
         def everybody(mine: Sums) -> list[Sums]:
             self.at("the sums of what was measured")
@@ -409,7 +409,7 @@ def check(config: TrainConfig) -> None:
     """See that a run can be spread as it asks, as far as that can be said without its model.
 
     Raises:
-        ValueError: it cannot; the message names the nearest way that works (``parallel/refusals.py``).
+        ValueError: it cannot; the message names the nearest way that works (``spec/layouts/refusals.py``).
     """
     if config.parallel.offload != "none":
         _check_offload(config)

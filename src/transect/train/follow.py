@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..parallel.children import RankFailure
+from ..parallel.gathering import under_torchrun
 from ..parallel.launch import Ranks
-from ..parallel.layout import under_torchrun
 from ..parallel.world import Failure, SharedError, World
 from .checkpoint import NotWritten, list_steps, newest
 from .config import TrainConfig

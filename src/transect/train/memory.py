@@ -15,9 +15,9 @@ from ..models.memory.fit import first_that_fits, refusal
 from ..models.memory.kept import Kept
 from ..models.memory.terms import Estimate
 from ..models.memory.training_plan import TrainingPlan
-from ..parallel.spread import Spread
 from ..parallel.training_memory import estimator
 from ..parallel.world import World
+from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 from ..spec.weights import weight_shapes
 from .config import TrainConfig

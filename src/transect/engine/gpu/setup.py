@@ -24,9 +24,9 @@ from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
-from ...parallel.layout import Layout
 from ...parallel.memory import smallest_layout
-from ...parallel.shards import Shard
+from ...spec.layouts.ranks import RankLayout
+from ...spec.layouts.shards import Shard
 from ...spec.model import ModelConfig
 from ..config import EngineConfig
 from ..offload import stream_plan
@@ -285,7 +285,7 @@ def _check_weights(
     streamed: float,
     free: int,
     total: int,
-    least: Callable[[int], Layout | None] = lambda budget: None,
+    least: Callable[[int], RankLayout | None] = lambda budget: None,
 ) -> None:
     """``least``: the smallest layout in which a model fits, by the bytes of a GPU that can be used."""
     usable = min(free, int(total * config.gpu_memory_utilization))

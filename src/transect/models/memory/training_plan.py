@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from ...spec.layouts.refusals import ONE_BIT, Run
 from ...spec.model import ModelConfig
 from ...spec.weights import linear_shapes, weight_shapes
 from .kept import Backend, Kept, Reads
@@ -20,8 +21,6 @@ SMALL_PARAMETER, BLOCK, CHUNK = 4096, 256, 2**14
 
 GROUPS = (32, 64, 128)
 """Numbers that may share a scale in the 4-bit base of ``qlora``."""
-ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
-"""Optimizers whose ranks exchange signs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +80,11 @@ class TrainingPlan:
     def adapted(self) -> bool:
         """Whether adapters are trained and the model is frozen."""
         return self.task in ("lora", "qlora")
+
+    @property
+    def run(self) -> Run:
+        """Settings that decide how the run can be spread over ranks."""
+        return Run(adapted=self.adapted, objective=self.objective, optimizer=self.optimizer, accumulate=self.accumulate)
 
     def reads(self, config: ModelConfig) -> Reads:
         """Whose gradient needs its input."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ...parallel.layout import Layout
+from ...spec.layouts.ranks import RankLayout
 from .parse import positive
 
 
@@ -128,8 +128,8 @@ class ParallelConfig:
         return self.chunks if self.schedule == "interleaved" else 1
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """The ranks along each axis."""
-        return Layout(
+        return RankLayout(
             tensor=self.tensor, pipeline=self.pipeline, data=self.data, context=self.context, expert=self.expert > 1
         )

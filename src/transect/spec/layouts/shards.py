@@ -1,4 +1,4 @@
-"""What part of a model each rank has: rows and columns of every weight, and layers. Plain arithmetic, no torch.
+"""``Shard``: the rows and columns of every weight, and the layers, that a rank has. Plain arithmetic, no torch.
 
 Along the tensor axis, as in Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053): q, k, v, gate and up are cut by their
 outputs, o and down by their inputs, so that a layer needs two sums over the ranks. Key heads are repeated where there
@@ -16,24 +16,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ..spec.model import ModelConfig
-from ..spec.weights import weight_shapes
-from .layout import Layout, share
+from ..model import ModelConfig
+from ..weights import weight_shapes
+from .ranks import RankLayout, share
 
 ALL = slice(None)
 ROWS, DRAWN = 16, 128
-"""The parts of the vocabulary, but for the last, are whole groups of so many rows: as packed matrices want them; and as
-draws do, where the parts stay about equal."""
+"""Rows that a part of the vocabulary, except the last, is a multiple of: as packed matrices need; and as draws do, if
+the parts stay about equal."""
 
 CUT_OUTPUTS = ("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up", "mlp.shared_gate", "mlp.shared_up")
 CUT_INPUTS = ("attention.o", "mlp.down", "mlp.shared_down")
 CUT_HEADS = {"attention.sinks": False, "attention.q_norm": False, "attention.k_norm": True}
-"""What has a number for each head, or for each number of one: whether these are key heads."""
+"""Weights with a number for each head, or for each number of a head; True for key heads."""
 
 
-class Part(NamedTuple):
-    """Rows and columns of a weight. ``stack``: it is so many equal matrices, one below the other, and ``rows`` are
-    those of each."""
+class WeightPart(NamedTuple):
+    """Rows and columns of a weight. ``stack``: equal matrices that the weight concatenates; ``rows`` are those of each
+    of them."""
 
     rows: slice
     columns: slice
@@ -104,12 +104,12 @@ class Shard:
 
     @property
     def first(self) -> bool:
-        """Whether it begins with token ids."""
+        """True if this stage begins with token ids."""
         return self.stage == 0
 
     @property
     def last(self) -> bool:
-        """Whether it ends with logits."""
+        """True if this stage ends with logits."""
         return self.stage == self.stages - 1
 
     @property
@@ -143,17 +143,17 @@ class Shard:
         """The tokens whose rows of the embedding and of the head this rank has."""
         return vocabulary_part(self.model.vocab_size, self.rank, self.ranks)
 
-    def part(self, name: str, shape: tuple[int, ...]) -> Part | None:
-        """The rows and columns of the weight ``name`` (of ``shape`` in the files) that this rank has; None: nothing."""
+    def part(self, name: str, shape: tuple[int, ...]) -> WeightPart | None:
+        """The rows and columns of the weight ``name`` (of ``shape`` in the files) that this rank has; None if none."""
         module = name.rpartition(".")[0]
         if module.startswith("layers."):
             _, layer, inner = module.split(".", 2)
             if not self.layers.start <= int(layer) < self.layers.stop:
                 return None
             if inner in CUT_OUTPUTS:
-                return Part(self._even(shape[0], inner in ("attention.k", "attention.v")), ALL)
+                return WeightPart(self._even(shape[0], inner in ("attention.k", "attention.v")), ALL)
             if inner in CUT_INPUTS and len(shape) == 2:
-                return Part(ALL, self._even(shape[1]))
+                return WeightPart(ALL, self._even(shape[1]))
             if inner.startswith("mlp.experts_"):
                 return self._expert_part(inner, shape)
             return self._head_part(name.split(".", 2)[2], shape)
@@ -163,30 +163,30 @@ class Shard:
                 return None
         elif module == "head" and not self.last:
             return None
-        return Part(self.vocabulary if module in ("embed", "head") else ALL, ALL)
+        return WeightPart(self.vocabulary if module in ("embed", "head") else ALL, ALL)
 
-    def _expert_part(self, inner: str, shape: tuple[int, ...]) -> Part | None:
+    def _expert_part(self, inner: str, shape: tuple[int, ...]) -> WeightPart | None:
         """The part of the matrices or the biases of all experts of a layer."""
         assert self.model.moe is not None
         experts = self.model.moe.experts
         if self.expert_ranks > 1:
             each = shape[0] // self.expert_ranks
-            return Part(slice(self.expert_rank * each, (self.expert_rank + 1) * each), ALL)
+            return WeightPart(slice(self.expert_rank * each, (self.expert_rank + 1) * each), ALL)
         if inner != "mlp.experts_down":
-            return Part(self._even(shape[0] // experts), ALL, experts)
+            return WeightPart(self._even(shape[0] // experts), ALL, experts)
         if len(shape) == 2:
-            return Part(ALL, self._even(shape[1]))
-        return None if self.rank else Part(ALL, ALL)  # one rank adds the bias
+            return WeightPart(ALL, self._even(shape[1]))
+        return None if self.rank else WeightPart(ALL, ALL)  # one rank adds the bias
 
-    def _head_part(self, name: str, shape: tuple[int, ...]) -> Part:
+    def _head_part(self, name: str, shape: tuple[int, ...]) -> WeightPart:
         """The part of what a layer has beside its matrices."""
         module = name.removesuffix(".weight")
         if module in CUT_HEADS and (module == "attention.sinks" or self.model.qk_norm_whole):
-            return Part(self._even(shape[0], CUT_HEADS[module]), ALL)
-        return Part(ALL, ALL)
+            return WeightPart(self._even(shape[0], CUT_HEADS[module]), ALL)
+        return WeightPart(ALL, ALL)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What this rank has of every weight: the shape of its part, by the name in the whole model."""
+        """Return the shape of this rank's part of every weight, by the name in the whole model."""
         found = {}
         for name, shape in weight_shapes(self.model).items():
             part = self.part(name, shape)
@@ -232,8 +232,8 @@ class Shard:
         return ", ".join(parts) or "the whole model"
 
 
-def first_shard(model: ModelConfig, layout: Layout) -> Shard:
-    """What the first rank of a layout has.
+def first_shard(model: ModelConfig, layout: RankLayout) -> Shard:
+    """Return the shard of the first rank of a layout.
 
     Raises:
         ValueError: the model cannot be cut so.

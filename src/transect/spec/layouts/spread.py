@@ -1,4 +1,4 @@
-"""``Spread``: how a run is spread over ranks. Plain arithmetic, no torch."""
+"""``Spread``: the layout of a training run over ranks. Plain arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .schedule import Name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How a run is spread. The sizes of the axes multiply to the number of ranks.
+    """The layout of a training run. The sizes of the axes multiply to the number of ranks.
 
     Attributes:
         data: ranks that compute other micro-batches.

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from transect.parallel.schedule import Action, drawn, most_kept, schedule, simulate
+from transect.spec.layouts.schedule import Action, drawn, most_kept, schedule, simulate
 
 CASES = [
     *(("gpipe", p, m, 1) for p, m in product((1, 2, 3, 4), (1, 3, 4, 8))),

@@ -1,6 +1,6 @@
-"""Why a run cannot be spread over ranks as it asks, and the nearest layout that can be. Plain arithmetic, no torch.
+"""Reasons why a run cannot be spread over ranks, and the nearest layout that works. Plain arithmetic, no torch.
 
-Whoever wants to know asks here: the trainer before it starts, the account of memory, the planner, and ``parallelize``.
+The trainer, the account of memory, the planner and ``parallelize`` all ask here before anything starts.
 Each rule below looks at a whole run and says why it cannot be. ``nearest`` goes through the other layouts of as many
 ranks and finds the one that no rule refuses and that differs least, so what a message tells to set does work.
 """
@@ -11,20 +11,21 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ..models.memory.training_plan import ONE_BIT, TrainingPlan
-from ..spec.model import ModelConfig
+from ..model import ModelConfig
 from .schedule import Name
 from .schedule import check as check_schedule
 from .spread import Spread
 
 AXES = ("data", "pipeline", "tensor", "context")
+ONE_BIT = ("onebit_adam", "onebit_lamb", "zero_one_adam")
+"""Optimizers whose ranks exchange signs of the momentum."""
 MOST_RANKS = 256
 """Layouts of more ranks are not searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What of a run decides how it can be spread; names are those of the training configuration.
+    """Settings of a run that decide how it can be spread; names are those of the training configuration.
 
     Attributes:
         adapted: adapters are trained.
@@ -39,25 +40,20 @@ class Run:
     samples: bool = False
     keeps_layers: bool = True
 
-    @classmethod
-    def of(cls, plan: TrainingPlan) -> Run:
-        """That of a plan of memory."""
-        return cls(adapted=plan.adapted, objective=plan.objective, optimizer=plan.optimizer, accumulate=plan.accumulate)
-
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """``why`` a run cannot be, and what to set ``instead`` of another layout; empty: only another layout helps."""
+    """Why a run is refused, and the setting that helps ``instead`` of another layout; empty if only a layout helps."""
 
     why: str
     instead: str = ""
 
 
 def refusal(run: Run, spread: Spread, model: ModelConfig | None = None) -> str | None:
-    """Why a run cannot be spread so, and what to set; None: it can.
+    """Return why a run cannot be spread so, and what to set; None if it can.
 
     Args:
-        model: the whole model; None: it is not known yet, and rules about models are not asked.
+        model: the whole model; None if it is not known yet, which skips the rules about models.
     """
     reason = next(reasons(run, spread, model), None)
     if reason is None:
@@ -91,7 +87,7 @@ def nearest(run: Run, spread: Spread, model: ModelConfig | None = None) -> tuple
 
 
 def _layouts(ranks: int, like: Spread) -> Iterator[Spread]:
-    """All layouts of so many ranks, with the other settings as they are or as they can be."""
+    """Yield all layouts of ``ranks`` ranks, with the other settings kept or turned off."""
     for data in _divisors(ranks):
         for pipeline in _divisors(ranks // data):
             for tensor in _divisors(ranks // data // pipeline):
@@ -115,7 +111,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _distance(one: Spread, other: Spread) -> float:
-    """How much two layouts differ: settings that change, and a little by how much they do."""
+    """Rate how much two layouts differ: one for each setting that changes, and a little for the size of the change."""
     far = 0.0
     for place, axis in enumerate(AXES):
         a, b = getattr(one, axis), getattr(other, axis)
@@ -131,7 +127,7 @@ def _of(spread: Spread, name: str) -> object:
 
 
 def _changes(asked: Spread, run: Run, found: Spread, accumulate: int) -> str:
-    """What to set for another layout."""
+    """Name the settings that lead to another layout."""
     parts = []
     for name in ("tensor", "context", "pipeline", "data", "expert", "zero", "tiles", "sequence", "schedule", "chunks"):
         before, now = _of(asked, name), _of(found, name)

@@ -20,11 +20,11 @@ from transect.models.stored import Blocks, Codes4, Codes8, Stored
 from transect.models.weights.kinds import kinds_for
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
-from transect.parallel.layout import Layout
 from transect.parallel.load import part_of, shard_embedding, shard_weights
 from transect.parallel.memory import smallest_layout, stages
-from transect.parallel.shards import Part, Shard, vocabulary_part
 from transect.parallel.tensor import sharded_kinds
+from transect.spec.layouts.ranks import RankLayout
+from transect.spec.layouts.shards import Shard, WeightPart, vocabulary_part
 from transect.spec.model import ModelConfig
 from transect.spec.moe import MoEConfig
 from transect.spec.shapes import PRESETS
@@ -149,7 +149,7 @@ def test_a_part_of_each_expert_stays_packed(kind):
             return Blocks(layout, own)
         return Codes8(layout, own, rows[part]) if kind == "8 bits" else Codes4(layout, own, own[:, :2], own[:, 2:4])
 
-    part = part_of(Stored((12, 64), lambda *_: None, layout, codes), Part(slice(3, 6), slice(None), 2))
+    part = part_of(Stored((12, 64), lambda *_: None, layout, codes), WeightPart(slice(3, 6), slice(None), 2))
     found = part.codes(slice(1, 6), slice(32, 64))
     whole = codes(slice(None), slice(32, 64))
     wanted = [4, 5, 9, 10, 11]
@@ -181,13 +181,13 @@ def test_the_smallest_layout_that_fits():
     model = PRESETS["llama-3.1-8b"]
     storage = storage_for(2)
     plan = ServingPlan(weights=int(weight_bytes(model, storage)), max_num_seqs=16, max_num_batched_tokens=2048)
-    assert smallest_layout(model, plan, storage, 80 * 2**30) == Layout(1)
+    assert smallest_layout(model, plan, storage, 80 * 2**30) == RankLayout(1)
     found = smallest_layout(model, plan, storage, 8 * 2**30)
     assert found is not None and found.size > 2
     whole = [stage.estimate.fits for stage in stages(model, found, plan, storage, 8 * 2**30)]
     assert all(whole) and len(whole) == found.pipeline
     for fewer in range(1, found.size):
-        assert not all(s.estimate.fits for s in stages(model, Layout(pipeline=fewer), plan, storage, 8 * 2**30))
+        assert not all(s.estimate.fits for s in stages(model, RankLayout(pipeline=fewer), plan, storage, 8 * 2**30))
     assert smallest_layout(model, plan, storage, 2**30, most=8) is None
 
 
@@ -201,9 +201,9 @@ def test_shares_of_the_weights_add_up():
 def test_what_gpus_share_is_in_the_account():
     model = PRESETS["llama-3.1-8b"]
     plan = ServingPlan(weights=16 << 30, max_num_seqs=256)
-    found = stages(model, Layout(tensor=2), plan, storage_for(2), 80 << 30)[0].estimate.account
+    found = stages(model, RankLayout(tensor=2), plan, storage_for(2), 80 << 30)[0].estimate.account
     shared = next(term.bytes for term in found.terms if term.name == "shared memory")
     assert shared == 256 + (64 << 20) + 256 * 64128 * 2
-    for layout, backend in ((Layout(pipeline=2), "gpu"), (Layout(tensor=2), "cpu")):
+    for layout, backend in ((RankLayout(pipeline=2), "gpu"), (RankLayout(tensor=2), "cpu")):
         account = stages(model, layout, replace(plan, backend=backend), storage_for(2), 80 << 30)[0].estimate.account
         assert "shared memory" not in [term.name for term in account.terms]

@@ -7,9 +7,9 @@ import pytest
 from training_runs import tiny_run
 
 from transect.models.memory.training_plan import TrainingPlan
-from transect.parallel.refusals import Run, nearest, reasons, refusal
-from transect.parallel.spread import Spread
 from transect.parallel.training_memory import training_ranks
+from transect.spec.layouts.refusals import Run, nearest, reasons, refusal
+from transect.spec.layouts.spread import Spread
 from transect.spec.moe import MoEConfig
 from transect.spec.shapes import PRESETS
 from transect.train.crew import check

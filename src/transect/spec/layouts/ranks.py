@@ -1,8 +1,7 @@
-"""``Layout``: how many ranks there are along each axis, and which place a rank has. Plain arithmetic, no torch."""
+"""``RankLayout``: how many ranks there are along each axis, and which place a rank has. Plain arithmetic, no torch."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -11,7 +10,7 @@ AXES = ("data", "pipeline", "context", "tensor")
 """From the outermost to the innermost: ranks of one tensor group are neighbours, so they share a host's fast links."""
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Where a rank is along each axis, from 0."""
 
     data: int
@@ -21,7 +20,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RankLayout:
     """Sizes of the axes. The ranks count along ``tensor`` first, then ``context``, ``pipeline`` and ``data``.
     ``expert``: the ranks along ``tensor`` and ``data`` share the experts of a model, which are cut along ``tensor``
     else.
@@ -52,7 +51,7 @@ class Layout:
         """All ranks."""
         return self.data * self.pipeline * self.context * self.tensor
 
-    def place(self, rank: int) -> Place:
+    def place(self, rank: int) -> RankPlace:
         """Where ``rank`` is.
 
         Raises:
@@ -63,9 +62,9 @@ class Layout:
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         data, pipeline = divmod(rest, self.pipeline)
-        return Place(data, pipeline, tensor, context)
+        return RankPlace(data, pipeline, tensor, context)
 
-    def rank(self, place: Place) -> int:
+    def rank(self, place: RankPlace) -> int:
         """The rank at a place."""
         at = place.data * self.pipeline + place.pipeline
         return (at * self.context + place.context) * self.tensor + place.tensor
@@ -85,8 +84,8 @@ def share(size: int, part: int, parts: int) -> slice:
 
 
 def owners(sizes: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Who of ``ranks`` updates each parameter, of so many numbers: the largest first, each to whoever has the fewest
-    numbers so far."""
+    """Assign each parameter to the rank that updates it: the largest first, each to the rank with the fewest numbers
+    so far. ``sizes``: numbers of each parameter."""
     held = [0] * ranks
     owner = {}
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -106,8 +105,3 @@ def check_shares(batches: int, ranks: int) -> None:
             f"a step has {batches} micro-batches, which {ranks} ranks cannot share evenly: set accumulate to "
             f"{-(-batches // ranks) * ranks}"
         )
-
-
-def under_torchrun() -> bool:
-    """Whether ``torchrun`` (or what sets the same variables) has started this process as one of several."""
-    return "RANK" in os.environ and "MASTER_ADDR" in os.environ and int(os.environ.get("WORLD_SIZE", 1)) > 1

@@ -58,7 +58,7 @@ def check(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> None:
 
 
 def schedule(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """What each of ``stages`` ranks does.
+    """List the actions of each of ``stages`` ranks.
 
     Args:
         chunks: runs of layers of each rank; more than 1 for ``interleaved`` alone.
@@ -95,15 +95,15 @@ def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> lis
 
 
 def _ahead(name: Name, rank: int, stages: int, micro_batches: int, chunks: int) -> int:
-    """How many forward passes a rank makes before forward and backward passes take turns."""
+    """Count the forward passes of a rank before forward and backward passes take turns."""
     if name == "gpipe" or (name == "interleaved" and micro_batches == stages):
         return micro_batches * chunks
     return stages - rank - 1 if name == "1f1b" else 2 * (stages - rank - 1) + (chunks - 1) * stages
 
 
 def most_kept(name: Name, rank: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
-    """How many activations, of a micro-batch in a run of layers, a rank keeps at once, at most: ``Timeline.kept``
-    without the timeline."""
+    """Count the activations that a rank keeps at once, at most, each of a micro-batch in a run of layers: as
+    ``Timeline.kept``, without the timeline."""
     return min(_ahead(name, rank, stages, micro_batches, chunks) + 1, micro_batches * chunks)
 
 
@@ -135,7 +135,7 @@ class Timeline:
 
     @property
     def kept(self) -> list[int]:
-        """How many activations, of a micro-batch in a run of layers, each rank keeps at once, at most."""
+        """Most activations that each rank keeps at once, each of a micro-batch in a run of layers."""
         most = []
         for rank in self.spans:
             now = high = 0
@@ -182,7 +182,7 @@ def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, lin
 def _ready(
     action: Action, place: int, places: int, ends: dict[tuple[str, int, int], float], link: float
 ) -> float | None:
-    """When what an action needs is there; None: not yet known. ``place`` of ``places`` runs of layers."""
+    """Return when the inputs of an action are there, None if not yet known. ``place`` of ``places`` runs of layers."""
     if action.kind == "F":
         return 0.0 if place == 0 else _later(ends.get(("F", action.micro_batch, place - 1)), link)
     own = ends.get(("F", action.micro_batch, place))
