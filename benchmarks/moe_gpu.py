@@ -33,11 +33,11 @@ from engine_gpu import RATES, engine, prompts, release
 from engine_trace import traced_steps
 from transect.bench.floors import step_floor
 from transect.bench.offline import decode_steps, prefill_seconds
+from transect.costs.work import touched
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 from transect.models.cost import Row
 from transect.models.moe import MoE
-from transect.ops.counting import touched
 from transect.ops.moe.ordering import draw
 from transect.ops.registry import get
 from transect.ops.tools.timing import time_graph

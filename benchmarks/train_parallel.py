@@ -140,8 +140,8 @@ def predicted(work: str, way: str, ranks: int) -> dict[str, float] | None:
     """What the planner expects of a way on H200s, before anything runs; None: of the peers."""
     import torch
 
+    from transect.costs.machine import Machine
     from transect.costs.presets import preset
-    from transect.plan.machine import Machine
     from transect.plan.step import predict
     from transect.train.config import TrainConfig
     from transect.train.memory import fit, plan_of, spread_of

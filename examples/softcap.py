@@ -11,9 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from transect.costs.work import Cost
 from transect.ops.lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from transect.ops.numerics import compute_dtype, sample
-from transect.ops.registry import Cost, Implementation, Op, register
+from transect.ops.registry import Implementation, Op, register
 from transect.ops.tools.accuracy import check
 
 

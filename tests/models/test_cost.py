@@ -11,11 +11,12 @@ from collections import defaultdict
 import pytest
 import torch
 
+from transect.costs.work import Cost
 from transect.models.context import PagedContext
 from transect.models.cost import Row, Storage, floor, kv_bytes_per_token, step_cost, total, weight_bytes
 from transect.models.decoder import Decoder
 from transect.ops.opset import OPERATORS, resolve_ops
-from transect.ops.registry import Cost, get
+from transect.ops.registry import get
 from transect.spec.model import ModelConfig
 from transect.spec.moe import MoEConfig
 from transect.spec.weights import parameter_count

@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from transect.cli import main
+from transect.costs.machine import Machine
 from transect.costs.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
 from transect.parallel.training_memory import training_ranks
 from transect.plan import layouts
 from transect.plan.layouts import rank, spreads, what_would
-from transect.plan.machine import Machine
 from transect.spec.shapes import PRESETS
 
 H100 = Machine.of(preset("h100-80gb"))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from transect.costs.links import Axis, beside
+from transect.costs.machine import Machine, Shares
 from transect.costs.presets import preset
 from transect.models.memory.training_plan import TrainingPlan
-from transect.plan.collectives import Axis, beside
-from transect.plan.machine import Machine, Shares
 from transect.plan.step import predict
 from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from ..costs.machine import Machine
     from ..plan.layouts import Candidate, Ranking
-    from ..plan.machine import Machine
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -57,12 +57,12 @@ def training(
     from dataclasses import replace
 
     from ..checkpoints.resolve import described
+    from ..costs.machine import Machine
     from ..costs.presets import preset
     from ..costs.units import parse_bytes
     from ..models.memory.training_plan import check_base
     from ..plan.layouts import AXES
     from ..plan.layouts import rank as ranked
-    from ..plan.machine import Machine
     from ..train.config import TrainConfig
     from ..train.memory import check_length
 

@@ -6,7 +6,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..plan.machine import Machine
+    from ..costs.machine import Machine
     from ..plan.step import StepTime
     from ..train.samples import SampleRecord
     from ..train.trainer import EvalRecord, StepRecord, Trainer
@@ -75,10 +75,10 @@ def machine_here(kind: str, ranks: int) -> Machine:
     """What this machine is known to do: its measured ceilings, and the links of the preset with its name."""
     from dataclasses import replace
 
+    from ..costs.machine import Machine, Shares
     from ..costs.presets import detected
     from ..hardware.device import detect
     from ..ops.cpu.ceilings import device_measurement
-    from ..plan.machine import Machine, Shares
 
     device = detect(kind)
     ceilings = device_measurement(device).ceilings

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..costs.ceilings import Ceilings
-from ..ops.registry import Cost
+from ..costs.work import Cost
 from .signatures import Signature, signature
 from .trace import Key, Trace
 

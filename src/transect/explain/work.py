@@ -11,11 +11,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..bench.floors import Floor, Rates
+from ..costs.work import Cost
 from ..engine.decisions import Header
 from ..engine.gpu.step_sizes import FEWEST_ROWS, mixed_size, row_bucket
 from ..models.cost import Row, least_attention, least_products
 from ..models.storage import Storage
-from ..ops.registry import Cost
 from ..spec.model import ModelConfig
 from .log import StepRow
 

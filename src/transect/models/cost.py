@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..ops.counting import touched, visible_keys, visible_pairs
-from ..ops.registry import Cost
+from ..costs.work import Cost, touched, visible_keys, visible_pairs
 from ..spec.model import ModelConfig
 from ..spec.moe import MoEConfig
 from ..spec.weights import EXPERTS, linear_shapes, projection_shapes, router_shapes, weight_shapes

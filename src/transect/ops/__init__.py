@@ -21,9 +21,9 @@ The kernels stand beside the operator's file.
 What every operator leans on:
 
 * ``lang/``        how kernels are written, compiled and found
-* ``registry.py``  ``Op``, ``Implementation``, ``Cost``: tests, benchmarks and inspection are derived from these entries
+* ``registry.py``  ``Op``, ``Implementation``: tests, benchmarks and inspection are derived from these entries
 * ``opset.py``     ``resolve_ops`` picks an implementation of every operator of a decoder for a device, once
-* ``numerics.py``  dtypes to compute in, sample inputs; ``counting.py``: keys that attention sees, experts touched
+* ``numerics.py``  dtypes to compute in, sample inputs
 * ``tuning.py``, ``tuned/``: launch configurations found on a device; ``shapes.py``: true shapes of known models
 * ``peers.py``     ``torch.compile`` as a peer
 

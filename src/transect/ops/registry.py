@@ -13,32 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The least work of an operator: each input read once, each output written once."""
-
-    flops: float
-    bytes_read: float
-    bytes_written: float
-
-    @property
-    def bytes(self) -> float:
-        return self.bytes_read + self.bytes_written
-
-    @property
-    def intensity(self) -> float:
-        """FLOPs per byte."""
-        return self.flops / self.bytes if self.bytes else 0.0
-
-    def floor(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The least time in seconds for a device with these two ceilings."""
-        return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.flops + other.flops, self.bytes_read + other.bytes_read, self.bytes_written + other.bytes_written
-        )
+from ..costs.work import Cost
 
 
 @dataclass(frozen=True, slots=True)

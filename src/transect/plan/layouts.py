@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ..costs.machine import Machine
 from ..costs.units import gib
 from ..models.memory.fit import PLANS
 from ..models.memory.terms import Estimate
@@ -18,7 +19,6 @@ from ..spec.layouts.refusals import reasons
 from ..spec.layouts.schedule import Name
 from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
-from .machine import Machine
 from .step import StepTime, predict
 
 MOST_GPUS = 4096

@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 
+from ..costs.links import Axis, Traffic, beside
+from ..costs.machine import Machine
 from ..models.cost import Row, step_cost
 from ..models.memory.part import Part
 from ..models.memory.training_plan import TrainingPlan, trained_shapes
@@ -27,8 +29,6 @@ from ..parallel.training_memory import check, for_rank, part_of
 from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 from ..spec.weights import linear_shapes
-from .collectives import Axis, Traffic, beside
-from .machine import Machine
 
 ROUNDS = 5
 """Newton-Schulz iterations of Muon."""

@@ -9,7 +9,8 @@ import torch
 from commands import script_here
 
 from transect.costs.ceilings import Ceilings
-from transect.ops.registry import Case, Cost, Implementation, Op, Unavailable, all_ops, get
+from transect.costs.work import Cost
+from transect.ops.registry import Case, Implementation, Op, Unavailable, all_ops, get
 from transect.ops.tools import bench, bench_run, plots, results
 from transect.ops.tools.bench import Timing
 

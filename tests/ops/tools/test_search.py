@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from transect.costs.work import Cost
 from transect.ops import tuning
 from transect.ops.registry import Case, Knobs
 from transect.ops.tools import search, under_load
@@ -251,9 +252,7 @@ def test_the_command_keeps_the_best_of_every_operator(
     from transect.ops import registry
 
     for name in ("double", "twice"):
-        op = registry.Op(
-            name, _launch, lambda x: registry.Cost(0, 0, 0), cases=lambda: [CASE], knobs=[_knobs(name=name)]
-        )
+        op = registry.Op(name, _launch, lambda x: Cost(0, 0, 0), cases=lambda: [CASE], knobs=[_knobs(name=name)])
         monkeypatch.setitem(registry._OPS, name, op)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "A new GPU")

@@ -34,11 +34,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...costs.work import Cost
 from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
 from ...ops.moe.triton import triton_grouped_linear
 from ...ops.opset import OpSet
-from ...ops.registry import Cost
 from ..cost import product_cost
 from ..staging import Staging
 from ..storage import Layout, WeightFormat

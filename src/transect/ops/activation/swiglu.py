@@ -22,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..cpu import gradients
 from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Implementation, Kernel, Knobs, Op, register
 from ..tuning import Config, choose, flat_rule
 
 

@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 BLOCK = 4096
 

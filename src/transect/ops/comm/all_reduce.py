@@ -31,10 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.cuda import available, bind
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Op, register
+from ..registry import Case, Implementation, Op, register
 from .lines import STATE, in_two_shots, lines_for, memory_bytes
 from .peer_memory import Push
 

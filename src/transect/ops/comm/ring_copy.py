@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, tl
 from ..lang.tiles import let_next_begin, wait_for_previous
 from ..numerics import sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 
 def reference(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import (
     TRITON_TARGETS,
@@ -41,7 +42,7 @@ from ..lang.jit import (
 )
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Cost, Implementation, Knobs, Op, register
+from ..registry import Case, Implementation, Knobs, Op, register
 from ..tuning import Config, choose, row_rule
 from .softmax_kernels import (
     clear_kernel,

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..lang import cuda
 from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Implementation, Kernel, Knobs, Op, register
 from ..tuning import Config, choose, flat_rule
 
 

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..activation import swiglu
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, tl
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 from .few_rows import small_matmul
 from .linear import fixed_rows, fixed_tiling, whole_tile
 from .linear import triton_fixed_rows as triton_fixed_linear

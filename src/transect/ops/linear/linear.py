@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available
 from ..numerics import sample
-from ..registry import Cost, Implementation, Op, register
+from ..registry import Implementation, Op, register
 from .few_rows import small_matmul
 from .many_rows import matmul
 from .many_rows.tiling import SMALL, ManyRowsTiling, cublas_is_quicker

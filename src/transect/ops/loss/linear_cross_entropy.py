@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, multiprocessors, require, tl
 from ..lang.tiles import describe, dot, fits_descriptor
@@ -40,7 +41,7 @@ from ..linear.many_rows.matmul import matmul
 from ..linear.many_rows.triton import tile_of
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Implementation, Kernel, Knobs, Op, register
 from ..tuning import Config
 from ..tuning import choose as tuned
 

@@ -25,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, runs_triton, tl
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 EPSILON = 1e-20
 """Added to the sum that renormalizes sigmoid scores, which may all be 0."""

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..counting import touched
+from ...costs.work import Cost, touched
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 from ..linear.packed.gguf import gguf_layout, gguf_matmul
@@ -33,7 +33,7 @@ from ..linear.packed.gguf.gguf_layout import FORMATS, ROWS
 from ..linear.packed.int4 import int4_matmul
 from ..linear.packed.int4.int4_packing import CHUNK, arrange_codes, group_of
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of

@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost, touched
 from ..activation import swiglu
-from ..counting import touched
 from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of

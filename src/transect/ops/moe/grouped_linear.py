@@ -30,11 +30,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..counting import touched
+from ...costs.work import Cost, touched
 from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..linear.linear import fixed_rows
 from ..numerics import sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 from .combining import triton_combine
 from .ordering import draw
 from .ordering import reference as order_of

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..counting import touched
+from ...costs.work import Cost, touched
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 from ..linear.packed.eight_bit.scaled8_rounding import BLOCK
 from ..linear.packed.eight_bit.scaled8_tiles import dense
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, runs_triton, tl
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 BLOCK = 128
 

@@ -21,11 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, rows_of, tl
 from ..lang.tiles import dot
 from ..linear.linear import fixed_rows
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
 from ..numerics import sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 from . import gating, ordering
 
 MOST = 1024

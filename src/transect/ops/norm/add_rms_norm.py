@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..lang.jit import TRITON_TARGETS, available, runs_triton
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Cost, Implementation, Op, register
+from ..registry import Implementation, Op, register
 from ..tuning import Config
 from . import norms, rms_norm
 from .norms import launch_backward, launch_forward

@@ -23,12 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.work import Cost
 from ..cpu import gradients
 from ..lang.jit import TRITON_TARGETS, available, kernel, runs_triton, tl
 from ..lang.tiles import after_previous, let_next_begin, wait_for_previous
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Cost, Implementation, Op, register
+from ..registry import Implementation, Op, register
 from ..tuning import Config
 from . import norms
 from .norms import launch_backward, launch_forward

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
 from ..lang.tiles import also, let_next_begin, wait_for_previous
 from ..numerics import sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 
 def reference(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..attention.paged.kv_cache_write import side_by_side
 from ..lang.jit import (
@@ -37,7 +38,7 @@ from ..lang.jit import (
 from ..norm.rms_norm import reference as norm
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 from . import rotary
 from .rotary import check_shapes, joined_projection, turned
 

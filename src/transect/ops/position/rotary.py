@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..attention.paged.kv_cache_write import side_by_side
 from ..cpu import gradients
@@ -32,7 +33,7 @@ from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, requi
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
 from ..peers import compiled
-from ..registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Implementation, Kernel, Knobs, Op, register
 from ..tuning import Config, choose
 
 

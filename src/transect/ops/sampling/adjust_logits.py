@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_power_of_2, require, rows_of, tl
 from ..numerics import compute_dtype, sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 IN_PROMPT = -(2**15)
 """The bit in a token's count that marks it as part of the prompt."""

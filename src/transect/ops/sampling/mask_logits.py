@@ -22,10 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, tl
 from ..numerics import sample
-from ..registry import Case, Cost, Implementation, Kernel, Op, register
+from ..registry import Case, Implementation, Kernel, Op, register
 
 
 def reference(logits: Tensor, mask: Tensor, index: Tensor, sound: Tensor | None = None) -> None:

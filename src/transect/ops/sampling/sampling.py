@@ -48,6 +48,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...costs.work import Cost
 from .. import shapes
 from ..lang.jit import (
     INTERPRETED,
@@ -61,7 +62,7 @@ from ..lang.jit import (
 from ..lang.philox import GROUP_STREAM, TOKEN_STREAM, gumbel
 from ..numerics import compute_dtype
 from ..numerics import sample as normal
-from ..registry import Case, Cost, Implementation, Knobs, Op, register
+from ..registry import Case, Implementation, Knobs, Op, register
 from ..tuning import Config
 from ..tuning import choose as tuned
 from .triton import CANDIDATES, _choose, _collect, _groups, _settle, kernels

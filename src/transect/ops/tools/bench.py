@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 from ...costs.ceilings import Ceilings
+from ...costs.work import Cost
 from ..lang.jit import triton
-from ..registry import Case, Cost, OnHost, Op, Unavailable
+from ..registry import Case, OnHost, Op, Unavailable
 from . import accuracy, timing
 
 ROTATE_BYTES = 400 * 2**20

@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...counting import visible_pairs
+from ....costs.work import Cost, visible_pairs
 from ...cpu import gradients
 from ...lang.jit import TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Cost, Implementation, Op, register
+from ...registry import Implementation, Op, register
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, window: int | None = None) -> Tensor:

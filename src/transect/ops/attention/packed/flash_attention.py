@@ -38,12 +38,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.utils.checkpoint import checkpoint
 
+from ....costs.work import Cost, visible_pairs
 from ... import shapes
-from ...counting import visible_pairs
 from ...lang import cuda
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Case, Cost, Implementation, Kernel, Op, Trace, register
+from ...registry import Case, Implementation, Kernel, Op, Trace, register
 from . import hopper as hopper
 from . import peers
 from .backward import backward as backward

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....costs.work import Cost
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ...lang.tiles import after_previous, also
 from ...numerics import sample
-from ...registry import Case, Cost, Implementation, Kernel, Op, register
+from ...registry import Case, Implementation, Kernel, Op, register
 from .batch import PagedBatch
 from .cache_codes import encode, store_heads
 

@@ -39,11 +39,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....costs.work import Cost, visible_keys, visible_pairs
 from ... import shapes
-from ...counting import visible_keys, visible_pairs
 from ...lang.jit import TRITON_TARGETS, available, has_dependent_launch, require
 from ...numerics import compute_dtype, sample
-from ...registry import Case, Cost, Implementation, Knobs, Op, register
+from ...registry import Case, Implementation, Knobs, Op, register
 from . import decode as paged_decode
 from . import decode_hopper as paged_decode_hopper
 from . import prefill as paged_prefill

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....costs.work import Cost
 from ... import shapes
 from ...lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, runs_triton, tl
 from ...lang.tiles import also, let_next_begin, wait_for_previous
@@ -33,7 +34,7 @@ from ...numerics import sample
 from ...position import rotary
 from ...position.rotary import CHOICES, check_shapes, joined_projection, turned_by
 from ...position.rotary import rule as plain_rule
-from ...registry import Case, Cost, Implementation, Kernel, Knobs, Op, register
+from ...registry import Case, Implementation, Kernel, Knobs, Op, register
 from ...tuning import Config, choose
 from . import kv_cache_write
 from .batch import PagedBatch

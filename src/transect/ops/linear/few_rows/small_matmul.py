@@ -49,11 +49,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....costs.work import Cost
 from ... import shapes
 from ...lang import cuda
 from ...lang.jit import TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
+from ...registry import Case, Implementation, Kernel, Op, Unavailable, register
 from . import choices
 from . import gluon as small_matmul_gluon
 from . import hopper as small_matmul_hopper

@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ....costs.work import Cost
 from ... import shapes
 from ...activation import gelu, swiglu
 from ...first import matmul_ladder
@@ -40,7 +41,7 @@ from ...lang.jit import INTERPRETED, TRITON_TARGETS, available, multiprocessors,
 from ...lang.tiles import describe, fits_descriptor
 from ...numerics import compute_dtype, sample
 from ...peers import compiled
-from ...registry import Case, Cost, Implementation, OnHost, Op, Trace, register
+from ...registry import Case, Implementation, OnHost, Op, Trace, register
 from .tiling import ManyRowsTiling, choose, knobs
 from .triton import gradient_kernel, kernels, persistent_kernel, tile_kernel
 

@@ -24,11 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....costs.work import Cost
 from .... import shapes
 from ....lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, require, rows_of, tl
 from ....lang.tiles import dot
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Cost, Implementation, Kernel, Op, register
+from ....registry import Case, Implementation, Kernel, Op, register
 from . import scaled8_rows
 
 

@@ -23,11 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....costs.work import Cost
 from .... import shapes
 from ....lang.jit import INTERPRETED, available, kernel, multiprocessors, tl
 from ....lang.tiles import INTERPRETS, after_previous, describe
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Cost, Implementation, Kernel, Op, register
+from ....registry import Case, Implementation, Kernel, Op, register
 from ...few_rows.triton import Counters, add_parts
 from ...many_rows.triton import tile_of
 from . import scaled8_hopper, scaled8_rounding

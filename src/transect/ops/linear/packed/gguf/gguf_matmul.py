@@ -25,11 +25,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .....costs.work import Cost
 from .....formats.ggml_blocks import BLOCK_TYPES
 from .... import shapes
 from ....lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Cost, Implementation, Kernel, Op, Unavailable, register
+from ....registry import Case, Implementation, Kernel, Op, Unavailable, register
 from .. import block_tiles
 from . import gguf_chain, gguf_rows, gguf_tiles
 from .gguf_layout import COLUMNS, FORMATS, BlockFormat, arrange, dense

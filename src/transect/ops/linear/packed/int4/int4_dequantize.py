@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....costs.work import Cost
 from .... import shapes
 from ....lang.jit import TRITON_TARGETS, available, kernel, require, tl
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Cost, Implementation, Kernel, Op, register
+from ....registry import Case, Implementation, Kernel, Op, register
 from .int4_packing import pack, unpack
 
 ROWS, WARPS = 8, 4

@@ -50,13 +50,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .....costs.work import Cost
 from .... import shapes
 from ....lang.jit import (
     TRITON_TARGETS,
     available,
 )
 from ....numerics import compute_dtype, sample
-from ....registry import Case, Cost, Implementation, Knobs, Op, Unavailable, register
+from ....registry import Case, Implementation, Knobs, Op, Unavailable, register
 from .. import block_tiles
 from . import int4_hopper, int4_rows, int4_tiles
 from .int4_packing import CHUNK, arrange, group_of, pack, taken_apart

@@ -1,4 +1,4 @@
-"""How long collectives between ranks take, and how much of them no other work hides.
+"""Seconds of collectives between ranks, and the part of them that no other work hides.
 
 Rings, n ranks, S bytes, b bytes per second and rank (Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective
 Communication Operations in MPICH"): an all-reduce takes 2 (n - 1) / n S / b; all-gather, reduce-scatter and all-to-all
@@ -14,12 +14,12 @@ from .machine import Machine
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks that exchange something: how many, and how far apart the first and the last are."""
+    """Ranks along one axis of a layout, which exchange messages."""
 
     machine: Machine
     ranks: int
     stride: int = 1
-    """Ranks between one and the next."""
+    """Distance between neighbours, in ranks."""
 
     @property
     def bandwidth(self) -> float:
@@ -30,21 +30,21 @@ class Axis:
         return 0.0 if self.ranks == 1 else sent / self.bandwidth + calls * self.machine.latency
 
     def all_reduce(self, size: float, calls: float = 1) -> float:
-        """Seconds to sum ``size`` bytes, in so many calls."""
+        """Return the seconds to sum ``size`` bytes, in ``calls`` calls."""
         return self._seconds(2 * (self.ranks - 1) / self.ranks * size, calls)
 
     def gather(self, size: float, calls: float = 1) -> float:
-        """Seconds of an all-gather to ``size`` bytes, or of a reduce-scatter from as many."""
+        """Return the seconds of an all-gather to ``size`` bytes, or of a reduce-scatter from as many."""
         return self._seconds((self.ranks - 1) / self.ranks * size, calls)
 
     def send(self, size: float, calls: float = 1) -> float:
-        """Seconds to send ``size`` bytes to another rank, or from one to all."""
+        """Return the seconds to send ``size`` bytes to another rank, or from one to all."""
         return self._seconds(size, calls)
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Communication of a step: seconds that it makes the step longer, and seconds that it takes beside other work."""
+    """Communication of a step: seconds that prolong the step, and seconds hidden beside other work."""
 
     exposed: float = 0.0
     hidden: float = 0.0
@@ -57,8 +57,8 @@ class Traffic:
 
 
 def beside(seconds: float, work: float, machine: Machine, *, copied: bool = False) -> Traffic:
-    """A collective that runs while ``work`` seconds of computing do: what is longer than that is exposed, and what is
-    hidden slows the work down, less where copy engines carry it (``copied``)."""
+    """Split a collective that runs beside ``work`` seconds of computing. The time beyond that is exposed; the hidden
+    part slows the work, less if copy engines carry it (``copied``)."""
     hidden = min(seconds, work)
     slower = machine.shares.copied if copied else machine.shares.hidden
     return Traffic(seconds - hidden + slower * hidden, hidden)

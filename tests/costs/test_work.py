@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transect.ops.counting import visible_keys, visible_pairs
+from transect.costs.work import visible_keys, visible_pairs
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])

@@ -1,16 +1,16 @@
-"""``Machine``: what some devices and the links between them can do, and the shares of it that training reaches."""
+"""``Machine``: ceilings of some devices and of the links between them, and the shares of both that training reaches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..costs.ceilings import Ceilings
-from ..costs.presets import Preset
+from .ceilings import Ceilings
+from .presets import Preset
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What training reaches of the ceilings; the rest are launches, tails of kernels and waits.
+    """Shares of the ceilings that training reaches; the rest are launches, tails of kernels and waits.
 
     The first three are from full training of Llama-3.2-1B and LoRA of Llama-3.1-8B on one H200, 2 x 4096 tokens a step:
     with them both steps are predicted within 5%. Those of links are from two H200s without NVLink multicast: a sum of
@@ -21,9 +21,9 @@ class Shares:
         products: of the rate of large matrix products.
         attention: of the same, by attention.
         bytes: of the copy bandwidth, by norms, activations and the optimizer.
-        link: of what links between devices are said to give.
-        hidden: how much longer other work takes because a collective runs beside it, as a share of what the collective
-            takes alone. copied: the same, where copy engines carry it.
+        link: of the published bandwidth of links between devices.
+        hidden: the time by which a collective slows the work beside it, as a share of the collective's time alone.
+            copied: the same, for a collective that copy engines carry.
     """
 
     products: float = 0.88
@@ -36,12 +36,11 @@ class Shares:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Devices, as many as asked for, and how they are connected.
+    """Equal devices and their connections.
 
     Attributes:
-        ceilings: what one of them can do.
-        memory_bytes: what one of them has.
-        link_bytes_per_second: between devices of one host, one direction; 0: they have no links.
+        ceilings: of one device. memory_bytes: of one device.
+        link_bytes_per_second: between devices of one host, one direction; 0 if they have no links.
         network_bytes_per_second: between hosts, for each device.
         host_memory_bytes_per_second: of the memory of a host, which its devices share.
         per_host: devices of a host.
@@ -61,8 +60,8 @@ class Machine:
     def of(
         cls, preset: Preset, ceilings: Ceilings | None = None, *, matmul: float = 0.75, copy: float = 0.89
     ) -> Machine:
-        """A machine of a data sheet; ``ceilings``: what was measured, else the shares of the sheet that an H200 gets
-        (``costs/presets.py``)."""
+        """Make a machine of a data sheet. ``ceilings``: measured ones; without them, the sheet's, times the shares that
+        an H200 reaches (``presets.py``)."""
         return cls(
             ceilings=ceilings or preset.ceilings(copy, matmul),
             memory_bytes=preset.memory_bytes,
@@ -70,7 +69,7 @@ class Machine:
         )
 
     def bandwidth(self, span: int) -> float:
-        """Bytes per second of each rank in a collective between ranks that lie within ``span`` neighbours."""
+        """Return the bytes per second of each rank in a collective between ranks within ``span`` neighbours."""
         if span <= self.per_host:
             return self.link_bytes_per_second * self.shares.link
         return min(self.link_bytes_per_second, self.network_bytes_per_second) * self.shares.link
