@@ -26,6 +26,7 @@ from typing import Any
 
 import record
 from transect.bench.arrivals import random_arrivals
+from transect.costs.steps import StepLoad
 from transect.engine.batch import ScheduledBatch, StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
@@ -34,7 +35,6 @@ from transect.engine.request import Request
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
-from transect.engine.step_time import StepLoad
 from transect.spec.shapes import PRESETS
 
 MODEL = PRESETS["llama-3.1-8b"]
@@ -86,7 +86,7 @@ class Sizes:
 
     def of(self, batch: ScheduledBatch) -> float:
         """Seconds of a step."""
-        load = StepLoad.of(batch)
+        load = StepLoad.of((row.start, row.num_tokens) for row in batch.rows)
         mixed = load.tokens > len(batch.rows)
         graph = load.tokens <= GRAPH_TOKENS
         tokens = load.tokens if not graph else token_bucket(load.tokens) if mixed else row_bucket(load.tokens, True)

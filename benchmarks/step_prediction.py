@@ -30,12 +30,13 @@ import torch
 
 import record
 from transect import LLM, SamplingParams
+from transect.costs.fitting import FittedSteps
 from transect.engine.gpu.runner import GPURunner
+from transect.explain.calibration import measured_steps
 from transect.explain.log import RunLog, load
 from transect.explain.rates import rates_for
 from transect.explain.replay import replay
 from transect.explain.simulate import recorded
-from transect.explain.step_time import StepTime, measured_steps
 from transect.explain.what_if import what_if
 from transect.explain.work import StepWork
 
@@ -162,9 +163,9 @@ def compare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def residuals(log: RunLog, work: StepWork, path: Path) -> None:
     """Every step with its work and its times; the model is that of the first half."""
     loads, seconds = measured_steps(log, work)
-    model = StepTime.fit(loads[: len(loads) // 2], seconds[: len(loads) // 2])
+    model = FittedSteps.fit(loads[: len(loads) // 2], seconds[: len(loads) // 2])
     with gzip.open(path, "wt", newline="") as file:
-        names = [field.name for field in dataclasses.fields(loads[0])]
+        names = loads[0]._fields
         rows = csv.writer(file)
         rows.writerow([*names, "predicted", "measured"])
         predicted = model.predict(loads).tolist()

@@ -22,9 +22,10 @@ from statistics import median
 from typing import Any
 
 from transect.bench.summary import percentile
+from transect.costs.learning import StepTimes
+from transect.costs.steps import StepLoad
 from transect.engine.decisions import Done, Planned
 from transect.engine.gpu.step_sizes import row_bucket, token_bucket
-from transect.engine.step_time import StepLoad, StepTimes
 from transect.explain.log import RunLog, StepRow, last_rows_on, load, rows_of
 
 PARTS = ("commit", "take", "plan", "launch", "device")
@@ -65,10 +66,7 @@ class Gap:
 
 def load_of(rows: Sequence[StepRow]) -> StepLoad:
     """The work of a step."""
-    tokens = sum(row[2] for row in rows)
-    keys = sum(start + 1 for _, start, new in rows if new == 1)
-    pairs = sum(new * start + new * (new + 1) // 2 for _, start, new in rows if new > 1)
-    return StepLoad(tokens, keys, pairs)
+    return StepLoad.of((start, new) for _, start, new in rows)
 
 
 def gaps(log: RunLog) -> Iterator[Gap]:

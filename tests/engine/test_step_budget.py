@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from small_engine import lengths, request
 
+from transect.costs.steps import StepLoad
 from transect.engine.batch import ScheduledBatch, StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
@@ -13,7 +14,6 @@ from transect.engine.leading import FollowingCore, LeadingCore, Orders
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
 from transect.engine.step_budget import AUTO_RATIO, LEARN_STEPS, even
-from transect.engine.step_time import StepLoad
 
 BASE, EACH = 4e-3, 1e-4
 """Seconds of a step, and of each of its tokens."""

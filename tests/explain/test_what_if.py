@@ -9,6 +9,8 @@ import pytest
 from commands import run_here
 from decision_logs import log_for
 
+from transect.costs.fitting import FittedSteps
+from transect.costs.steps import StepLoad
 from transect.engine.batch import StepResult
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
@@ -18,12 +20,12 @@ from transect.engine.runner import Done
 from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler import Scheduler
 from transect.engine.scheduler_config import SchedulerConfig
+from transect.explain.calibration import calibrated, drift, measured_steps
 from transect.explain.log import build
 from transect.explain.rates import rates_for
 from transect.explain.simulate import recorded
-from transect.explain.step_time import StepTime, calibrated, drift, measured_steps
 from transect.explain.what_if import parse, what_if
-from transect.explain.work import Load, StepWork
+from transect.explain.work import StepWork
 from transect.spec.shapes import PRESETS
 
 LIMITS = {"num_blocks": 200, "block_size": 4, "max_num_seqs": 8, "max_model_len": 200, "seed": 0}
@@ -148,4 +150,4 @@ def test_settings_are_json_or_text():
 
 def test_too_few_steps_are_refused():
     with pytest.raises(ValueError, match="at least 20 steps"):
-        StepTime.fit([Load(1, 1, 1, 1)] * 5, [1.0] * 5)
+        FittedSteps.fit([StepLoad(1, 1, 1, 1)] * 5, [1.0] * 5)

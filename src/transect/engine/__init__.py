@@ -9,7 +9,7 @@ Plain Python without tensors, so that it can be fuzzed, simulated and replayed:
 * ``kv_cache``: the pool of KV blocks, reference counts, the prefix cache. ``sequence_blocks``: which blocks sequences
   have, copy-on-write, and giving back what steps in flight use.
 * ``scheduler_config``: the numbers that steer the scheduler. ``limits``: whether a request can ever fit.
-* ``step_budget``: how many tokens a step may have while sequences decode. ``step_time``: how long steps take, learned.
+* ``step_budget``: how many tokens a step may have while sequences decode. ``costs/learning`` learns step times.
   ``filling``: when prompts may be computed little by little.
 * ``arrivals``: the sequences of a request that arrives, their ranks and seeds.
 * ``waiting_queue``: who waits, in which order, and when the queue is full.

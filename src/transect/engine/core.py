@@ -18,12 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ..costs.steps import StepLoad
 from .batch import Executor, Handle, ScheduledBatch
 from .decisions import DecisionLog
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .scheduler import Scheduler
-from .step_time import StepLoad
 
 SHORTEST_LEAD = 3e-4
 """Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
@@ -218,7 +218,10 @@ class EngineCore:
         if batch.step != step:
             next_one = batch.step == step + 1 and self.scheduler.config.pipeline_depth == 1
             goes_on = batch.again and next_one and not work.pairs
-            work = work._replace(keys=work.keys + work.tokens) if goes_on else StepLoad.of(batch)
+            if goes_on:
+                work = work._replace(keys=work.keys + work.tokens)
+            else:
+                work = StepLoad.of((row.start, row.num_tokens) for row in batch.rows)
             self._work = batch.step, work
         return work
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
 from .core import EngineCore, Step
 from .outputs import EngineOutput
 from .request import Request
-from .step_time import StepLoad
 
 
 class Message(NamedTuple):

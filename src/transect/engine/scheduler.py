@@ -30,6 +30,7 @@ from collections import deque
 from collections.abc import Callable
 from operator import attrgetter
 
+from ..costs.learning import StepTimes
 from . import limits
 from .arrivals import Arrivals
 from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
@@ -42,7 +43,6 @@ from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
 from .sequence_blocks import SequenceBlocks
 from .step_budget import Coming, StepBudget
-from .step_time import StepTimes
 from .waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")

@@ -16,6 +16,7 @@ import dataclasses
 
 import msgspec
 
+from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
 from ..parallel.mesh import Mesh
 from ..parallel.world import World
@@ -27,7 +28,6 @@ from .leading import FollowingCore, LeadingCore, Message
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .router import TYPICAL_OUTPUT, Router, Ticket
-from .step_time import StepLoad
 from .waiting_queue import QueueFull
 
 TAG = 1 << 30

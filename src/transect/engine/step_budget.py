@@ -17,10 +17,11 @@ from bisect import bisect_left
 from collections.abc import Sequence as Listed
 from typing import NamedTuple
 
+from ..costs.learning import KNOTS, StepTimes
+from ..costs.steps import StepLoad
 from .filling import nothing_ends_later
 from .request import Sequence
 from .scheduler_config import SchedulerConfig
-from .step_time import KNOTS, StepLoad, StepTimes
 from .waiting_queue import WaitingQueue
 
 AUTO_RATIO = 2.5

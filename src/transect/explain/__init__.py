@@ -6,8 +6,8 @@ The engine, from its decision log:
 * ``work``: what its steps had to compute, and their floors. ``rates``: of which device.
 * ``bill``: where a request's time went.
 * ``replay``: the log through the shipping scheduler again, decision by decision.
-* ``step_time``: how long a step takes, fitted on a log. ``simulate``: the requests of a log on a virtual clock, with
-  something changed. ``what_if``: that from the command line.
+* ``calibration``: step times of a log, and the model of ``costs/fitting`` fitted on them. ``simulate``: the requests
+  of a log on a virtual clock, with something changed. ``what_if``: that from the command line.
 * ``live``: what a running server does now.
 
 Any PyTorch program:

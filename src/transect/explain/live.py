@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from ..costs.fitting import FEWEST, FittedSteps
 from ..engine.decisions import Aborted, Done, Planned
 from .bill import PARTS
+from .calibration import drift, host_seconds, measured_steps
 from .log import RunLog, Step
-from .step_time import FEWEST, StepTime, drift, host_seconds, measured_steps
 from .work import StepWork
 
 WINDOW_S = 10.0
@@ -187,6 +188,6 @@ def _predicted(log: RunLog, work: StepWork, recent: list[Step]) -> tuple[float |
     older = len(loads) - count
     if older < FEWEST or not count:
         return None, ""
-    model = StepTime.fit(loads[:older][-2000:], seconds[:older][-2000:], host_seconds(log))
+    model = FittedSteps.fit(loads[:older][-2000:], seconds[:older][-2000:], host_seconds(log))
     predicted = [1e3 * model.seconds(load) for load in loads[-count:]]
     return float(np.median(predicted)), drift(model, loads[-count:], seconds[-count:]) or ""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..costs.steps import StepLoad
 from ..engine.batch import ScheduledBatch, StepResult
 from ..engine.clock import VirtualClock
 from ..engine.decisions import DIGEST_BYTES, Aborted, Added, CacheReset, Done, Filled, Planned
@@ -19,7 +20,6 @@ from ..engine.request import Request, Sequence
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import Scheduler
 from ..engine.scheduler_config import SchedulerConfig
-from ..engine.step_time import StepLoad
 from .log import Life, RunLog, StepRow, last_rows_on, rows_of
 
 DAMAGED = "records of this log are missing or damaged, so it cannot be run again"
@@ -207,7 +207,7 @@ class _Replay:
             raise ValueError(f"{DAMAGED}: step {event.step} ended and was not planned")
         batch = self.batches.pop(event.step)
         if event.learned:
-            self.scheduler.times.learn(StepLoad.of(batch), event.learned)
+            self.scheduler.times.learn(StepLoad.of((row.start, row.num_tokens) for row in batch.rows), event.learned)
         result = StepResult({})
         jumps = dict(event.jumps)
         self.scheduler.jumps.forced = lambda seq, token, least, most: [  # type: ignore[method-assign]

@@ -1,7 +1,7 @@
 """What would have been: the requests of a decision log on a virtual clock, with something changed.
 
 The shipping ``EngineCore`` and ``Scheduler`` run the same requests, which come when they came. Steps take what the
-fitted model says (``step_time.py``). Requests end where they ended; one whose client left after so many tokens ends
+fitted model says (``costs/fitting.py``). Requests end where they ended; one whose client left after so many tokens ends
 after as many. Clients that waited for an answer before they asked again would have come earlier after a faster one:
 arrivals stay as they were, and the result says so.
 """
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from ..bench.floors import Rates
+from ..costs.fitting import FittedSteps
 from ..engine.batch import Handle, ScheduledBatch, StepResult
 from ..engine.clock import VirtualClock
 from ..engine.core import EngineCore
@@ -26,7 +27,6 @@ from ..engine.waiting_queue import QueueFull
 from ..models.storage import Storage, storage_for
 from .log import Life, RunLog
 from .replay import Script
-from .step_time import StepTime
 from .work import StepWork
 
 MACHINE = ("preset", "quantization")
@@ -64,7 +64,7 @@ class Device:
         other: the same work elsewhere; times are scaled by the floors.
     """
 
-    def __init__(self, clock: VirtualClock, model: StepTime, work: StepWork, other: StepWork | None) -> None:
+    def __init__(self, clock: VirtualClock, model: FittedSteps, work: StepWork, other: StepWork | None) -> None:
         self.clock, self.model, self.work, self.other = clock, model, work, other
         self.outputs: dict[int, Iterator[int]] = {}
         self.free_at = 0.0
@@ -137,7 +137,7 @@ def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[Sc
 
 
 def simulate(
-    log: RunLog, model: StepTime, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
+    log: RunLog, model: FittedSteps, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
 ) -> Latencies:
     """Run the requests of ``log`` under ``config``, on a device whose steps take what ``model`` says.
 

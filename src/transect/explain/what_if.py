@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..costs.fitting import Errors, FittedSteps
+from .calibration import calibrated, drift, measured_steps, spread
 from .log import RunLog
 from .simulate import Latencies, changed, recorded, simulate
-from .step_time import Errors, StepTime, calibrated, drift, measured_steps, spread, to_dict
 from .work import StepWork
 
 NEWEST = 200
@@ -24,13 +25,13 @@ class WhatIf:
     measured: Latencies
     same: Latencies
     predicted: Latencies
-    model: StepTime
+    model: FittedSteps
     errors: Errors | None
     """Those of a model of the first half of the log, on its second half; None: too few steps."""
     followed: Errors | None
-    """The same, where each prediction knows how fast the machine was in the steps before (``step_time.followed``)."""
+    """The same, where each prediction knows how fast the machine was in the steps before (``calibration.followed``)."""
     like: Errors | None
-    """What like steps differ by (``step_time.spread``): the machine, which no model knows."""
+    """What like steps differ by (``calibration.spread``): the machine, which no model knows."""
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -40,7 +41,7 @@ class WhatIf:
             "measured": self.measured.to_dict(),
             "simulated_unchanged": self.same.to_dict(),
             "predicted": self.predicted.to_dict(),
-            "step_time": to_dict(self.model),
+            "step_time": self.model.to_dict(),
             "step_time_errors": None if self.errors is None else asdict(self.errors),
             "followed_errors": None if self.followed is None else asdict(self.followed),
             "like_steps": None if self.like is None else asdict(self.like),
@@ -85,7 +86,7 @@ def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
     warnings = []
     loads, seconds = measured_steps(log, work)
     if len(loads) >= 2 * NEWEST:
-        older = StepTime.fit(loads[:-NEWEST], seconds[:-NEWEST])
+        older = FittedSteps.fit(loads[:-NEWEST], seconds[:-NEWEST])
         warning = drift(older, loads[-NEWEST:], seconds[-NEWEST:])
         warnings += [warning] if warning else []
     if not work.floor([(0, 0, 1)]).seconds:

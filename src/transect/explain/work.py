@@ -7,10 +7,11 @@ the floor on a device. A log without a model (a scheduler that was driven alone)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ..bench.floors import Floor, Rates
+from ..costs.steps import StepLoad
 from ..costs.work import Cost
 from ..engine.decisions import Header
 from ..engine.gpu.step_sizes import FEWEST_ROWS, mixed_size, row_bucket
@@ -18,31 +19,6 @@ from ..models.cost import Row, least_attention, least_products
 from ..models.storage import Storage
 from ..spec.model import ModelConfig
 from .log import StepRow
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """One step in numbers. ``floor`` is in seconds, 0 where no floor is known."""
-
-    tokens: int
-    rows: int
-    keys: int
-    """Positions of the KV cache that are read, over all rows."""
-    pairs: int
-    """Pairs of a token and a position that it sees."""
-    floor: float = 0.0
-    flops: float = 0.0
-    bytes: float = 0.0
-    decodes: bool = False
-    """Every row has one token."""
-    padded: int = 0
-    """Tokens that the device computes, those of padding among them."""
-    decode_keys: int = 0
-    """``keys`` of rows with one token."""
-    prompt_pairs: int = 0
-    """``pairs`` of all other rows."""
-    chunks: int = 0
-    """Rows with more than one token."""
 
 
 class Padding:
@@ -97,32 +73,11 @@ class StepWork:
         stored["matrices"] = tuple((name, bits) for name, bits in stored.get("matrices", ()))
         return cls(ModelConfig(**model), Storage(**stored), rates, Padding(header))
 
-    def load(self, rows: Sequence[StepRow]) -> Load:
-        """What a step with these rows has to do."""
-        tokens = keys = pairs = decode_keys = chunks = 0
-        for _, start, count in rows:
-            tokens += count
-            keys += start + count
-            pairs += count * start + count * (count + 1) // 2
-            if count == 1:
-                decode_keys += start + 1
-            else:
-                chunks += 1
-        floor = self.floor(rows)
-        return Load(
-            tokens,
-            len(rows),
-            keys,
-            pairs,
-            floor.seconds,
-            floor.flops,
-            floor.bytes,
-            decodes=not chunks,
-            padded=tokens if self.padding is None else self.padding.tokens(rows),
-            decode_keys=decode_keys,
-            prompt_pairs=pairs - decode_keys,
-            chunks=chunks,
-        )
+    def load(self, rows: Sequence[StepRow]) -> StepLoad:
+        """Count the work of a step with these rows."""
+        found, floor = StepLoad.of((start, count) for _, start, count in rows), self.floor(rows)
+        padded = found.tokens if self.padding is None else self.padding.tokens(rows)
+        return found._replace(padded=padded, floor=floor.seconds, flops=floor.flops, bytes=floor.bytes)
 
     def floor(self, rows: Sequence[StepRow]) -> Floor:
         """The least time, FLOPs and bytes of a step; zeros where model or device is not known."""

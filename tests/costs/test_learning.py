@@ -5,8 +5,9 @@ import statistics
 
 import pytest
 
+from transect.costs.learning import StepTimes
+from transect.costs.steps import StepLoad
 from transect.engine.batch import ScheduledBatch, ScheduledRow
-from transect.engine.step_time import StepLoad, StepTimes
 
 
 def device(work: StepLoad) -> float:
@@ -95,7 +96,7 @@ def test_the_work_of_a_batch():
         return ScheduledRow(start, start, count, (0,) * 100, [], [])
 
     batch = ScheduledBatch(1, (row(9, 1), row(4, 1), row(10, 3)))
-    assert StepLoad.of(batch) == StepLoad(5, 15, 11 + 12 + 13)
+    assert StepLoad.of((row.start, row.num_tokens) for row in batch.rows) == StepLoad(5, 15, 11 + 12 + 13, 3, 1, 5)
 
 
 def test_what_is_unsure_may_be_over_sooner():

@@ -1,97 +1,74 @@
-"""How long steps take on this device: learned from the steps themselves, so that the next ones can be sized by time.
+"""Step times learned from the steps themselves, as they run, so that the next steps can be sized by time.
 
 A step's time is a sum of parts:
 
     seconds = base + f(tokens) + a * keys + b * pairs
 
-``base`` is what any step takes: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
+``base`` is the time of any step: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
 (1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
 the positions of the cache that rows of one token attend to, ``pairs`` those of all tokens of prompts.
 
-The parts are the state of a Kalman filter (Kalman 1960), and every measured step corrects those that it consists of, by
-as much as is unknown of each. Nothing is assumed of the device: the first step sets the scale, and what has not been
-seen is taken to cost as much a token as that first step did. So steps grow carefully, a little beyond what is known.
+The parts are the state of a Kalman filter (Kalman 1960). Every measured step corrects the parts that it consists of, in
+proportion to their uncertainty. Nothing is assumed of the device: the first step sets the scale, and a token of a part
+that was never measured is taken to cost as much as a token of that first step. So steps grow carefully, a little beyond
+the known range. ``fitting.py`` fits a model with more terms on a whole log.
 """
 
 from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
 
-from .batch import ScheduledBatch
+from .steps import StepLoad
 
 KNOTS = (1, 16, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 """Tokens of a step between which its time is taken to rise in a straight line."""
 NOISE = 0.05
-"""How far one measured step may be off, as a share of its time."""
+"""Standard deviation of one measured step, as a share of its time."""
 DRIFT = 1e-3
-"""How far a part may wander from one step to the next, as a share of what was unknown of it at first."""
+"""Drift of a part from one step to the next, as a share of its first uncertainty."""
 DEVIATIONS = 3.0
 SMOOTHING = 0.02
 """The share of the newest step in ``StepTimes.error``."""
 SURPRISE = 3.0
-"""A step this many times longer than predicted says little (something else ran), and corrects by so much at most."""
+"""The longest measured time that counts, in predictions: a longer step was held up by something else."""
 
 Part = tuple[int, float]
-"""A part of the time, and how much of it a step has."""
+"""A part of the time, and the amount of it in a step."""
 _BASE, _KEYS, _PAIRS = 0, len(KNOTS), len(KNOTS) + 1
 """Places of the parts; those of the tokens lie between, one for each stretch between two knots."""
 
 
-class StepLoad(NamedTuple):
-    """What there is to do in a step."""
-
-    tokens: int
-    keys: int = 0
-    """Positions that rows of one token read from the cache, in all."""
-    pairs: int = 0
-    """Positions that the tokens of longer rows attend to, summed over these tokens."""
-
-    @classmethod
-    def of(cls, batch: ScheduledBatch) -> StepLoad:
-        """The work of a planned step."""
-        tokens = keys = pairs = 0
-        for row in batch.rows:
-            new = row.num_tokens
-            tokens += new
-            if new == 1:
-                keys += row.start + 1
-            else:
-                pairs += new * row.start + new * (new + 1) // 2
-        return cls(tokens, keys, pairs)
-
-
 class StepTimes:
-    """Learns from measured steps, and predicts others. Times are seconds."""
+    """Step times that are learned from measured steps. Times are seconds."""
 
     def __init__(self) -> None:
         self.steps = 0
-        """Steps learned from."""
+        """Number of steps learned from."""
         self.error = 0.0
-        """How far predictions are off, as a share of the time: a smoothed mean."""
+        """Smoothed mean of the relative errors of predictions."""
         self.measured = self.predicted = 0.0
-        """Seconds of those steps, in all, and what had been predicted for them."""
+        """Seconds of those steps in all, measured and as predicted before each."""
         self._parts = [0.0] * (_PAIRS + 1)
         self._unknown = [[0.0] * (_PAIRS + 1) for _ in self._parts]
         """Covariance of ``_parts``."""
         self._first = [0.0] * (_PAIRS + 1)
-        """What was unknown of each at first."""
+        """First uncertainty of each part."""
 
     def predict(self, load: StepLoad) -> float:
-        """How long a step will take; 0 before the first was measured. More work never takes less time: where few steps
-        were seen, what was learned of a part may be below zero."""
+        """Predict the seconds of a step; 0 before the first was measured. More work never takes less time: a part that
+        few steps have taught may be negative, and then counts as zero."""
         return sum(share * max(self._parts[part], 0.0) for part, share in _parts_of(load))
 
     def soonest(self, load: StepLoad) -> float:
-        """When a step may be over already: the prediction less ``DEVIATIONS`` of its standard deviation."""
+        """Return the earliest likely end of a step: the prediction less ``DEVIATIONS`` standard deviations."""
         parts = _parts_of(load)
         expected = self._expected(parts)
         variance = sum(share * self._covariance(part, parts) for part, share in parts)
         return expected - DEVIATIONS * math.sqrt(max(variance, 0.0) + (self.error * expected) ** 2)
 
     def learn(self, load: StepLoad, seconds: float) -> None:
-        """Take in how long a step took; what took no time teaches nothing."""
+        """Learn from a step's time; a step of no seconds teaches nothing."""
         if seconds <= 0:
             return
         parts = _parts_of(load)
@@ -114,10 +91,10 @@ class StepTimes:
             self._unknown[part][part] += (DRIFT * self._first[part]) ** 2
 
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int) -> int:
-        """How many tokens a step may have so that it takes no longer than ``seconds``.
+        """Return the most tokens that a step may have to end within ``seconds``.
 
         Args:
-            beside: what the step does in any case; its tokens are part of the answer.
+            beside: the part of the step that is fixed; its tokens are part of the answer.
             context: positions that each token beyond those attends to.
             limit: the largest answer.
         """
@@ -143,8 +120,8 @@ class StepTimes:
         return sum(share * row[other] for other, share in parts)
 
     def _begin(self, load: StepLoad, seconds: float) -> None:
-        """The first step: half of it may be the base, half its tokens; the rest is unknown by as much as it would be if
-        the step had been nothing else."""
+        """Start from the first step: half of it base, half tokens, and each part as uncertain as if the step had
+        consisted of it alone."""
         each = seconds / load.tokens
         widths = [each * (after - before) for before, after in pairwise(KNOTS)]
         attention = [0.1 * seconds / max(load.keys, 4096), 0.1 * seconds / max(load.pairs, 1 << 20)]
@@ -155,7 +132,7 @@ class StepTimes:
 
 
 def _parts_of(load: StepLoad) -> list[Part]:
-    """The parts that a step has something of."""
+    """List the parts of a step's time with their amounts."""
     parts: list[Part] = [(_BASE, 1.0)]
     for place, (before, after) in enumerate(pairwise(KNOTS), 1):
         if load.tokens <= before:

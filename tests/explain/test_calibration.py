@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from transect.bench.floors import Rates, step_floor
+from transect.costs.fitting import FittedSteps, errors
 from transect.engine.decisions import Done, Header, Planned
 from transect.engine.gpu.step_sizes import row_bucket, token_bucket
+from transect.explain.calibration import calibrated, followed, known_steps, measured_steps, spread
 from transect.explain.log import build
-from transect.explain.step_time import StepTime, calibrated, errors, followed, known_steps, measured_steps, spread
 from transect.explain.work import Padding, StepWork
 from transect.models.cost import Row
 from transect.models.storage import Storage
@@ -32,8 +33,8 @@ def step(chance, decodes, chunk):
 
 def true_seconds(load):
     """A device that takes its time for what it computes, padding or not, and whose kernels change at 256 tokens."""
-    base = 3e-3 if load.decodes else 4e-3
-    return base + 1e-8 * load.decode_keys + (1e-5 if load.padded <= 256 else 1.6e-5) * load.padded
+    base = 4e-3 if load.chunks else 3e-3
+    return base + 1e-8 * load.keys + (1e-5 if load.padded <= 256 else 1.6e-5) * load.padded
 
 
 def test_sizes_of_the_device_are_what_steps_take():
@@ -42,7 +43,7 @@ def test_sizes_of_the_device_are_what_steps_take():
     loads = [work.load(step(chance, int(chance.integers(3, 60)), 0)) for _ in range(300)]
     loads += [work.load(step(chance, 5, int(chance.integers(70, 900)))) for _ in range(100)]
     seconds = [true_seconds(load) * chance.normal(1, 0.01) for load in loads]
-    model = StepTime.fit(loads, seconds)
+    model = FittedSteps.fit(loads, seconds)
     fresh = [work.load(step(chance, 4, chunk)) for chunk in range(80, 880, 37)]
     fresh += [work.load(step(chance, rows, 0)) for rows in (1, 2, 7, 33, 63)]
     assert model.errors(fresh, [true_seconds(load) for load in fresh]).p99 < 0.06
@@ -54,7 +55,7 @@ def test_one_step_that_was_held_up_bends_nothing():
     loads = [work.load(step(chance, 8, 0)) for _ in range(60)]
     seconds = [true_seconds(load) for load in loads]
     seconds[7], seconds[30] = 0.4, 0.2
-    assert StepTime.fit(loads, seconds).errors(loads, [true_seconds(load) for load in loads]).p99 < 0.03
+    assert FittedSteps.fit(loads, seconds).errors(loads, [true_seconds(load) for load in loads]).p99 < 0.03
 
 
 def test_steps_whose_times_nobody_knows_are_left_out():

@@ -1,0 +1,189 @@
+"""Step times fitted on measured steps: a model over the cost model's floors, for prediction and simulation.
+
+``seconds = fixed + a * floor + b * rows + c * keys + d * pairs + e * chunks + f(computed tokens)``
+
+All coefficients are at least 0, so that more work never takes less time. The floor carries what the hardware needs.
+``f`` carries what kernels add to it: it rises from one number of tokens to the next that steps are padded to (a GPU has
+a few dozen), in one way for steps that only decode and in another for those with prefill chunks. Keys are those that
+decodes read, pairs those of prefill chunks. Errors count relatively, and large ones less than in proportion, so that
+steps which something else held up do not bend the model.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from .steps import StepLoad
+
+FEWEST = 20
+"""Steps to fit on."""
+LARGE = 0.05
+"""Relative error above which a step counts less."""
+RIDGE = 1e-4
+MOST_SIZES = 48
+"""Most bends of ``f``, one for each number of computed tokens; with more numbers, bends lie a quarter of an octave
+apart."""
+SCALES = (1e-4, 1.0, 1e-5, 1e-7, 1e-7, 1e-5, 1e-4)
+"""Seconds of one unit of each plain term, for numbers of like size."""
+LADDER = 1e-4
+"""The same for the stretches of ``f``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """Relative errors of predictions: ``|predicted - measured| / measured``."""
+
+    steps: int
+    median: float
+    p90: float
+    p99: float
+    bias: float
+    """Predicted over measured time, all steps together."""
+
+    def __str__(self) -> str:
+        return (
+            f"{self.steps} steps: median error {self.median:.1%}, p90 {self.p90:.1%}, p99 {self.p99:.1%}; "
+            f"all together {self.bias - 1:+.1%}"
+        )
+
+
+@dataclass(frozen=True)
+class FittedSteps:
+    """A fitted model of step times. Times are seconds."""
+
+    decode_knots: tuple[float, ...]
+    """Tokens at which the time of steps that only decode bends."""
+    mixed_knots: tuple[float, ...]
+    """The same for steps with prefill chunks."""
+    coefficients: tuple[float, ...]
+    host: float
+    """Median time of the host from one step's result until it waits for the next, while there is work."""
+
+    def seconds(self, load: StepLoad) -> float:
+        """Predict the time of one step, in plain Python: simulations ask for millions."""
+        plain = sum(a * b for a, b in zip(_plain(load), self.coefficients, strict=False))
+        knots, ends = self._ladders[bool(load.chunks)]
+        if len(knots) < 2:
+            return plain
+        tokens = load.padded
+        if tokens >= knots[-1]:
+            return plain + ends[-1] * tokens / knots[-1]
+        place = bisect_right(knots, tokens)
+        if not place:
+            return plain
+        low, high = knots[place - 1], knots[place]
+        return plain + ends[place - 1] + (ends[place] - ends[place - 1]) * (tokens - low) / (high - low)
+
+    @cached_property
+    def _ladders(self) -> tuple[tuple[tuple[float, ...], list[float]], ...]:
+        """``f`` as knots and its values there, for decodes and for steps with chunks."""
+        found, at = [], len(SCALES)
+        for knots in (self.decode_knots, self.mixed_knots):
+            ends = [0.0]
+            for each in range(max(0, len(knots) - 1)):
+                ends.append(ends[-1] + LADDER * self.coefficients[at + each])
+            at += max(0, len(knots) - 1)
+            found.append((knots, ends))
+        return tuple(found)
+
+    def predict(self, loads: Sequence[StepLoad]) -> np.ndarray:
+        """Predict the times of several steps."""
+        return np.array([self.seconds(load) for load in loads])
+
+    def errors(self, loads: Sequence[StepLoad], measured: Sequence[float]) -> Errors:
+        """Compare predictions with ``measured`` times."""
+        return errors(self.predict(loads), np.array(measured))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        knots = {"decode_knots": self.decode_knots, "mixed_knots": self.mixed_knots}
+        return {**knots, "coefficients": self.coefficients, "host_seconds": self.host}
+
+    @classmethod
+    def fit(cls, loads: Sequence[StepLoad], measured: Sequence[float], host: float = 0.0) -> FittedSteps:
+        """Fit the model to ``measured`` times.
+
+        Raises:
+            ValueError: there are fewer than ``FEWEST`` steps.
+        """
+        if len(loads) < FEWEST:
+            raise ValueError(f"a model of step times needs at least {FEWEST} steps, not {len(loads)}: log a longer run")
+        seconds = np.array(measured)
+        decodes, mixed = (
+            _knots([load.padded for load in loads if bool(load.chunks) is kind]) for kind in (False, True)
+        )
+        features = _features(loads, decodes, mixed)
+        weight = np.ones(len(loads))
+        for _ in range(4):
+            found = _fit(features, seconds, weight)
+            relative = np.abs(features @ found / seconds - 1)
+            weight = np.minimum(1.0, LARGE / np.maximum(relative, 1e-9))
+        return cls(decodes, mixed, tuple(float(each) for each in found), host)
+
+
+def errors(predicted: np.ndarray, measured: np.ndarray) -> Errors:
+    """Compare predicted with measured seconds."""
+    relative = np.abs(predicted - measured) / measured
+    median, p90, p99 = np.percentile(relative, [50, 90, 99])
+    return Errors(len(measured), float(median), float(p90), float(p99), float(predicted.sum() / measured.sum()))
+
+
+def _knots(sizes: Sequence[int]) -> tuple[float, ...]:
+    """Choose the bends of ``f`` for steps of these sizes."""
+    found = sorted(set(sizes))
+    if len(found) <= MOST_SIZES:
+        return tuple(float(size) for size in found)
+    knots = [float(found[0])]
+    while knots[-1] < found[-1]:
+        knots.append(min(float(found[-1]), max(knots[-1] + 1, knots[-1] * 2**0.25)))
+    return tuple(knots)
+
+
+def _plain(load: StepLoad) -> tuple[float, ...]:
+    """List the terms of a step beside ``f``, each in units of its scale."""
+    amounts = (1.0, load.floor, load.rows, load.keys, load.pairs, load.chunks, bool(load.chunks))
+    return tuple(scale * amount for scale, amount in zip(SCALES, amounts, strict=True))
+
+
+def _features(loads: Sequence[StepLoad], decode_knots: tuple[float, ...], mixed_knots: tuple[float, ...]) -> np.ndarray:
+    plain = np.array([_plain(load) for load in loads]).reshape(-1, len(SCALES))
+    tokens = np.array([load.padded for load in loads], dtype=float)
+    decodes = np.array([not load.chunks for load in loads], dtype=bool)[:, None]
+    ladders = (LADDER * _ladder(tokens, decode_knots) * decodes, LADDER * _ladder(tokens, mixed_knots) * ~decodes)
+    return np.concatenate([plain, *ladders], axis=1)
+
+
+def _ladder(tokens: np.ndarray, knots: tuple[float, ...]) -> np.ndarray:
+    """Make a column for each stretch between two knots: 0 before it, 1 after it. Beyond the last knot all rise in
+    proportion."""
+    if len(knots) < 2:
+        return np.zeros((len(tokens), 0))
+    low, high = np.array(knots[:-1]), np.array(knots[1:])
+    return np.clip((tokens[:, None] - low) / (high - low), 0, 1) * np.maximum(1.0, tokens / knots[-1])[:, None]
+
+
+def _fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Solve weighted least squares of relative errors over coefficients of at least 0, by coordinate descent. A small
+    ridge holds down the coefficients that no step determines, but not the fixed time."""
+    scaled = features / seconds[:, None]
+    scale = np.sqrt((scaled**2).mean(axis=0))
+    scale[scale == 0] = 1.0
+    scaled = scaled / scale
+    ridge = np.full(scaled.shape[1], RIDGE)
+    ridge[0] = 1e-9
+    gram = (scaled * weight[:, None]).T @ scaled / len(seconds) + np.diag(ridge)
+    target = (scaled * weight[:, None]).mean(axis=0)
+    found = np.zeros(scaled.shape[1])
+    for _ in range(2000):
+        before = found.copy()
+        for each in range(len(found)):
+            found[each] = max(0.0, found[each] - (gram[each] @ found - target[each]) / gram[each, each])
+        if np.abs(found - before).max() < 1e-8:
+            break
+    return found / scale
