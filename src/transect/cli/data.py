@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 MARKS = ("[[", "]]")
 """Around what is trained on, where colours cannot show it."""
+
+Columns = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=HEADER", help="As data.columns of a run: question=Frage. Repeatable.")
+]
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
@@ -33,6 +37,7 @@ def tokenize(
     workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
     chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
     turns: Annotated[str, typer.Option(help="As data.turns of a run: together or apart.")] = "together",
+    columns: Columns = None,
 ) -> None:
     """Tokenize files on all cores into a file that training maps. After an interruption, run it again: it continues."""
     from rich.console import Console
@@ -42,7 +47,7 @@ def tokenize(
     from ..train.config.parse import build
     from ..train.tokenize import tokenize
 
-    chats = build(DataConfig, {"chat_template": chat_template, "turns": turns}, "--")
+    chats = build(DataConfig, {"chat_template": chat_template, "turns": turns, "columns": _named(columns)}, "--")
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("tokenizing")
@@ -62,8 +67,10 @@ def check(
     inputs: Annotated[list[str], typer.Argument(help="Files and directories, as data.train names them.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
     chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
+    columns: Columns = None,
 ) -> None:
-    """Say of each file how its rows are laid out, how many can be trained on, and why others cannot. Exit 1 if any."""
+    """List each file's layout, its rows, why some cannot be trained on, and keys that are ignored. Exit 1 if any
+    cannot."""
     from rich.console import Console
     from rich.table import Table
 
@@ -78,16 +85,20 @@ def check(
     if not isinstance(tokenizer, Tokenizer):
         raise ValueError(f"{model} brings no tokenizer: give a model that does")
     table = Table("file", "layout", "trained on", "rows", "tokens", "left out, and why")
-    bad = False
+    bad, unread = False, []
     template = run_template(
         source, tokenizer, DataConfig(chat_template=chat_template), lambda said: Console().print(said)
     )
-    for found in check_files(inputs, tokenizer, template):
+    for found in check_files(inputs, tokenizer, template, _named(columns)):
         bad |= bool(found.problems)
         table.add_row(
             found.name, found.layout, found.trained, str(found.rows), str(found.tokens), "\n".join(found.problems)
         )
+        if found.unread:
+            unread.append(f"{found.name}: {found.unread}")
     Console().print(table, markup=False)
+    for line in unread:
+        Console().print(line, markup=False, highlight=False, soft_wrap=True)
     if bad:
         raise typer.Exit(1)
 
@@ -128,12 +139,24 @@ def show(
     if data.streaming:
         loader = StreamingLoader(data, settings.seed, vocab_size, tokenizer, template, tell=tell)
     else:
-        reading = {"skip": data.on_bad_row == "skip", "apart": data.turns == "apart"}
+        reading: dict[str, Any] = {
+            "skip": data.on_bad_row == "skip",
+            "apart": data.turns == "apart",
+            "columns": data.columns,
+        }
         stream = load_stream(data.train, vocab_size, tokenizer, template, **reading, tell=tell)
         loader = Loader(stream, data, settings.seed)
     loader.position = Position(0, batch)
     for text in _documents(next(loader), tokenizer, *(("", "") if console.color_system else MARKS)):
         console.print(text, soft_wrap=True)
+
+
+def _named(columns: list[str] | None) -> dict[str, str]:
+    """``KEY=HEADER`` options as ``data.columns``. ValueError for one that has no ``=``."""
+    pairs = [each.partition("=") for each in columns or ()]
+    if strange := [key for key, equals, _ in pairs if not equals]:
+        raise ValueError(f"--columns takes KEY=HEADER, such as question=Frage, not {strange[0]!r}")
+    return {key: header for key, _, header in pairs}
 
 
 def _documents(batch: Batch, tokenizer: Tokenizer, before: str, after: str) -> list[Text]:

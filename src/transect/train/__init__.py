@@ -1,7 +1,8 @@
 """Training and fine-tuning: the model of ``models/`` and the operators of ``ops/``, in a loop that survives crashes.
 
 * ``config/``: a run as frozen dataclasses, from TOML. ``trainer.py``: the loop; start reading there.
-* ``files.py``: files of training data and their rows. ``layouts.py``: layouts of rows, told apart by their keys.
+* ``files.py``: files of training data and their rows. ``layouts.py``: layouts of rows, told apart by their keys;
+  ``messages.py``: their messages.
   ``documents.py``: rows and text to token ids; ``chat.py``: with which chat template. ``checks.py``: what of a file
   can be trained on.
 * ``tokens.py``: token streams and token files; ``tokenize.py`` writes them, from the ``chunks.py`` of other files;

@@ -1,8 +1,8 @@
-"""Whether files can be trained on: how each is laid out, how many rows and tokens it gives, and what is wrong."""
+"""A check of files before a run: each one's layout, rows and tokens, rows that cannot be used, keys that are unread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..text.chat_template import ChatTemplate
@@ -14,7 +14,8 @@ from .layouts import Chat, Completion, Form, Preference, Rated, Text
 
 @dataclass(slots=True)
 class Found:
-    """What is in a file. ``problems``: reasons why rows, or the whole file, cannot be used, with a count."""
+    """The content of a file. ``problems``: reasons why rows, or the whole file, cannot be used, with a count.
+    ``unread``: keys that nothing reads."""
 
     name: str
     layout: str = ""
@@ -22,10 +23,16 @@ class Found:
     rows: int = 0
     tokens: int = 0
     problems: list[str] = field(default_factory=list)
+    unread: str = ""
 
 
-def check_files(names: Sequence[str], tokenizer: Tokenizer, template: ChatTemplate | None) -> Iterator[Found]:
-    """One ``Found`` for each file; nothing that is wrong with one keeps the others from being looked at."""
+def check_files(
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    columns: Mapping[str, str] | None = None,
+) -> Iterator[Found]:
+    """One ``Found`` for each file; a fault of one does not stop the check of the others. ``columns``: of ``Forms``."""
     for name in names:
         try:
             files = find([name])
@@ -33,12 +40,14 @@ def check_files(names: Sequence[str], tokenizer: Tokenizer, template: ChatTempla
             yield Found(name, problems=[str(error)])
             continue
         for file in files:
-            yield _check(file, tokenizer, template)
+            yield _check(file, tokenizer, template, columns)
 
 
-def _check(file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None) -> Found:
+def _check(
+    file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None, columns: Mapping[str, str] | None
+) -> Found:
     found = Found(str(file.path), layout=file.kind, trained="every token")
-    forms = Forms(skip=True, some=False)
+    forms = Forms(skip=True, some=False, columns=columns, template=template)
     try:
         if file.kind == "text":
             text = file.text()
@@ -52,17 +61,15 @@ def _check(file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None) 
         found.problems.append(str(error))
     for tally in forms.tallies:
         found.layout, found.trained, found.rows = tally.layout or file.kind, tally.trained, tally.read
-        found.problems += [
-            f"{count} row{'s' * (count > 1)}: {why} (first: {tally.first[why]})"
-            for why, count in tally.left_out.items()
-        ]
+        found.problems += tally.problems()
+        found.unread = tally.unread()
     if not found.rows and not found.problems and file.kind != "tokens":
         found.problems.append(f"{found.name} holds no rows")
     return found
 
 
 def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> int:
-    """How many tokens a row gives; ValueError if it cannot be used."""
+    """Count the tokens of a row. ValueError if it cannot be used."""
     if isinstance(form, Text):
         return len(text_tokens(form.text, tokenizer))
     if isinstance(form, Completion):
@@ -78,4 +85,5 @@ def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> 
             for ids, _ in answers_apart(side, tokenizer, template, tools=form.tools, first=len(side) - 1)
         )
     assert isinstance(form, Chat)
-    return len(chat_tokens(form.messages, tokenizer, template, tools=form.tools, first=form.first)[0])
+    chat = form.messages, tokenizer, template
+    return len(chat_tokens(*chat, tools=form.tools, first=form.first, masked=form.masked)[0])

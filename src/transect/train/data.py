@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
@@ -31,6 +31,7 @@ def load_stream(
     *,
     skip: bool = False,
     apart: bool = False,
+    columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> TokenStream:
     """Every document of the files; text and rows are tokenized in memory, token files are mapped.
@@ -40,6 +41,7 @@ def load_stream(
         template: needed for chats.
         skip: leave out rows that cannot be used.
         apart: make each answer of a chat a document.
+        columns: as ``data.columns``.
         tell: is told of each file what was found in it.
 
     Raises:
@@ -51,7 +53,7 @@ def load_stream(
     sources: list[int] = []
     for name in paths:
         for file in find([name]):
-            streams.append(_read(file, vocab_size, tokenizer, template, skip, apart, tell))
+            streams.append(_read(file, vocab_size, tokenizer, template, skip, apart, columns, tell))
         sources.append(sum(stream.num_documents for stream in streams))
     kinds = {stream.trained is not None for stream in streams}
     if len(kinds) == 2:
@@ -66,6 +68,7 @@ def _read(
     template: ChatTemplate | None,
     skip: bool,
     apart: bool,
+    columns: Mapping[str, str] | None,
     tell: Callable[[str], None],
 ) -> TokenStream:
     if file.kind == "tokens":
@@ -74,7 +77,7 @@ def _read(
         return stream
     if tokenizer is None:
         raise ValueError(f"the model brings no tokenizer to read {file.path} with: give a {SUFFIX} directory")
-    reader = Reader(tokenizer, template, skip=skip, apart=apart)
+    reader = Reader(tokenizer, template, skip=skip, apart=apart, columns=columns)
     stream = collect(reader.file(file), vocab_size, file.path)
     for tally in reader.tallies:
         tell(str(tally))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,10 +17,13 @@ from ..text.inert import ChatRendering
 from ..text.tokenizer import Tokenizer
 from ..text.tools.registry import for_template
 from .files import DataFile, Row
-from .layouts import Completion, Form, Layout, Preference, Rated, Text, detect
+from .layouts import Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
+from .messages import USED
 
 Document = tuple[list[int], list[bool] | None]
-"""Token ids, and which of them are trained on; None: all."""
+"""Token ids, and a mask of those that are trained on; None if all are."""
+MOST_PLACES = 5
+THOUGHTS, THOUGHTS_END = "reasoning_content", "</think>"
 
 
 @dataclass(slots=True)
@@ -32,23 +35,45 @@ class Tally:
     trained: str = ""
     read: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
-    first: dict[str, str] = field(default_factory=dict)
-    """The place of the first row that was left out for a reason."""
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """The places of the first ``MOST_PLACES`` rows that were left out for a reason."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Rows by keys that they have and that nothing reads."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Entries of ``data.columns`` that no row so far has."""
 
     def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
         """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
         if not skip:
             raise ValueError(f'{where}: {why}; data.on_bad_row = "skip" leaves such rows out and counts them') from None
         self.left_out[str(why)] += 1
-        self.first.setdefault(str(why), where)
+        places = self.places.setdefault(str(why), [])
+        if len(places) < MOST_PLACES:
+            places.append(where)
+
+    def problems(self) -> list[str]:
+        """A line for each reason for which rows were left out, with the places of the first."""
+        return [self._problem(why, count) for why, count in self.left_out.items()]
+
+    def _problem(self, why: str, count: int) -> str:
+        first, *others = self.places[why]
+        places = ", ".join([first, *(place.removeprefix(f"{self.name}, ") for place in others)])
+        return f"{count} row{'s' * (count > 1)}: {why} (first: {places})"
+
+    def unread(self) -> str:
+        """Keys that nothing reads, and columns that no row has, as one line; empty if there are none."""
+        parts = [f"{key} ({count} row{'s' * (count > 1)})" for key, count in self.ignored.items()]
+        found = [f"ignored keys: {', '.join(parts)}"] if parts else []
+        if self.absent:
+            names = ", ".join(f"{own!r} (data.columns.{key})" for key, own in self.absent.items())
+            found.append(f"no row has the column {names}")
+        return "; ".join(found)
 
     def __str__(self) -> str:
         what = f"{self.read} rows, {self.layout}; trained on: {self.trained}" if self.layout else "one text"
         what = "no row that can be used" if self.left_out and not self.read else what
-        parts = [f"{self.name}: {what}"]
-        for why, count in self.left_out.items():
-            parts.append(f"left out {count} row{'s' * (count > 1)}: {why} (first: {self.first[why]})")
-        return "; ".join(parts)
+        parts = [f"{self.name}: {what}", *(f"left out {problem}" for problem in self.problems()), self.unread()]
+        return "; ".join(filter(None, parts))
 
 
 class Forms:
@@ -57,10 +82,24 @@ class Forms:
     Args:
         skip: leave rows out that cannot be used, and count them; False: the first one is an error.
         some: where rows are left out, some of them must be usable; False: they may be a bad stretch of a file.
+        columns: a file's name of a column by the name that layouts know.
+        template: that will render chats; keys of messages that it does not mention count as ignored.
+
+    Raises:
+        ValueError: ``columns`` names a column that no layout reads.
     """
 
-    def __init__(self, *, skip: bool = False, some: bool = True) -> None:
-        self._skip, self._some = skip, some
+    def __init__(
+        self,
+        *,
+        skip: bool = False,
+        some: bool = True,
+        columns: Mapping[str, str] | None = None,
+        template: ChatTemplate | None = None,
+    ) -> None:
+        self._skip, self._some, self._columns = skip, some, columns or {}
+        check_columns(self._columns)
+        self._template = "" if template is None else template.sources
         self.tallies: list[Tally] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
@@ -69,17 +108,19 @@ class Forms:
         Raises:
             ValueError: a row that cannot be used, or one in another layout than those before it; the place is named.
         """
-        tally = Tally(name)
+        tally = Tally(name, absent=dict(self._columns))
         self.tallies.append(tally)
         layout: Layout | None = None
         for where, row in rows:
             try:
                 if isinstance(row, ValueError):
                     raise row
-                found = detect(row)
+                tally.absent = {key: own for key, own in tally.absent.items() if own not in row}
+                row = renamed(row, self._columns)
+                found, form = form_of(row)
                 if layout is not None and found is not layout:
                     raise ValueError(f"this row is {found.name}, and those before are {layout.name}")
-                made = use(found.read(row))
+                made = use(form)
             except ValueError as error:
                 tally.leave_out(where, error, skip=self._skip)
                 continue
@@ -87,16 +128,48 @@ class Forms:
                 layout = found
                 tally.layout, tally.trained = layout.name, layout.trained
             tally.read += 1
+            tally.ignored.update(found.ignored(row))
+            tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template))
             yield made
         if layout is None and tally.left_out and self._some:
             raise ValueError(str(tally))
 
 
+def unread_keys(form: Form, template: str) -> set[str]:
+    """Keys of a form's messages that hold something, and that a template of this text does not print."""
+    if isinstance(form, Text | Completion):
+        return set()
+    if isinstance(form, Chat):
+        messages = form.messages
+    else:
+        answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
+        messages = [*form.prompt, *(message for answer in answers for message in answer)]
+    keys = {key for message in messages for key, value in message.items() if value not in (None, "", [], {})} - USED
+    return {key for key in keys if key not in template and not (key == THOUGHTS and prints_thoughts(template))}
+
+
+def prints_thoughts(template: str) -> bool:
+    """True if a template of this text prints thoughts: under a name of its own, or as the beginning of the content."""
+    return any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
+
+
+def with_thoughts(messages: Any, template: str) -> Any:
+    """The messages with thoughts at the beginning of the content, where the template looks for them there."""
+    if THOUGHTS in template or "thinking" in template or THOUGHTS_END not in template or not isinstance(messages, list):
+        return messages
+    return [
+        {**message, "content": f"<think>\n{message[THOUGHTS]}\n{THOUGHTS_END}\n\n{message.get('content') or ''}"}
+        if isinstance(message, Mapping) and message.get(THOUGHTS) and isinstance(message.get("content"), str | None)
+        else message
+        for message in messages
+    ]
+
+
 class Reader:
     """Documents of files for next-token prediction, with a model's tokenizer and chat template.
 
-    ``skip`` and ``some`` are those of ``Forms``. ``apart``: each answer of a chat is a document. ``tallies`` tells what
-    was found, a file at a time.
+    ``skip``, ``some`` and ``columns`` are those of ``Forms``. ``apart``: each answer of a chat is a document.
+    ``tallies`` has the rows that were found, a file at a time.
     """
 
     def __init__(
@@ -107,9 +180,10 @@ class Reader:
         skip: bool = False,
         some: bool = True,
         apart: bool = False,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         self._tokenizer, self._template, self._apart = tokenizer, template, apart
-        self._forms = Forms(skip=skip, some=some)
+        self._forms = Forms(skip=skip, some=some, columns=columns, template=template)
 
     @property
     def tallies(self) -> list[Tally]:
@@ -143,8 +217,8 @@ class Reader:
             raise ValueError("this is a chat and the model brings no chat template: set data.chat_template")
         chat = form.messages, self._tokenizer, self._template
         if self._apart:
-            return answers_apart(*chat, tools=form.tools, first=form.first)
-        return [chat_tokens(*chat, tools=form.tools, first=form.first)]
+            return answers_apart(*chat, tools=form.tools, first=form.first, masked=form.masked)
+        return [chat_tokens(*chat, tools=form.tools, first=form.first, masked=form.masked)]
 
 
 def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -160,9 +234,16 @@ def completion_tokens(form: Completion, tokenizer: Tokenizer) -> tuple[list[int]
 
 
 def chat_tokens(
-    messages: Any, tokenizer: Tokenizer, template: ChatTemplate, *, tools: list[Any] | None = None, first: int = 0
+    messages: Any,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    tools: list[Any] | None = None,
+    first: int = 0,
+    masked: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """A chat as the model will meet it when it serves, and which tokens the assistant said from message ``first`` on.
+    """A chat as the model will meet it when it serves, and a mask of the tokens that are trained on: those of the
+    assistant's messages from ``first`` on that are not among the ``masked``.
 
     Each answer is tokenized on its own after the text that opens it, as it is when a server renders the prompt and the
     model goes on. As there, only the template writes special tokens: their spellings in messages are text.
@@ -184,23 +265,29 @@ def chat_tokens(
             )
         before, answer = chat.encode(opened[len(done) :]), chat.encode(answered[len(opened) :])
         ids += before + answer
-        trained += [False] * len(before) + (
-            said(answer, tokenizer) if turn >= first + chat.added else [False] * len(answer)
-        )
+        own = turn - chat.added
+        learns = own >= first and own not in masked
+        trained += [False] * len(before) + (said(answer, tokenizer) if learns else [False] * len(answer))
         done = answered
     chat.check(trained)
     return ids, trained
 
 
 def answers_apart(
-    messages: Any, tokenizer: Tokenizer, template: ChatTemplate, *, tools: list[Any] | None = None, first: int = 0
+    messages: Any,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    tools: list[Any] | None = None,
+    first: int = 0,
+    masked: Collection[int] = (),
 ) -> list[tuple[list[int], list[bool]]]:
-    """A document for each answer from message ``first`` on, after what a server would show the model at that turn; only
-    the answer is trained on. ValueError as for ``chat_tokens``."""
+    """A document for each answer that ``chat_tokens`` trains on, after what a server would show the model at that turn;
+    only the answer is trained on. ValueError as for ``chat_tokens``."""
     chat = _Rendered(messages, tokenizer, template, tools)
     made = []
     for turn in chat.answers:
-        if turn < first + chat.added:
+        if turn - chat.added < first or turn - chat.added in masked:
             continue
         opened, answered = chat.opened(turn), chat.answered(turn)
         if not answered.startswith(opened):
@@ -216,6 +303,7 @@ class _Rendered:
 
     def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
         source = template.tool_source if tools else template.source
+        messages = with_thoughts(messages, source)
         told, variables = for_template(source, messages, {"tools": tools} if tools else {}, apart=False)
         self.added = len(told) - len(messages) if told is not messages else 0
         """Messages before the chat's own: one that describes its tools."""

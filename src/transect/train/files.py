@@ -100,8 +100,8 @@ class DataFile:
     def _json(self) -> Iterator[Row]:
         with self._open() as file:
             try:
-                found = json.loads(file.read())
-            except (ValueError, RecursionError) as error:
+                found, doubled = _parsed(file.read())
+            except ValueError as error:
                 raise ValueError(f"{self.path} is not JSON: {error}; JSON lines belong in a .jsonl file") from None
         if isinstance(found, Mapping):
             lists = [value for value in found.values() if isinstance(value, list)]
@@ -111,8 +111,13 @@ class DataFile:
         if not isinstance(found, list):
             raise ValueError(f"{self.path} must hold a list of JSON objects")
         for number, row in enumerate(found, 1):
-            bad = ValueError(f"a row must be a JSON object, not {type(row).__name__}")
-            yield f"{self.path}, row {number}", row if isinstance(row, Mapping) else bad
+            where = f"{self.path}, row {number}"
+            if not isinstance(row, Mapping):
+                yield where, ValueError(f"a row must be a JSON object, not {type(row).__name__}")
+            elif doubled and (twice := _inside(row)) is not None:
+                yield where, TwiceError(twice.key)
+            else:
+                yield where, row
 
     def _table(self) -> Iterator[Row]:
         csv.field_size_limit(LARGEST_CELL)
@@ -214,13 +219,68 @@ def _in_directory(path: Path) -> list[DataFile]:
     return [file for found in inside for file in _find(str(found), "data")]
 
 
+class TwiceError(ValueError):
+    """An object in JSON has a key twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the key {json.dumps(key, ensure_ascii=False)} is there twice in one object")
+
+
+class _Doubled(dict[str, Any]):
+    """A JSON object that had a key twice."""
+
+    key = ""
+
+
+def read_json(text: str) -> Any:
+    """A value from JSON.
+
+    Raises:
+        ValueError: it is not JSON. TwiceError: an object in it has a key twice.
+    """
+    value, doubled = _parsed(text)
+    if doubled:
+        raise TwiceError(doubled[0].key)
+    return value
+
+
 def json_object(line: str) -> dict[str, Any] | ValueError:
-    """One line of JSONL, or why it is none."""
+    """One line of JSONL, or the reason why it is none."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = read_json(line)
+    except TwiceError as error:
+        return error
+    except ValueError as error:
         return ValueError(f"the line is not JSON: {error}")
     return row if isinstance(row, dict) else ValueError("a line must be a JSON object")
+
+
+def _parsed(text: str) -> tuple[Any, list[_Doubled]]:
+    """A value from JSON, and the objects in it that had a key twice."""
+    marked: list[_Doubled] = []
+
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) == len(pairs):
+            return found
+        names = [name for name, _ in pairs]
+        doubled = _Doubled(found)
+        doubled.key = next(name for name in names if names.count(name) > 1)
+        marked.append(doubled)
+        return doubled
+
+    try:
+        return json.loads(text, object_pairs_hook=made), marked
+    except RecursionError as error:
+        raise ValueError(str(error)) from None
+
+
+def _inside(value: Any) -> _Doubled | None:
+    """The first object in ``value`` that had a key twice."""
+    if isinstance(value, _Doubled):
+        return value
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((found for part in parts if (found := _inside(part)) is not None), None)
 
 
 def row_group_bytes(path: Path) -> list[int]:

@@ -5,23 +5,26 @@
 | preferences | ``chosen``, ``rejected``, with or without ``prompt``: strings or messages | ``Preference`` |
 | judged answers | ``prompt``, ``completion``: strings or messages; ``label``: true or false | ``Rated`` |
 | chat | ``messages``, with or without ``tools`` | ``Chat`` |
-| ShareGPT | ``conversations`` of ``from`` and ``value``, with or without ``system`` | ``Chat`` |
-| Alpaca | ``instruction``, ``output``, with or without ``input`` and ``system`` | ``Chat`` |
+| ShareGPT | ``conversations`` of ``from`` and ``value`` | ``Chat`` |
+| Alpaca | ``instruction``, ``output``, with or without ``input`` | ``Chat`` |
 | prompt and completion | ``prompt``, ``completion``: strings, or messages | ``Completion``, or ``Chat`` |
 | question and answer | ``question`` and ``answer``, ``prompt`` or ``query`` and ``response`` | ``Chat`` |
 | text | ``text`` | ``Text`` |
+
+``system`` beside any chat is its system prompt; ``history`` beside a single question holds earlier turns. Beside a
+prompt and a completion of plain strings these make it a chat. ``data.columns`` gives the names that a file has for
+these keys.
 """
 
 from __future__ import annotations
 
 import difflib
 import itertools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-Messages = list[dict[str, Any]]
+from .messages import Messages, check_calls, earlier, messages_of, sharegpt, text_of, tools_of, trained, with_system
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +44,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation; what the assistant says from message ``first`` on is trained on. ``tools``: for the template."""
+    """A conversation. The assistant's messages from ``first`` on are trained on, but for those in ``masked``.
+    ``tools`` go to the template."""
 
     messages: Messages
     tools: list[Any] | None = None
     first: int = 0
+    masked: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,131 +78,134 @@ Form = Text | Completion | Chat | Preference | Rated
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A way to lay out rows. ``trained`` says in words what is trained on."""
+    """A way to lay out rows.
+
+    Attributes:
+        trained: the part that is trained on, in words.
+        keys: the columns that are read.
+        answers: rows hold answers, which a label of good or bad would be about.
+    """
 
     name: str
     trained: str
     matches: Callable[[Mapping[str, Any]], bool]
     read: Callable[[Mapping[str, Any]], Form]
+    keys: Collection[str]
+    answers: bool = True
+
+    def ignored(self, row: Mapping[str, Any]) -> list[str]:
+        """Columns of a row that hold something and are not read."""
+        return [str(key) for key, value in row.items() if key not in self.keys and value not in (None, "", [], {})]
 
 
-ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant"),
-    "system": "system",
-    **dict.fromkeys(("tool", "function", "observation", "function_response"), "tool"),
-}
-"""Whom ShareGPT's ``from`` means."""
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("instruction", "response"))
+CONTEXT = ("system", "history")
+"""Columns that come before a question."""
 
 
-def _string(row: Mapping[str, Any], key: str, *, empty: bool = False) -> str:
-    value = row.get(key)
-    if not isinstance(value, str) or not (value or empty):
-        raise ValueError(f'"{key}" must be {"a string" if empty else "text"}, not {value!r:.60}')
-    return value
+def _chat_of(row: Mapping[str, Any], messages: Messages, first: int = 0) -> Chat:
+    """A chat with the row's system prompt and tools, checked; ``first`` as in ``Chat``, of ``messages``."""
+    whole = with_system(row, messages)
+    first = first and first + len(whole) - len(messages)
+    plain, masked = trained(whole, first)
+    tools = tools_of(row)
+    check_calls(plain, tools)
+    return Chat(plain, tools, first, masked)
 
 
-def _messages(row: Mapping[str, Any], key: str) -> Messages:
-    value = row.get(key)
-    if isinstance(value, str):  # a CSV or parquet file may hold them as JSON
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise ValueError(f'"{key}" must be a list of messages, not text') from None
-    if not isinstance(value, Sequence) or not value or not all(isinstance(message, Mapping) for message in value):
-        raise ValueError(f'"{key}" must be a list of messages')
-    # Columns of a table hold null where a message has no such key.
-    return [{k: v for k, v in message.items() if v is not None or k == "content"} for message in value]
-
-
-def _tools(row: Mapping[str, Any]) -> list[Any] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise ValueError(f'"tools" is not JSON: {error}') from None
-    if not tools:
-        return None
-    if not isinstance(tools, list):
-        raise ValueError('"tools" must be a list')
-    return tools
-
-
-def _turns(row: Mapping[str, Any], user: str, assistant: str) -> Messages:
-    system = row.get("system")
-    before = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    return [*before, {"role": "user", "content": user}, {"role": "assistant", "content": assistant}]
+def _asked(row: Mapping[str, Any], question: str, answer: str) -> Chat:
+    """A question and its answer, after the columns of ``CONTEXT`` and with the thoughts of ``reasoning_content``."""
+    before = [*earlier(row), {"role": "user", "content": question}]
+    thoughts = {"reasoning_content": row["reasoning_content"]} if row.get("reasoning_content") else {}
+    return _chat_of(row, [*before, {"role": "assistant", "content": answer, **thoughts}], len(before))
 
 
 def _chat(row: Mapping[str, Any]) -> Chat:
-    return Chat(_messages(row, "messages"), _tools(row))
+    return _chat_of(row, messages_of(row, "messages"))
 
 
 def _sharegpt(row: Mapping[str, Any]) -> Chat:
-    messages: Messages = []
-    system = row.get("system")
-    if isinstance(system, str) and system:
-        messages.append({"role": "system", "content": system})
-    for number, turn in enumerate(_messages(row, "conversations")):
-        if "from" not in turn and "role" in turn:
-            messages.append(turn)
-            continue
-        role = ROLES.get(str(turn.get("from", "")).lower())
-        if role is None:
-            raise ValueError(f'conversations[{number}] is "from" {turn.get("from")!r}; known are {", ".join(ROLES)}')
-        messages.append({"role": role, "content": _string(turn, "value", empty=True)})
-    return Chat(messages, _tools(row))
+    return _chat_of(row, sharegpt(row))
 
 
 def _alpaca(row: Mapping[str, Any]) -> Chat:
-    asked, more = _string(row, "instruction"), row.get("input") or ""
+    return _asked(row, _instruction(row, "input"), text_of(row, "output"))
+
+
+def _instruction(row: Mapping[str, Any], *further: str) -> str:
+    asked, more = text_of(row, "instruction"), next((row[key] for key in further if row.get(key)), "")
     if not isinstance(more, str):
-        raise ValueError(f'"input" must be a string, not {more!r:.60}')
-    return Chat(_turns(row, f"{asked}\n\n{more}" if more else asked, _string(row, "output")))
+        raise ValueError(f'"{further[0]}" must be a string, not {more!r:.60}')
+    return f"{asked}\n\n{more}" if more else asked
 
 
 def _completion(row: Mapping[str, Any]) -> Form:
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return Completion(_string(row, "prompt", empty=True), _string(row, "completion"))
-    prompt = _messages(row, "prompt")
-    return Chat([*prompt, *_messages(row, "completion")], _tools(row), first=len(prompt))
+        return Completion(text_of(row, "prompt", empty=True), text_of(row, "completion"))
+    prompt = messages_of(row, "prompt")
+    return _chat_of(row, [*prompt, *messages_of(row, "completion")], first=len(prompt))
+
+
+def _completion_with_context(row: Mapping[str, Any]) -> Form:
+    if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
+        return _asked(row, text_of(row, "prompt"), text_of(row, "completion"))
+    return _completion(row)
 
 
 def _pair(row: Mapping[str, Any]) -> Chat:
     asked, answered = next((a, b) for a, b in PAIRS if a in row and b in row)
-    return Chat(_turns(row, _string(row, asked), _string(row, answered)))
+    question = _instruction(row, "input", "context") if asked == "instruction" else text_of(row, asked)
+    return _asked(row, question, text_of(row, answered))
 
 
 def _text(row: Mapping[str, Any]) -> Text:
-    return Text(_string(row, "text", empty=True))
+    return Text(text_of(row, "text", empty=True))
 
 
 def _preference(row: Mapping[str, Any]) -> Preference:
     sides = []
     for key in ("chosen", "rejected"):
         if isinstance(row[key], str):
-            sides.append([{"role": "assistant", "content": _string(row, key)}])
+            sides.append([{"role": "assistant", "content": text_of(row, key)}])
         else:
-            sides.append(_messages(row, key))
+            sides.append(messages_of(row, key))
     shared = [a for a, _ in itertools.takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False))]
-    if "prompt" not in row:
+    if sides[0] == sides[1]:
+        raise ValueError('"chosen" and "rejected" are the same')
+    asked = "question" if "question" in row and "prompt" not in row else "prompt"
+    if asked not in row:
         prompt = shared
         if not prompt:
             raise ValueError('there is no "prompt", and "chosen" and "rejected" do not begin alike')
-    elif not isinstance(row["prompt"], str):
-        prompt = _messages(row, "prompt")
+    elif not isinstance(row[asked], str):
+        prompt = messages_of(row, asked)
     elif any(message.get("role") == "user" for message in shared):
         prompt = shared  # UltraFeedback: whole conversations, beside a question that they hold too
     else:
-        prompt = [{"role": "user", "content": row["prompt"]}]
+        prompt = [*earlier(row), {"role": "user", "content": row[asked]}]
     if shared[: len(prompt)] == prompt:
         sides = [side[len(prompt) :] for side in sides]
-    for key, side in zip(("chosen", "rejected"), sides, strict=True):
-        if not side or side[-1].get("role") != "assistant":
-            raise ValueError(f'"{key}" must end with a message of the assistant')
-    return Preference(prompt, sides[0], sides[1], _tools(row))
+    prompt, tools = _before(with_system(row, prompt)), tools_of(row)
+    chosen, rejected = (
+        _answer(key, prompt, side, tools) for key, side in zip(("chosen", "rejected"), sides, strict=True)
+    )
+    return Preference(prompt, chosen, rejected, tools)
+
+
+def _before(messages: Messages) -> Messages:
+    """Messages before an answer, none of which is trained on."""
+    return trained(messages, len(messages))[0]
+
+
+def _answer(key: str, prompt: Messages, side: Messages, tools: list[Any] | None) -> Messages:
+    """An answer that is compared or judged. ValueError if it does not end with an answer of the assistant."""
+    if not side or side[-1].get("role") != "assistant":
+        raise ValueError(f'"{key}" must end with a message of the assistant')
+    plain, masked = trained(side, len(side) - 1)
+    if len(side) - 1 in masked:
+        raise ValueError(f'"{key}" ends with a message that is not to be trained on: leave the row out')
+    check_calls([*prompt, *plain], tools)
+    return plain
 
 
 def prompt_of(row: Mapping[str, Any]) -> tuple[Messages, list[Any] | None]:
@@ -205,27 +213,36 @@ def prompt_of(row: Mapping[str, Any]) -> tuple[Messages, list[Any] | None]:
     if "prompt" not in row:
         raise ValueError(f'the row needs a "prompt"; its keys are {", ".join(map(str, row))}')
     if isinstance(row["prompt"], str):
-        return [{"role": "user", "content": _string(row, "prompt")}], _tools(row)
-    return _messages(row, "prompt"), _tools(row)
+        messages = [*earlier(row), {"role": "user", "content": text_of(row, "prompt")}]
+    else:
+        messages = messages_of(row, "prompt")
+    return _before(with_system(row, messages)), tools_of(row)
 
 
-VERDICTS = {"true": True, "false": False}
+VERDICTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 
 
-def _is_rated(row: Mapping[str, Any]) -> bool:
-    """A label that is no verdict belongs to a row for something else."""
-    return "prompt" in row and "completion" in row and str(row.get("label")).lower() in VERDICTS
+def _verdict(row: Mapping[str, Any]) -> bool | None:
+    """What the row's label says of its answer; None if it says nothing of good or bad."""
+    return VERDICTS.get(str(row.get("label")).strip().lower())
 
 
 def _rated(row: Mapping[str, Any]) -> Rated:
+    good = _verdict(row)
+    if good is None:
+        raise ValueError(
+            f'"label" must be true or false (or 1 or 0), not {row["label"]!r:.60}: correct it, or take the column '
+            "out if it says nothing of good or bad"
+        )
     sides = []
     for key, role in (("prompt", "user"), ("completion", "assistant")):
         value = row[key]
-        sides.append([{"role": role, "content": _string(row, key)}] if isinstance(value, str) else _messages(row, key))
-    prompt, completion = sides
-    if completion[-1].get("role") != "assistant":
-        raise ValueError('"completion" must end with a message of the assistant')
-    return Rated(prompt, completion, VERDICTS[str(row["label"]).lower()], _tools(row))
+        sides.append(
+            [{"role": role, "content": text_of(row, key)}] if isinstance(value, str) else messages_of(row, key)
+        )
+    prompt = _before(with_system(row, sides[0]))
+    tools = tools_of(row)
+    return Rated(prompt, _answer("completion", prompt, sides[1], tools), good, tools)
 
 
 def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -233,19 +250,99 @@ def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
 
 
 LAYOUTS = (
-    Layout("preferences (chosen, rejected)", "the better answer", _has("chosen", "rejected"), _preference),
-    Layout("judged answers (prompt, completion, label)", "the answer, by its label", _is_rated, _rated),
-    Layout("chat (messages)", "the assistant's messages", _has("messages"), _chat),
-    Layout("ShareGPT (conversations)", "the assistant's messages", _has("conversations"), _sharegpt),
-    Layout("Alpaca (instruction, input, output)", "the output", _has("instruction", "output"), _alpaca),
-    Layout("prompt and completion", "the completion", _has("prompt", "completion"), _completion),
-    Layout("question and answer", "the answer", lambda row: any(a in row and b in row for a, b in PAIRS), _pair),
-    Layout("text", "every token", _has("text"), _text),
+    Layout(
+        "preferences (chosen, rejected)",
+        "the better answer",
+        _has("chosen", "rejected"),
+        _preference,
+        ("prompt", "question", "chosen", "rejected", "tools", *CONTEXT),
+    ),
+    Layout(
+        "judged answers (prompt, completion, label)",
+        "the answer, by its label",
+        lambda row: _has("prompt", "completion")(row) and row.get("label") not in (None, ""),
+        _rated,
+        ("prompt", "completion", "label", "tools", "system"),
+    ),
+    Layout("chat (messages)", "the assistant's messages", _has("messages"), _chat, ("messages", "tools", "system")),
+    Layout(
+        "ShareGPT (conversations)",
+        "the assistant's messages",
+        _has("conversations"),
+        _sharegpt,
+        ("conversations", "tools", "system"),
+    ),
+    Layout(
+        "Alpaca (instruction, input, output)",
+        "the output",
+        _has("instruction", "output"),
+        _alpaca,
+        ("instruction", "input", "output", "tools", "reasoning_content", *CONTEXT),
+    ),
+    Layout(
+        "prompt and completion after a system prompt or a history",
+        "the completion",
+        lambda row: _has("prompt", "completion")(row) and any(key in row for key in CONTEXT),
+        _completion_with_context,
+        ("prompt", "completion", "tools", "reasoning_content", *CONTEXT),
+    ),
+    Layout(
+        "prompt and completion",
+        "the completion",
+        _has("prompt", "completion"),
+        _completion,
+        ("prompt", "completion", "tools"),
+    ),
+    Layout(
+        "question and answer",
+        "the answer",
+        lambda row: any(a in row and b in row for a, b in PAIRS),
+        _pair,
+        (*dict.fromkeys(itertools.chain(*PAIRS)), "input", "context", "tools", "reasoning_content", *CONTEXT),
+    ),
+    Layout("text", "every token", _has("text"), _text, ("text",), answers=False),
 )
 """In the order in which they are tried."""
 
-KEYS = ("messages", "conversations", "instruction", "output", "prompt", "completion", "response", "question", "answer",
-        "text", "chosen", "rejected", "label")  # fmt: skip
+KEYS = tuple(dict.fromkeys(key for layout in LAYOUTS for key in layout.keys))
+"""The columns that some layout reads."""
+
+
+def check_columns(columns: Mapping[str, str]) -> None:
+    """ValueError if ``data.columns`` names a column that no layout reads."""
+    for key in columns:
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"data.columns names {key}; known are {', '.join(KEYS)}{hint}")
+
+
+def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """The row with its columns under the names that layouts know.
+
+    Args:
+        columns: the row's name of each, by the name that is known. A row may lack some of them.
+    """
+    taken = set(columns.values())
+    kept = {key: value for key, value in row.items() if key not in taken}
+    return kept | {key: row[own] for key, own in columns.items() if own in row}
+
+
+def form_of(row: Mapping[str, Any]) -> tuple[Layout, Form]:
+    """A row's layout, and what it holds.
+
+    Raises:
+        ValueError: no layout has these keys, or something in the row cannot be trained on.
+    """
+    layout = detect(row)
+    form = layout.read(row)
+    if layout.answers and "label" not in layout.keys and _verdict(row) is not None:
+        raise ValueError(
+            f'the row has a "label" of {row["label"]!r:.20}, and training would learn bad answers as well as good '
+            'ones: take out the rows with bad ones and the column, or give "prompt", "completion" and "label" and set '
+            'objective = "kto"'
+        )
+    return layout, form
 
 
 def detect(row: Mapping[str, Any]) -> Layout:

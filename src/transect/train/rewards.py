@@ -19,7 +19,8 @@ import numpy as np
 
 from .documents import Tally
 from .files import find
-from .layouts import Messages, prompt_of
+from .layouts import check_columns, prompt_of, renamed
+from .messages import Messages
 from .objectives.base import StepFailed
 
 LARGEST = 1e100
@@ -127,6 +128,7 @@ def read_prompts(
     *,
     setting: str = "data.train",
     skip: bool = False,
+    columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> list[Prompt]:
     """Rows with a ``prompt``: a string or messages.
@@ -134,11 +136,13 @@ def read_prompts(
     Args:
         encode: the tokens of a prompt's messages and tools; ValueError for one that cannot be answered.
         skip: leave out rows that cannot be used.
+        columns: as ``data.columns``.
         tell: is told of each file with such rows.
 
     Raises:
         ValueError: no file, no prompt in any, or a row that cannot be used; its place is named.
     """
+    check_columns(columns or {})
     prompts: list[Prompt] = []
     why: list[str] = []
     for file in find(list(paths), setting):
@@ -149,6 +153,7 @@ def read_prompts(
             try:
                 if isinstance(row, ValueError):
                     raise row
+                row = renamed(row, columns or {})
                 prompts.append((dict(row), encode(*prompt_of(row))))
                 tally.read += 1
             except ValueError as error:

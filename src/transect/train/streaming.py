@@ -150,7 +150,9 @@ class StreamingLoader:
     def _read(self, chunks: list[Chunk], epoch: int, section: int) -> EpochPlan | None:
         config = self.config
         skip, apart = config.on_bad_row == "skip", config.turns == "apart"
-        reader = Reader(self._tokenizer, self._template, skip=skip, some=False, apart=apart)
+        reader = Reader(
+            self._tokenizer, self._template, skip=skip, some=False, apart=apart, columns=config.columns
+        )  # fmt: skip
         stream = collect(self._documents(chunks, reader), self._vocab_size, Path(chunks[0].path), allow_empty=True)
         for tally in reader.tallies:
             if tally.left_out or (epoch == section == 0 and tally is reader.tallies[0]):

@@ -50,7 +50,7 @@ def tokenize(
     Args:
         model: whose tokenizer and chat template to use; what ``resolve`` takes.
         workers: processes; None: one for each core.
-        chats: how chats are rendered: ``chat_template``, ``turns`` and ``date``.
+        chats: how rows are read and rendered: ``columns``, ``chat_template``, ``turns`` and ``date``.
         progress: is told how many bytes of how many are done.
 
     Returns:
@@ -109,7 +109,7 @@ def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str],
     stamps = {chunk.path: os.stat(chunk.path) for chunk in chunks}
     files = {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
     plan = {"made by": made_by, "files": files, "chunks": [asdict(chunk) for chunk in chunks]}
-    plan["chats"] = [chats.turns, chats.date]
+    plan["chats"] = [chats.turns, chats.date] + ([chats.columns] if chats.columns else [])
     key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     saved, begun = parts / "plan", parts / "date"
     if not (saved.exists() and saved.read_text() == key):
@@ -160,7 +160,7 @@ def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | No
 
 def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) -> None:
     tokenizer, template, vocab_size = _reader(model, chats)
-    reader = Reader(tokenizer, template, apart=chats.turns == "apart")
+    reader = Reader(tokenizer, template, apart=chats.turns == "apart", columns=chats.columns)
     stream = collect(chunk.documents(reader), vocab_size, Path(chunk.path), allow_empty=True)
     part = Path(f"{target}.{os.getpid()}.part")
     arrays = {"tokens": stream.tokens, "ends": stream.ends}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .parse import positive
@@ -18,6 +18,7 @@ class DataConfig:
         train, validation: files, by their endings: text, rows (JSON, JSON lines, CSV, parquet), directories of Hugging
             Face ``datasets``, or a ``.tokens`` directory that ``transect data tokenize`` wrote (``files.py``). Rows may
             be in any layout of ``layouts.py``; of a chat the assistant's tokens are trained on.
+        columns: the names that the files have for columns of ``layouts.py``, such as ``{question = "Frage"}``.
         on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
             (``skip``) and counted.
         chat_template: ``auto``: the model's own, or where that renders earlier turns anew with every answer, what it
@@ -42,6 +43,7 @@ class DataConfig:
 
     train: tuple[str, ...] = ()
     validation: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict, hash=False)
     on_bad_row: Literal["stop", "skip"] = "stop"
     chat_template: str = "auto"
     turns: Literal["together", "apart"] = "together"

@@ -67,6 +67,8 @@ def _about(kind: Any) -> str:
 def _values(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return ", ".join(f"`{value}`" for value in get_args(hint))
+    if get_origin(hint) is dict:
+        return "table of strings"
     if get_origin(hint) is tuple:
         return "strings" if get_args(hint)[0] is str else "numbers"
     names = {int: "whole number", float: "number", bool: "true, false", str: "string"}
@@ -77,7 +79,7 @@ def _default(item: dataclasses.Field[Any], where: str) -> str:
     if where + item.name in BY_TASK:
         return "by task"
     if item.default is dataclasses.MISSING:
-        return "needed"
+        return "needed" if item.default_factory is dataclasses.MISSING else ""
     value = list(item.default) if isinstance(item.default, tuple) else item.default
     return "" if value in ("", [], None) else f"`{json.dumps(value)}`"
 

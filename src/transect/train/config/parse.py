@@ -63,6 +63,10 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, (list, tuple)) or not all(isinstance(item, kinds) for item in value):
             raise ValueError(f"{where} must be a list of {'strings' if item_kind is str else 'numbers'}, not {value!r}")
         return tuple(map(item_kind, value))
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(text, str) for text in value.values()):
+            raise ValueError(f"{where} must be a table of strings, not {value!r}")
+        return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if hint is str and isinstance(value, datetime.date):  # TOML's, written without quotes

@@ -7,7 +7,7 @@ answer to another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,8 +22,9 @@ from ..config import DataConfig
 from ..documents import Forms, answers_apart
 from ..files import find
 from ..identity import stream_identity
-from ..layouts import Form, Messages, Preference, Rated
+from ..layouts import Form, Preference, Rated
 from ..logprobs import batch_logprobs, document_sums
+from ..messages import Messages
 from ..model import Trainable
 from ..tokens import TokenStream
 
@@ -117,12 +118,14 @@ def read_pairs(
     template: ChatTemplate,
     *,
     skip: bool = False,
+    columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> TokenStream:
     """The pairs of files as documents: chosen, rejected, chosen, rejected, ...
 
     Args:
         skip: leave out rows that cannot be used.
+        columns: as ``data.columns``.
         tell: is told of each file what was found in it.
 
     Raises:
@@ -134,7 +137,13 @@ def read_pairs(
             raise ValueError('a pair needs "chosen" and "rejected"; without them set objective = "next_token"')
         return [_side(form.prompt, answer, form.tools, tokenizer, template) for answer in (form.chosen, form.rejected)]
 
-    pairs = _read(paths, sides, skip, tell, 'objective = "dpo" needs rows with chosen and rejected')
+    pairs = _read(
+        paths,
+        sides,
+        Forms(skip=skip, columns=columns, template=template),
+        tell,
+        'objective = "dpo" needs rows with chosen and rejected',
+    )
     return _stream([side for pair in pairs for side in pair])
 
 
@@ -145,6 +154,7 @@ def read_rated(
     *,
     seed: int,
     skip: bool = False,
+    columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> tuple[TokenStream, list[bool]]:
     """Judged answers as documents, each before its prompt with another row's answer; and which answers are good.
@@ -165,7 +175,13 @@ def read_rated(
             raise ValueError('a judged answer needs "prompt", "completion" and a "label" of true or false')
         return [(one, _side(one.prompt, one.completion, one.tools, tokenizer, template)) for one in judged]
 
-    rows = _read(paths, rated, skip, tell, 'objective = "kto" needs rows with prompt, completion and label')
+    rows = _read(
+        paths,
+        rated,
+        Forms(skip=skip, columns=columns, template=template),
+        tell,
+        'objective = "kto" needs rows with prompt, completion and label',
+    )
     found = [one for row in rows for one in row]
     if len(found) < 2:
         raise ValueError(f'{", ".join(paths)} holds one answer: objective = "kto" needs at least two')
@@ -179,9 +195,8 @@ def read_rated(
 
 
 def _read(
-    paths: Sequence[str], use: Callable[[Form], Any], skip: bool, tell: Callable[[str], None], needs: str
+    paths: Sequence[str], use: Callable[[Form], Any], forms: Forms, tell: Callable[[str], None], needs: str
 ) -> list[Any]:
-    forms = Forms(skip=skip)
     found: list[Any] = []
     for file in find(list(paths)):
         if file.kind in ("text", "tokens"):

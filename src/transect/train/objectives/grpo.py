@@ -43,8 +43,8 @@ from ..config import TrainConfig
 from ..data import Position
 from ..drawn import Cut, kept_tokens
 from ..identity import base_identity
-from ..layouts import Messages
 from ..logprobs import batch_hidden, token_logprobs
+from ..messages import Messages
 from ..model import Trainable
 from ..reference import Reference
 from ..rewards import Judge, read_prompts
@@ -213,7 +213,8 @@ class GRPO(Objective):
             return ids
 
         skip = self._config.data.on_bad_row == "skip"
-        found = read_prompts(paths, encode, setting=setting, skip=skip, tell=self._left_out.append)
+        options: dict[str, Any] = {"skip": skip, "columns": self._config.data.columns, "tell": self._left_out.append}
+        found = read_prompts(paths, encode, setting=setting, **options)
         records, prompts = [record for record, _ in found], [ids for _, ids in found]
         check_ids(max(map(max, prompts)), self._trainable.source.config.vocab_size, setting)
         if "exact" in self._judge.names and all(record.get("answer") is None for record in records):

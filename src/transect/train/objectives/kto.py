@@ -31,7 +31,7 @@ class KTO(Preferences):
         assert trainable.tokenizer is not None and trainable.template is not None
         stream, good = read_rated(
             paths, trainable.tokenizer, trainable.template, seed=config.seed, skip=config.data.on_bad_row == "skip",
-            tell=self._described.append,
+            columns=config.data.columns, tell=self._described.append,
         )  # fmt: skip
         self._described.append(f"{sum(good)} answers are good, {len(good) - sum(good)} are bad")
         return Examples(stream, config.data, config.seed, good)

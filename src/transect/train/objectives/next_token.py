@@ -36,6 +36,7 @@ class NextToken(Objective):
         reading: dict[str, Any] = {
             "skip": config.data.on_bad_row == "skip",
             "apart": config.data.turns == "apart",
+            "columns": config.data.columns,
             "tell": tell,
         }
         self.loader: Loader | StreamingLoader

@@ -46,7 +46,7 @@ class Preferences(Objective):
         assert trainable.tokenizer is not None and trainable.template is not None
         stream = read_pairs(
             paths, trainable.tokenizer, trainable.template, skip=config.data.on_bad_row == "skip",
-            tell=self._described.append,
+            columns=config.data.columns, tell=self._described.append,
         )  # fmt: skip
         return Examples(stream, config.data, config.seed)
 
