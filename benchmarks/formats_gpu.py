@@ -38,12 +38,13 @@ from transect.engine.gpu import build
 from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.models.cost import Row
-from transect.models.storage import Layout, Storage, storage_for
-from transect.models.stored import Blocks, Stored
+from transect.models.storage import Storage, storage_for
+from transect.models.stored import BlockCodes, Stored
 from transect.models.weights.kinds import kinds_for
-from transect.ops.linear.packed.gguf.gguf_layout import FORMATS as BLOCK_FORMATS
 from transect.ops.linear.packed.gguf.gguf_matmul import random_blocks
 from transect.ops.opset import resolve_ops
+from transect.spec.numbers.gguf import UNITS
+from transect.spec.numbers.layouts import BlockLayout
 from transect.spec.shapes import PRESETS
 from transect.spec.weights import weight_shapes
 
@@ -79,9 +80,9 @@ def hold_in_blocks(file: str, model: str) -> None:
     """From now on engines get random blocks."""
     config = PRESETS[model]
 
-    def layout(name: str) -> Layout:
+    def layout(name: str) -> BlockLayout:
         kind = block_type(file, name, config.n_layers)
-        return Layout("gguf", block_type=kind, bits=BLOCK_FORMATS[kind].bits)
+        return BlockLayout(UNITS[kind])
 
     def weights(*_: Any, **__: Any) -> Any:
         for name, stored in dummy_weights(config, device="cuda"):
@@ -91,8 +92,8 @@ def hold_in_blocks(file: str, model: str) -> None:
                 continue
             own = layout(inner)
 
-            def codes(rows: slice, columns: slice, own: Layout = own, shape: Any = stored.shape) -> Blocks:
-                return Blocks(own, random_blocks(own.block_type, shape[0], shape[1], "cuda"))
+            def codes(rows: slice, columns: slice, own: BlockLayout = own, shape: Any = stored.shape) -> BlockCodes:
+                return BlockCodes(own, random_blocks(own.units.name, shape[0], shape[1], "cuda"))
 
             yield name, Stored(stored.shape, stored.reader, own, codes)
 
@@ -106,7 +107,7 @@ def hold_in_blocks(file: str, model: str) -> None:
 def storage(name: str) -> Storage:
     """What the numbers of an engine of this format take."""
     if name in FILES:
-        kinds = {each: BLOCK_FORMATS[each].bits for each in ("Q4_K", "Q6_K", "Q8_0")}
+        kinds = {each: UNITS[each].bits for each in ("Q4_K", "Q6_K", "Q8_0")}
         if FILES[name] == "q8_0":
             return replace(storage_for(2), linear=kinds["Q8_0"], head=kinds["Q8_0"])
         half = (kinds["Q4_K"] + kinds["Q6_K"]) / 2

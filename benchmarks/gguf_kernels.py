@@ -32,11 +32,11 @@ from transect.ops.linear import gate_up
 from transect.ops.linear.packed import block_tiles
 from transect.ops.linear.packed.gguf import gguf_chain, gguf_rows, gguf_tiles
 from transect.ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights
-from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
 from transect.ops.linear.packed.gguf.gguf_matmul import dequantize, drawn, rebuilt
 from transect.ops.linear.packed.int4 import int4_hopper, int4_matmul, int4_rows, int4_tiles
 from transect.ops.linear.packed.int4.int4_packing import arrange_codes
 from transect.ops.registry import get
+from transect.spec.numbers.gguf import UNITS
 
 Way = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 MATRICES = SHAPES | {"head": (128256, 4096)}
@@ -45,7 +45,7 @@ MATRICES = SHAPES | {"head": (128256, 4096)}
 def ways(name: str, m: int, n: int, k: int, gated: bool, kernels: str) -> Iterator[tuple[str, Way]]:
     """Every way of some ``kernels`` to multiply m rows by a weight of a type, with its name."""
     device = torch.device("cuda")
-    units, unit = multiprocessors(device), FORMATS[name].unit
+    units, unit = multiprocessors(device), UNITS[name].unit
     rows = gguf_rows.GGUFRows(device)
     if m == 1 and "chain" in kernels:
         alone = gguf_chain.GGUFChain(device)

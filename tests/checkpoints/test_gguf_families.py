@@ -105,7 +105,7 @@ def test_packed_experts_and_joined_matrices_stay_packed(tmp_path, family):
     weights = dict(stored_gguf(file, config))
     part = "mlp.experts_up" if family == "qwen3-moe" else "mlp.up"
     stored = weights[f"layers.1.{part}.weight"]
-    assert stored.layout.block_type == "Q8_0"
+    assert stored.layout.units.name == "Q8_0"
     rows, whole = stored.read(slice(5, 40)), expected[f"layers.1.{part}.weight"]
     np.testing.assert_allclose(rows.dequantize(), whole[5:40].numpy(), atol=0.01 * float(whole.abs().max()))
     assert stored.codes(slice(5, 40), slice(None)).blocks.shape == (35, 2 * 34)

@@ -13,13 +13,13 @@ from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
 from transect.bench.floors import storage_of
-from transect.checkpoints.layouts import held_layouts, storage_held
+from transect.checkpoints.layouts import held_layouts
 from transect.checkpoints.load import allocated, fill, load_model, stored_weights
 from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.native import packed_matrices
-from transect.models.storage import storage_for
+from transect.models.storage import storage_for, storage_held
 from transect.models.weights import int4_serving
 from transect.models.weights.as_stored import AsStored
 from transect.models.weights.kinds import kinds_for
@@ -123,10 +123,10 @@ def test_plain_torch_holds_what_the_checkpoint_packs(checkpoints, name):
 def test_what_is_planned_is_what_is_held(checkpoints, name):
     format_, bits = FORMATS[name][2]
     layouts = dict(held_layouts(checkpoints[name]))
-    assert {layout.format for layout in layouts.values()} == {format_} and "attention.q" in layouts
+    assert {layout.label for layout in layouts.values()} == {format_} and "attention.q" in layouts
     storage = storage_held(storage_for(2), tuple(layouts.items()))
     assert storage.of("attention.q") == bits and storage.of("head") == 16
-    assert layouts["attention.q"].ordered == (name == "gptq-act-order")
+    assert getattr(layouts["attention.q"], "ordered", False) == (name == "gptq-act-order")
 
 
 def test_memory_and_floors_count_packed_matrices(checkpoints):
@@ -171,7 +171,7 @@ def test_blocks_of_a_gguf_file_stay_blocks(tmp_path, type_name):
     source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model("llama"), type_name)))
     layouts = dict(held_layouts(source))
     assert held_layouts(source, gguf=False) == ()
-    assert {layout.block_type for layout in layouts.values()} == {type_name} and "head" in layouts
+    assert {layout.units.name for layout in layouts.values()} == {type_name} and "head" in layouts
     kinds = kinds_for(None, "cpu", layouts=tuple(layouts.items()))
     model = fill(allocated(Decoder(source.config, "meta", torch.bfloat16, kinds=kinds), "cpu"), stored_weights(source))
     dense = load_model(source, native=False, dtype="float32")
@@ -204,7 +204,7 @@ def gpt_oss(tmp_path_factory):
 
 def test_experts_in_mxfp4_stay_packed(gpt_oss):
     """The values and products of the file's numbers, at 4.5 bits each; logits as near as those of bfloat16 are."""
-    assert {name: layout.block_type for name, layout in held_layouts(gpt_oss)} == dict.fromkeys(
+    assert {name: layout.units.name for name, layout in held_layouts(gpt_oss)} == dict.fromkeys(
         ("mlp.experts_gate", "mlp.experts_up", "mlp.experts_down"), "MXFP4"
     )
     assert storage_held(storage_for(2), held_layouts(gpt_oss)).of("mlp.experts_up") == 4.5
@@ -240,7 +240,7 @@ def test_packed_experts_are_held_as_one(tmp_path, name):
     config = json.loads((tmp_path / "config.json").read_text()) | {"quantization_config": settings}
     (tmp_path / "config.json").write_text(json.dumps(config))
     source = resolve(str(tmp_path))
-    assert {layout.format for _, layout in held_layouts(source)} == {format_}
+    assert {layout.label for _, layout in held_layouts(source)} == {format_}
     held, dense = load_model(source, native=False), load_model(source, native=False, dtype="float32")
     starts = torch.tensor([0, 3, 3, 4, 6], dtype=torch.int32)
     for one, other in zip(held.layers, dense.layers, strict=True):

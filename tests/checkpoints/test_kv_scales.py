@@ -148,7 +148,7 @@ def test_what_is_wrong_is_said(loud, tmp_path):
     plain, text = loud
     for more in (["--format", "fp8"], ["--format", "q8_0", "--calibrate", str(text)]):
         done = run_here("quantize", str(plain), "-o", str(tmp_path / "x"), "--kv-scales", *more)
-        assert done.returncode and "fp8, int8, int4" in done.stderr and "--calibrate" in done.stderr
+        assert done.returncode and "fp8, int8 and int4" in done.stderr and "--calibrate" in done.stderr
     state = load_file(plain / "model.safetensors")
     whole = {f"model.layers.{i}.self_attn.{w}_scale": torch.tensor(2.0) for i in range(2) for w in "kv"}
 

@@ -16,9 +16,9 @@ from transect.checkpoints.hf import stored_hf
 from transect.checkpoints.load import load_model
 from transect.checkpoints.quantized_bnb import matrix
 from transect.checkpoints.resolve import resolve
-from transect.formats.nf4 import CODES
 from transect.models.quantized_layouts import codes_to_words, gptq_zeros, mxfp4_values, spread
 from transect.spec.hf import from_hf, from_hf_directory
+from transect.spec.numbers.nf4 import CODES
 
 Q = "model.layers.0.self_attn.q_proj"
 STATE = "weight.quant_state.bitsandbytes__nf4"
@@ -134,7 +134,7 @@ def test_values_of_bitsandbytes_itself():
         "m.weight.absmax": tensor("scales", torch.uint8),
         "m.weight.nested_absmax": tensor("nested", torch.float32),
         "m.weight.nested_quant_map": tensor("map", torch.float32),
-        "m.weight.quant_map": torch.from_numpy(CODES),
+        "m.weight.quant_map": torch.tensor(CODES),
         f"m.{STATE}": torch.tensor(list(json.dumps(told).encode()), dtype=torch.uint8),
     }
     types = {torch.uint8: "U8", torch.float32: "F32"}

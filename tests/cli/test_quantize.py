@@ -255,9 +255,9 @@ def test_what_cannot_be(plain, tmp_path):
     save_tiny_llm(narrow)
     for source, output, name, sentence in (
         (plain, plain, "fp8", "is there already"),
-        (plain, tmp_path / "a", "int3", "--format int3 cannot be written; choose one of fp8, int8, int4, gptq, awq"),
+        (plain, tmp_path / "a", "int3", "--format int3 cannot be written; choose one of fp8, int8, int4, awq, gptq"),
         (narrow, tmp_path / "b", "int4 --group-size 128", "cannot be cut into groups of 128; take fp8 or int8"),
-        (plain, tmp_path / "c", "fp8 --group-size 64", "a group size is for int4, gptq, awq, not fp8"),
+        (plain, tmp_path / "c", "fp8 --group-size 64", "a group size is for int4, awq and gptq, not fp8"),
         (plain, tmp_path / "c", "int4 --group-size 48", "the group size must be 128, 64, 32, not 48"),
         (plain, tmp_path / "c", "int8 --calibrate pyproject.toml", "int8 rounds to the nearest"),
         (plain, tmp_path / "c", "q8_0 --calibrate pyproject.toml", "q8_0 rounds to the nearest"),

@@ -7,9 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from transect.formats.affine import AffineGroups
-from transect.formats.ggml_blocks import BLOCK_TYPES, QuantizedTensor
+from transect.formats.ggml_blocks import QuantizedTensor
+from transect.spec.numbers.gguf import BLOCK_TYPES
 
-PACKED = [name for name, kind in BLOCK_TYPES.items() if kind.unpack]
+PACKED = [name for name, kind in BLOCK_TYPES.items() if kind.packed]
 
 
 def random_tensor(name: str, rows: int, blocks: int, seed: int) -> QuantizedTensor:

@@ -5,7 +5,7 @@ import json
 import torch
 import torch.nn.functional as F
 
-from transect.formats.nf4 import CODES
+from transect.spec.numbers.nf4 import CODES
 
 GROUP = 16
 """Inputs that share a scale, where nothing else is said."""

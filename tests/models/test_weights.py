@@ -10,7 +10,6 @@ import torch
 from transect.formats.ggml_quantize import quantize as ggml_quantize
 from transect.models.decoder import Decoder
 from transect.models.staging import Staging
-from transect.models.storage import Layout, int4_format
 from transect.models.stored import Codes8
 from transect.models.weights import int4_serving
 from transect.models.weights.adapted import Adapted
@@ -25,6 +24,9 @@ from transect.ops.linear.packed.int4 import int4_matmul
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
 from transect.spec.model import ModelConfig
+from transect.spec.numbers.int4 import INT4, int4_format
+from transect.spec.numbers.layouts import ScaledLayout
+from transect.spec.numbers.registry import rounding
 
 O, I = 64, 512
 CPU = Staging("cpu")
@@ -160,7 +162,7 @@ def test_served_in_4_bits_means_the_same_numbers_everywhere(inputs):
     gpu = ServingInt4(32, inputs, products=products(), dtype=torch.float32)
     gpu.load(weight, CPU)
     assert torch.equal(gpu.dense(), rounded(weight))
-    cpu = Packed(32, inputs, library=library(), quantization="int4")
+    cpu = Packed(32, inputs, library=library(), rounding=INT4)
     cpu.load(weight, CPU)
     torch.testing.assert_close(cpu.dense(), gpu.dense(), rtol=1e-6, atol=0)
     assert cpu.format.name == "Q4_HALF"
@@ -178,13 +180,13 @@ def test_rounded_to_8_bits_on_the_c_kernels_as_on_torch(name):
     weight, x = values(0, 40, 160) / 10, values(1, 5, 160)
     torch_ = Scaled8(40, 160, fp8=name == "fp8", dtype=torch.float32)
     torch_.load(weight, CPU)
-    cpu = Packed(40, 160, library=library(), quantization=name)
+    cpu = Packed(40, 160, library=library(), rounding=rounding(name))
     cpu.load(weight, CPU)
     assert cpu.format.name == {"fp8": "FP8", "int8": "Q8_FLOAT"}[name]
     torch.testing.assert_close(cpu.dense(), torch_.dense(), rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(cpu(x), torch_(x), rtol=1e-4, atol=1e-4)
     if name == "fp8":
-        codes = Codes8(Layout("fp8", blocks=True), torch_.codes, values(2, 1, 2).abs())
+        codes = Codes8(ScaledLayout(fp8=True, blocks=True), torch_.codes, values(2, 1, 2).abs())
         cpu = Packed(40, 160, library=library())
         assert cpu.takes(codes.layout)
         cpu.load(codes, CPU)

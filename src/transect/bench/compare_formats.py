@@ -20,11 +20,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..checkpoints.quantized_out import FOUR_BITS
 from ..checkpoints.resolve import resolve
 from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
 from ..models.cost import weight_bytes
+from ..spec.numbers.registry import file_formats, gguf_names, roundings
 from ..spec.weights import parameter_count
 from ..train.export import opened
 from ..train.perplexity import TextScore, score_file
@@ -33,9 +33,9 @@ from .floors import storage_of
 
 PLAIN = "plain"
 """The model as its files hold it."""
-FORMATS = (PLAIN, "int4", "int8", "fp8")
+FORMATS = (PLAIN, *roundings())
 """What a model is loaded in."""
-WRITTEN = ("gptq", "awq", "q8_0", "q6_k", "q5_k_m", "q5_k", "q5_1", "q5_0", "q4_k_m", "q4_k", "q4_1", "q4_0")
+WRITTEN = (*(name for name in file_formats() if name not in FORMATS), *gguf_names())
 """What is written to a file first, and loaded from that."""
 DRAWN = 48
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -118,7 +118,7 @@ def _measure_written(
     engine: Mapping[str, Any],
 ) -> FormatRow:
     """What ``transect quantize`` writes; its bits are those of the files."""
-    path = folder / (name if name in FOUR_BITS else f"{name}.gguf")
+    path = folder / (name if name in file_formats() else f"{name}.gguf")
     quantize_model(opened(model), path, name, calibration)
     row = measure(str(path), PLAIN, text, window=window, dtype=dtype, engine=engine)
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))

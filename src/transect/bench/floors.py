@@ -12,11 +12,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ..checkpoints.layouts import held_layouts, storage_held
+from ..checkpoints.layouts import held_layouts
 from ..checkpoints.resolve import ModelSource
 from ..costs.ceilings import Ceilings
 from ..models.cost import Row, Storage, least_cost
-from ..models.storage import storage_for
+from ..models.storage import storage_for, storage_held
 from ..spec.layouts.ranks import RankLayout
 from ..spec.model import ModelConfig
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from ..models.rope import half_rotation_rows
-from ..models.storage import Layout
-from ..models.stored import ALL, Blocks, Stored, StoredWeights, Values, is_whole, within
-from ..ops.linear.packed.gguf.gguf_layout import FORMATS
+from ..models.stored import ALL, BlockCodes, Stored, StoredWeights, Values, is_whole, within
 from ..spec.gguf_places import Place, places
 from ..spec.model import ModelConfig
+from ..spec.numbers.gguf import UNITS
+from ..spec.numbers.layouts import BlockLayout
 from ..spec.weights import weight_shapes
 
 _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
@@ -57,14 +57,14 @@ def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
 def _stored(file: GGUFFile, found: _Found, shape: tuple[int, ...]) -> Stored:
     """A weight, which may be had in its blocks where it is packed."""
     read, kind = partial(_read, file, found), found.tensor.block_type
-    if len(shape) != 2 or kind.unpack is None:
+    if len(shape) != 2 or not kind.packed:
         return Stored(shape, read)
-    layout = Layout("gguf", block_type=kind.name, bits=FORMATS[kind.name].bits)
+    layout = BlockLayout(UNITS[kind.name])
 
-    def codes(rows: slice, columns: slice) -> Blocks:
+    def codes(rows: slice, columns: slice) -> BlockCodes:
         tensor = _read(file, found, rows, columns)
         assert isinstance(tensor, QuantizedTensor)
-        return Blocks(layout, torch.from_numpy(np.array(tensor.blocks)))
+        return BlockCodes(layout, torch.from_numpy(np.array(tensor.blocks)))
 
     return Stored(shape, read, layout, codes)
 

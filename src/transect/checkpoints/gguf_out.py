@@ -20,32 +20,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..formats.ggml_blocks import QuantizedTensor, block_type
-from ..formats.ggml_quantize import WRITABLE, quantize
+from ..formats.ggml_blocks import QuantizedTensor
+from ..formats.ggml_quantize import quantize
 from ..formats.gguf_write import Planned
 from ..models.rope import frequencies, half_rotation_rows
 from ..models.staging import dense_values
-from ..models.storage import Layout
-from ..models.stored import ALL, Blocks, Stored, StoredWeights
-from ..ops.linear.packed.gguf.gguf_layout import FORMATS
+from ..models.stored import ALL, BlockCodes, Stored, StoredWeights
 from ..spec.gguf_families import family_to_gguf
 from ..spec.gguf_places import ARCHITECTURES, Place, places
 from ..spec.model import ModelConfig, RopeConfig
+from ..spec.numbers.gguf import MATRIX_TYPES, MIXTURES, UNITS, block_type
+from ..spec.numbers.layouts import BlockLayout
 from ..spec.weights import weight_shapes
 
-FILE_TYPES = {
-    "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_K": 14, "Q4_K_M": 15, "Q5_K": 16,
-    "Q5_K_M": 17, "Q6_K": 18, "BF16": 32,
-}  # fmt: skip
-"""llama.cpp's number for a file whose matrices are mostly of a type."""
-_MXFP4 = Layout("gguf", block_type="MXFP4", bits=FORMATS["MXFP4"].bits)
-MIXTURES = {"Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
-"""A type for most matrices, and Q6_K for some."""
+_MXFP4 = BlockLayout(UNITS["MXFP4"])
 _FINER = ("attention.v", "mlp.down", "mlp.experts_down")
-MATRIX_TYPES = (*WRITABLE, *MIXTURES)
-"""What the matrices of a file can be asked to be."""
-SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-"""What takes the place of a K type where rows are no whole blocks of 256."""
 
 
 def gguf_type(name: str) -> str:
@@ -77,7 +66,7 @@ def gguf_metadata(config: ModelConfig, type_name: str, name: str) -> dict[str, A
         "general.architecture": a,
         "general.type": "model",
         "general.name": name,
-        "general.file_type": FILE_TYPES[type_name],
+        "general.file_type": (MIXTURES.get(type_name) or block_type(type_name)).file_type,
         "general.quantization_version": 2,
         f"{a}.block_count": config.n_layers,
         f"{a}.context_length": config.max_position,
@@ -146,7 +135,7 @@ def gguf_tensors(
         chosen = _type_of(module, place.stored, type_name, config.n_layers)
         own = [(stored[each], where, shapes[each]) for each, where in found]
         if own[0][0].layout == _MXFP4 and ".experts_" in module:
-            chosen = _MXFP4.block_type
+            chosen = _MXFP4.units.name
         counts = None if importance is None else importance.get(module)
         yield Planned(tensor, place.stored, chosen, partial(_made, own, chosen, config.head_dim, counts))
 
@@ -154,14 +143,15 @@ def gguf_tensors(
 def _type_of(module: str, shape: tuple[int, ...], wanted: str, layers: int) -> str:
     if len(shape) == 1 or module.endswith(("position_embed", "router")) or (len(shape) == 2 and ".experts_" in module):
         return "F32"
-    mixture, wanted = wanted in MIXTURES, MIXTURES.get(wanted, wanted)
+    mixture = MIXTURES.get(wanted)
+    kind = block_type(wanted if mixture is None else mixture.most)
     if module in ("embed", "head"):
-        wanted = "Q6_K" if wanted.endswith("_K") else "Q8_0" if wanted.startswith(("Q4", "Q5")) else wanted
-    elif mixture and module.endswith(_FINER) and _finer(int(module.split(".")[1]), layers):
-        wanted = "Q6_K"
-    if shape[-1] % block_type(wanted).block:
-        wanted = SMALLER_BLOCKS.get(wanted, "F16")
-    return wanted if shape[-1] % block_type(wanted).block == 0 else "F16"
+        kind = block_type(kind.tables or kind.name)
+    elif mixture is not None and module.endswith(_FINER) and _finer(int(module.split(".")[1]), layers):
+        kind = block_type(mixture.finer)
+    if shape[-1] % kind.block:
+        kind = block_type(kind.smaller)
+    return kind.name if shape[-1] % kind.block == 0 else "F16"
 
 
 def _finer(layer: int, layers: int) -> bool:
@@ -175,12 +165,12 @@ def _made(
     parts: list[tuple[Stored, Place, tuple[int, ...]]], type_name: str, head_dim: int, importance: np.ndarray | None
 ) -> QuantizedTensor:
     place = parts[0][1]
-    if type_name == _MXFP4.block_type:
+    if type_name == _MXFP4.units.name:
         assert len(parts) == 1
         codes = parts[0][0].codes
         assert codes is not None
         packed = codes(ALL, ALL)
-        assert isinstance(packed, Blocks)
+        assert isinstance(packed, BlockCodes)
         return QuantizedTensor(type_name, place.stored, packed.blocks.numpy())
     values = [stored.read() for stored, _, _ in parts]
     orders = [np.argsort(half_rotation_rows(shape[0] // head_dim, head_dim)) if where.paired else None

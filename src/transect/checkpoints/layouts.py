@@ -1,13 +1,13 @@
-"""How a model's checkpoint packs its matrices, and what they take so; known before anything is read."""
+"""How a model's checkpoint packs its matrices, known before a weight is read."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from contextlib import closing
-from dataclasses import replace
 from typing import Any
 
-from ..models.storage import Layout, Layouts, Storage, int4_format
+from ..models.storage import Layouts
+from ..spec.numbers.layouts import MatrixLayout
 from .resolve import ModelSource
 
 
@@ -24,7 +24,7 @@ def held_layouts(source: ModelSource, *, gguf: bool = True) -> Layouts:
     base = source if source.adapter is None else source.adapter.base
     if base.kind == "shape" or (base.kind == "gguf" and not gguf):
         return ()
-    found: dict[str, Counter[Layout | None]] = defaultdict(Counter)
+    found: dict[str, Counter[MatrixLayout | None]] = defaultdict(Counter)
     weights: Any = stored_gguf(base.gguf, base.config) if base.kind == "gguf" else stored_hf(base.path, base.config)
     with closing(weights):
         for name, stored in weights:
@@ -34,19 +34,3 @@ def held_layouts(source: ModelSource, *, gguf: bool = True) -> Layouts:
                 found["head"][stored.layout] += 1
     most = {name: counts.most_common(1)[0][0] for name, counts in found.items()}
     return tuple((name, layout) for name, layout in most.items() if layout is not None)
-
-
-def bits_of(layout: Layout) -> float:
-    """Bits of a number, scales included; those of 8 bits are a rounding error."""
-    if layout.format == "gguf":
-        return layout.bits
-    return int4_format(layout.group).bits if layout.format == "int4" else 8.0
-
-
-def storage_held(storage: Storage, layouts: Layouts) -> Storage:
-    """``storage`` where matrices stay as the checkpoint packs them."""
-    bits = {name: bits_of(layout) for name, layout in layouts}
-    head = bits.pop("head", None)
-    if head is not None:
-        storage = replace(storage, head=head, head_copied=True)
-    return replace(storage, matrices=tuple(bits.items())) if bits else storage

@@ -36,14 +36,13 @@ from ..models.storage import Storage
 from ..models.stored import ALL, Stored, StoredWeights, Values
 from ..models.streaming.plan import StreamPlan
 from ..models.streaming.stream import offload
-from ..models.weights.int4_serving import rounded
-from ..models.weights.kinds import kinds_for
-from ..models.weights.scaled8 import EIGHT_BITS, kinds_of_8_bits
+from ..models.weights.kinds import kinds_for, rounded_values
 from ..models.weights.weight import Kinds, Weight, part_of
 from ..ops.cpu import library as cpu_library
 from ..ops.opset import OpSet, resolve_ops
 from ..ops.registry import Unavailable
 from ..spec.model import ModelConfig
+from ..spec.numbers.registry import cache_format, cache_formats, listed, rounding
 from .adapter import StoredAdapter, merged_weights, put_beside
 from .adapter_peft import read_adapter
 from .adapter_start import as_plain_lora
@@ -177,9 +176,9 @@ def load_model(
         seed: of the random weights that a source without weights gets.
         deterministic: a token's hidden state is the same to the bit in any batch. The C++ kernels and ``float32`` are
             so always.
-        quantization: ``int4``, ``int8`` or ``fp8``: the layers' matrices are rounded to 4 or 8 bits when they are
-            loaded. The C++ kernels keep them so; plain torch keeps those of 8 bits, and computes with the values that
-            codes of 4 bits stand for.
+        quantization: a name of ``spec.numbers.registry.roundings``: the layers' matrices are rounded to it when they
+            are loaded. The C++ kernels keep them so; plain torch keeps them too, except 4 bits, where it computes with
+            the values that the codes stand for.
         stream: layers that live elsewhere and come in their turn; plain torch computes then.
         kv_cache_dtype: what the KV cache will hold, as ``EngineConfig`` names it.
 
@@ -254,8 +253,11 @@ def kv_dtype(dtype: str) -> torch.dtype:
 
 def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
     """What the KV cache holds, as ``EngineConfig`` names it: ``auto`` is ``kv_dtype``."""
-    packed = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-    return packed.get(kv_cache_dtype) or kv_dtype(dtype)
+    form = cache_format(kv_cache_dtype)
+    if form is None or form.cache is None:
+        return kv_dtype(dtype)
+    found: torch.dtype = getattr(torch, form.cache.dtype)
+    return found
 
 
 def kernels(
@@ -288,10 +290,11 @@ def kernels(
         reason = f"the C++ kernels are for the CPU, not {device}"
     elif dtype not in ("auto", "float32"):
         reason = f"the C++ kernels compute in float32, not {dtype}"
-    elif kv_cache_dtype == "int8":
-        reason = "the C++ kernels have no KV cache in int8, only in fp8"
-    elif kv_cache_dtype == "fp8" and shared:
-        reason = "the C++ kernels have no KV cache in fp8 where ranks share a model"
+    elif cache_dtype(dtype, kv_cache_dtype) not in cpu_library.KV_DTYPES:
+        known = listed(name for name, form in cache_formats().items() if form.cache and form.cache.native)
+        reason = f"the C++ kernels have no KV cache in {kv_cache_dtype}, only in {known}"
+    elif cache_format(kv_cache_dtype) is not None and shared:
+        reason = f"the C++ kernels have no KV cache in {kv_cache_dtype} where ranks share a model"
     elif blocks and lacks_layers(config, block_size, quantization):
         reason, lacks = None, refusal(config, block_size)
     else:
@@ -301,7 +304,8 @@ def kernels(
             library = cpu_library.load(threads or torch.get_num_threads())
         except Unavailable as error:
             reason = str(error)
-    bits = {"int4": "4 bits", "int8": "int8", "fp8": "fp8"}.get(quantization or "")
+    form = rounding(quantization)
+    bits = None if form is None or form.rounding is None else form.rounding.words
     if library is not None:
         kept = "weights as in the file" if bits is None else f"the layers' weights in {bits}"
         if lacks is not None:
@@ -326,7 +330,8 @@ def _load_torch(
     number_type = kv_dtype(dtype)
     # float32 is the mode in which a request gives the same tokens alone and in any batch
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
-    kinds = kinds_of_8_bits(quantization) if quantization in EIGHT_BITS else None
+    values = rounded_values(quantization)
+    kinds = kinds_for(quantization, "cpu") if values is None else None
     packed = quantization is None and source.adapter is None and stream is None
     if packed and number_type is not torch.float32:
         kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))
@@ -334,22 +339,22 @@ def _load_torch(
     weights = stored_weights(source, seed)
     if kinds is not None:
         return fill(model, weights).requires_grad_(False)
-    if quantization is not None and source.adapter is not None:  # added to the values that the codes stand for
+    if values is not None and source.adapter is not None:  # added to the values that the codes stand for
         adapter = adapter_of(source)
         base = source.adapter.base
-        weights = merged_weights(rounded_layers(stored_weights(base)), base.config, adapter, source.config)
-    elif quantization is not None:
-        weights = rounded_layers(weights)
+        weights = merged_weights(rounded_layers(stored_weights(base), values), base.config, adapter, source.config)
+    elif values is not None:
+        weights = rounded_layers(weights, values)
     return fill(model, weights).requires_grad_(False)
 
 
-def rounded_layers(weights: StoredWeights) -> StoredWeights:
-    """With the layers' matrices as they are when they are served in 4 bits."""
+def rounded_layers(weights: StoredWeights, values: Callable[[Tensor], Tensor]) -> StoredWeights:
+    """The same weights with the layers' matrices as ``values`` gives them: those that rounded codes stand for."""
     for name, stored in weights:
         if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
 
             def read(rows: slice, columns: slice, stored: Stored = stored) -> Values:
-                return rounded(dense_values(stored.read()))[rows, columns]
+                return values(dense_values(stored.read()))[rows, columns]
 
             yield name, Stored(stored.shape, read)
         else:

@@ -16,20 +16,46 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from ..models.quantized_layouts import MX_BLOCK, PER_WORD, awq_values, gptq_values, mxfp4_values, packed_values, spread
-from ..models.storage import Layout
-from ..models.stored import Blocks, Codes4, Codes8, joined_codes, within
-from ..ops.linear.packed.gguf.gguf_layout import FORMATS
-from ..spec.quantized import check_method
+from ..models.quantized_layouts import (
+    MX_BLOCK,
+    PER_WORD,
+    awq_values,
+    code_shape,
+    gptq_values,
+    listed_values,
+    mxfp4_values,
+    packed_values,
+    scale_shape,
+    spread,
+    value_table,
+)
+from ..models.stored import BlockCodes, PackedValues, joined_codes, within
+from ..spec.numbers.awq import AWQ_METHOD
+from ..spec.numbers.codebook import codebook_of
+from ..spec.numbers.gguf import UNITS
+from ..spec.numbers.gptq import GPTQ_METHOD, zero_step
+from ..spec.numbers.layouts import BlockLayout, MatrixLayout
+from ..spec.numbers.registry import check_method
 from . import quantized_bnb
-from .quantized_codes import Packed, all_of, block_of, codes_of, groups_of, packed_bits, side
+from .quantized_codes import (
+    LISTED,
+    Packed,
+    all_of,
+    block_of,
+    checked_codes,
+    codes_of,
+    groups_of,
+    of_method,
+    packed_bits,
+    side,
+)
 
 _SUFFIXES = (
     "weight_scale", "weight_scale_inv", "weight_packed", "weight_shape", "weight_zero_point", "weight_g_idx",
     "input_scale", "k_scale", "v_scale", "qweight", "qzeros", "scales", "g_idx",
 )  # fmt: skip
 _CODES = ("F8_E4M3", "I8")
-_MXFP4 = Layout("gguf", block_type="MXFP4", bits=FORMATS["MXFP4"].bits)
+_MXFP4 = BlockLayout(UNITS["MXFP4"])
 
 
 class StoredTensor(Protocol):
@@ -49,8 +75,8 @@ class QuantizedMatrix:
     rows: Callable[[slice], Tensor]
     file_path: Path
     tensor: str
-    layout: Layout | None = None
-    packed: Callable[[slice, slice], Codes8 | Codes4] | None = None
+    layout: MatrixLayout | None = None
+    packed: Packed | None = None
     expert: Callable[[int, slice, slice], Tensor] | None = None
     """Where this is a stack of experts in blocks: some rows and columns of one, uint8, as a GGUF file has them."""
 
@@ -75,7 +101,7 @@ class QuantizedMatrix:
 
 def packed_reader(
     stored: StoredTensor, first: int, rows: int, transposed: bool
-) -> tuple[Layout, Packed] | tuple[None, None]:
+) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
     """How a matrix of ``rows`` rows from ``first`` on of a quantized one is packed, and what reads it so; (None, None):
     it is not packed, or not so that a kind of weight holds it."""
     matrix = stored.file
@@ -83,7 +109,7 @@ def packed_reader(
         return None, None
     packed = matrix.packed
 
-    def read(part: slice, columns: slice) -> Codes8 | Codes4:
+    def read(part: slice, columns: slice) -> PackedValues:
         own = within(rows, part)
         try:
             return packed(slice(first + own.start, first + own.stop), columns)
@@ -93,17 +119,17 @@ def packed_reader(
     return matrix.layout, read
 
 
-def experts_reader(stack: Sequence[StoredTensor], rows: int) -> tuple[Layout, Packed] | tuple[None, None]:
+def experts_reader(stack: Sequence[StoredTensor], rows: int) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
     """``packed_reader`` for the matrices of all experts, each a tensor of its own of ``rows`` rows, one below the
     other. All must be packed alike, each for itself."""
     readers = [packed_reader(one, 0, rows, False) for one in stack]
     layout = readers[0][0]
-    if layout is None or layout.ordered or (layout.blocks and rows % 128):
+    if layout is None or not layout.stacks(rows):
         return None, None
     if any(each != layout for each, _ in readers):
         return None, None
 
-    def read(part: slice, columns: slice) -> Codes8 | Codes4:
+    def read(part: slice, columns: slice) -> PackedValues:
         wanted, found = within(len(stack) * rows, part), []
         for expert in range(wanted.start // rows, -(-wanted.stop // rows)):
             one = readers[expert][1]
@@ -117,15 +143,15 @@ def experts_reader(stack: Sequence[StoredTensor], rows: int) -> tuple[Layout, Pa
 
 def stack_reader(
     stored: StoredTensor, experts: int, first: int, step: int, rows: int
-) -> tuple[Layout, Callable[[slice, slice], Blocks]] | tuple[None, None]:
+) -> tuple[BlockLayout, Callable[[slice, slice], BlockCodes]] | tuple[None, None]:
     """``packed_reader`` for the matrices of all experts in one tensor, one below the other: each has ``rows / experts``
     rows, every ``step``-th from ``first`` on."""
     matrix = stored.file
-    if not isinstance(matrix, QuantizedMatrix) or matrix.layout is None or matrix.expert is None:
+    if not isinstance(matrix, QuantizedMatrix) or not isinstance(matrix.layout, BlockLayout) or matrix.expert is None:
         return None, None
     layout, one, each = matrix.layout, matrix.expert, rows // experts
 
-    def read(part: slice, columns: slice) -> Blocks:
+    def read(part: slice, columns: slice) -> BlockCodes:
         wanted, found = within(rows, part), []
         try:
             for expert in range(wanted.start // each, -(-wanted.stop // each)):
@@ -134,7 +160,7 @@ def stack_reader(
                 found.append(one(expert, near, columns)[::step])
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
             raise ValueError(f"{stored.path} cannot be read: {error}") from None
-        return Blocks(layout, torch.cat(found))
+        return BlockCodes(layout, torch.cat(found))
 
     return layout, read
 
@@ -164,14 +190,15 @@ def _put(
     """Where ``name`` is the codes of a matrix, its values in their place."""
     prefix, _, suffix = name.rpartition(".")
     matrix: tuple[str, tuple[int, ...], Callable[[slice], Tensor]] | None = None
-    codes = suffix in ("qweight", "weight_packed") or (suffix == "weight" and found[name].dtype in _CODES)
+    codes = suffix in ("qweight", "weight_packed", LISTED) or (suffix == "weight" and found[name].dtype in _CODES)
     if codes and len(found[name].shape) != 2:
         raise ValueError(
             f"the codes {name!r} of shape {list(found[name].shape)} are no matrix; download the file again"
         )
     if suffix == "qweight":
-        kind = _gptq if settings.get("quant_method") == "gptq" else _awq
-        matrix = (f"{prefix}.weight", *kind(found, prefix, settings))
+        matrix = (f"{prefix}.weight", *of_method(_WORDS, settings)(found, prefix, settings))
+    elif suffix == LISTED:
+        matrix = (f"{prefix}.weight", *_listed(found, prefix, settings))
     elif quantized_bnb.is_packed(found, name):
         shape, rows = quantized_bnb.matrix(found, name)
         out[name] = make(QuantizedMatrix(rows, found[name].path, name), found[name].path, name, shape, "F32")
@@ -217,7 +244,7 @@ def _gptq(
     order = found.get(f"{prefix}.g_idx")
     if order is not None:
         order = side(found, prefix, "g_idx", (inputs,))
-    zero_step = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
+    step = zero_step(settings)
 
     def rows(part: slice) -> Tensor:
         g_idx = torch.arange(inputs) // (inputs // groups) if order is None else all_of(order)
@@ -230,8 +257,8 @@ def _gptq(
         lead = own.start - wide.start
         if lead or own.stop != wide.stop:  # zeros share words with neighbours
             return gptq_values(qweight.file.get_slice(qweight.name)[:, wide], zeros, all_of(scales)[:, wide], g_idx,
-                               zero_step=zero_step)[lead : lead + own.stop - own.start]  # fmt: skip
-        return gptq_values(codes, zeros, all_of(scales)[:, own], g_idx, zero_step=zero_step)
+                               zero_step=step)[lead : lead + own.stop - own.start]  # fmt: skip
+        return gptq_values(codes, zeros, all_of(scales)[:, own], g_idx, zero_step=step)
 
     return (outputs, inputs), rows
 
@@ -253,6 +280,29 @@ def _awq(
         return wide[own.start - first * PER_WORD : own.stop - first * PER_WORD]
 
     return (words * PER_WORD, inputs), rows
+
+
+_WORDS = {GPTQ_METHOD.name: _gptq, AWQ_METHOD.name: _awq}
+"""The shape of a matrix in words and a reader of its rows, by the method of the checkpoint."""
+
+
+def _listed(
+    found: Mapping[str, Any], prefix: str, settings: Mapping[str, Any]
+) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
+    """Codes of a codebook; a row may end within a byte, and ``weight_shape`` says where."""
+    codes, codebook = found[f"{prefix}.{LISTED}"], codebook_of(settings)
+    outputs, inputs = (int(size) for size in all_of(side(found, prefix, "weight_shape", (2,))).tolist())
+    if codes.shape != code_shape(codebook, outputs, inputs):
+        raise ValueError(
+            f"{codes.path}: {prefix}.weight_shape says {[outputs, inputs]}, and the codes are {list(codes.shape)}"
+        )
+    scale, table = side(found, prefix, "weight_scale", scale_shape(codebook, outputs, inputs)), value_table(codebook)
+
+    def rows(part: slice) -> Tensor:
+        packed = checked_codes(codes, codebook, codes.file.get_slice(codes.name)[part])
+        return listed_values(packed, all_of(scale)[part], table, codebook.group, inputs)
+
+    return (outputs, inputs), rows
 
 
 def _packed(found: Mapping[str, Any], prefix: str) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..models.quantized_layouts import AWQ_ORDER, PER_WORD, gptq_zeros, words_to_codes
-from ..models.storage import Layout
-from ..models.stored import Codes4, Codes8, within
+from ..models.quantized_layouts import AWQ_ORDER, PER_WORD, code_numbers, gptq_zeros, words_to_codes
+from ..models.stored import Codes4, Codes8, ListedCodes, PackedValues, within
 from ..spec.fields import Fields
+from ..spec.numbers.awq import AWQ_METHOD
+from ..spec.numbers.codebook import codebook_of
+from ..spec.numbers.gptq import GPTQ_METHOD, zero_step
+from ..spec.numbers.layouts import SCALE_BLOCK, GroupLayout, ListedLayout, MatrixLayout, ScaledLayout
+from ..spec.numbers.number_format import Codebook
+from ..spec.numbers.registry import listed
 
-Packed = Callable[[slice, slice], Codes8 | Codes4]
+Packed = Callable[[slice, slice], PackedValues]
+T = TypeVar("T")
+LISTED = "weight_codes"
+"""The end of the name of codes of a codebook; ``weight_scale`` is beside them."""
 GROUPS = (32, 64, 128)
 """Inputs that share a scale and a zero, where a kind of weight holds 4-bit codes; of more, multiples of the last."""
-BLOCK = 128
+BLOCK = SCALE_BLOCK
 NONE = (None, None)
 
 
 def codes_of(
     found: Mapping[str, Any], prefix: str, suffix: str, shape: tuple[int, ...], settings: Mapping[str, Any]
-) -> tuple[Layout, Packed] | tuple[None, None]:
+) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
     """How a matrix is packed, and what reads it so; (None, None) where no kind of weight holds it so.
 
     Args:
@@ -35,27 +44,21 @@ def codes_of(
     outputs, inputs = shape
     if suffix == "weight":
         return _bytes(found, prefix, outputs, inputs, settings)
+    if suffix == LISTED:
+        return _listed(found, prefix, inputs, settings)
     if suffix == "weight_packed" and packed_bits(found, prefix) == 8:
         return _packed_bytes(found, prefix, outputs, inputs)
     if suffix == "weight_packed":
         scale = found[f"{prefix}.weight_scale"]
         order = found.get(f"{prefix}.weight_g_idx")
         return _words(found, prefix, outputs, inputs, scale.shape[1], order, _packed_parts)
-    scale = found[f"{prefix}.scales"]
-    if settings.get("quant_method") == "gptq":
-        step = 0 if settings.get("checkpoint_format") == "gptq_v2" else 1
-
-        def parts(found: Mapping[str, Any], prefix: str) -> tuple[Tensor, Tensor, Tensor]:
-            codes = words_to_codes(all_of(found[f"{prefix}.qweight"]).T)
-            return codes, gptq_zeros(all_of(found[f"{prefix}.qzeros"]), step), all_of(scale).float().T
-
-        return _words(found, prefix, outputs, inputs, scale.shape[0], found.get(f"{prefix}.g_idx"), parts)
-    return _words(found, prefix, outputs, inputs, scale.shape[0], None, _awq_parts)
+    groups, order = found[f"{prefix}.scales"].shape[0], found.get(f"{prefix}.g_idx")
+    return _words(found, prefix, outputs, inputs, groups, order, partial(_parts_of(settings), settings))
 
 
 def _bytes(
     found: Mapping[str, Any], prefix: str, outputs: int, inputs: int, settings: Mapping[str, Any]
-) -> tuple[Layout, Packed] | tuple[None, None]:
+) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
     stored = found[f"{prefix}.weight"]
     name = f"{prefix}.weight_scale_inv" if f"{prefix}.weight_scale_inv" in found else f"{prefix}.weight_scale"
     scale = found[name]
@@ -63,7 +66,7 @@ def _bytes(
     fp8 = stored.dtype == "F8_E4M3"
     if blocks and (not fp8 or block_of(settings) != (BLOCK, BLOCK)):
         return NONE
-    layout = Layout("fp8" if fp8 else "int8", blocks, rounds_inputs=_rounds_inputs(settings))
+    layout = ScaledLayout(fp8, blocks, _rounds_inputs(settings))
 
     def read(rows: slice, columns: slice) -> Codes8:
         own, across = within(outputs, rows), within(inputs, columns)
@@ -97,12 +100,12 @@ def packed_bits(found: Mapping[str, Any], prefix: str) -> int:
 
 def _packed_bytes(
     found: Mapping[str, Any], prefix: str, outputs: int, inputs: int
-) -> tuple[Layout, Packed] | tuple[None, None]:
+) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
     """Words of four codes, of which those with one scale for an output and no zero stay in 8 bits."""
     stored, scale = found[f"{prefix}.weight_packed"], found[f"{prefix}.weight_scale"]
     if scale.shape != (outputs, 1) or any(f"{prefix}.weight_{name}" in found for name in ("zero_point", "g_idx")):
         return NONE
-    layout = Layout("int8", rounds_inputs=False)
+    layout = ScaledLayout(fp8=False, rounds_inputs=False)
 
     def read(rows: slice, columns: slice) -> Codes8:
         codes = words_to_codes(stored.file.get_slice(stored.name)[within(outputs, rows)], 8)[:, :inputs] - 128
@@ -130,7 +133,7 @@ def _words(
     groups: int,
     order: Any,
     parts: Callable[[Mapping[str, Any], str], tuple[Tensor, Tensor, Tensor]],
-) -> tuple[Layout, Packed] | tuple[None, None]:
+) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
     """``parts`` gives codes ``[O, I]``, zeros as codes and scales ``[O, G]``; ``order`` is the tensor of groups."""
     size = inputs // groups
     if inputs % groups or (size not in GROUPS and size % GROUPS[-1]):
@@ -143,7 +146,7 @@ def _words(
     if columns_of is not None and not bool((index[columns_of] == in_order).all()):
         return NONE  # groups of unequal size
     group = min(size, GROUPS[-1])
-    layout = Layout("int4", group=group, ordered=columns_of is not None)
+    layout = GroupLayout(group, ordered=columns_of is not None)
 
     def read(rows: slice, columns: slice) -> Codes4:
         own, across = within(outputs, rows), within(inputs, columns)
@@ -167,12 +170,81 @@ def _words(
     return layout, read
 
 
-def _awq_parts(found: Mapping[str, Any], prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+def _listed(
+    found: Mapping[str, Any], prefix: str, inputs: int, settings: Mapping[str, Any]
+) -> tuple[ListedLayout, Packed]:
+    """Codes of a codebook."""
+    stored, scale = found[f"{prefix}.{LISTED}"], side(found, prefix, "weight_scale")
+    layout = ListedLayout(codebook_of(settings))
+    group, per_byte = layout.codebook.group, 8 // layout.codebook.code_bits
+
+    def read(rows: slice, columns: slice) -> ListedCodes:
+        own, across = within(stored.shape[0], rows), within(inputs, columns)
+        if across.start % group or (across.stop % group and across.stop != inputs):
+            raise ValueError(
+                f"the matrix {prefix!r} has groups of {group} inputs, which a cut at columns {across.start} and "
+                f"{across.stop} would part: take fewer parts"
+            )
+        part = slice(across.start // per_byte, -(-across.stop // per_byte))
+        codes = checked_codes(stored, layout.codebook, stored.file.get_slice(stored.name)[own, part])
+        wide = all_of(scale)[own, across.start // group : -(-across.stop // group)]
+        if not bool(wide.isfinite().all()):
+            raise ValueError(f"the scales of {f'{prefix}.weight'!r} hold infinite or NaN numbers")
+        return ListedCodes(layout, codes.contiguous(), wide.contiguous())
+
+    return layout, read
+
+
+def checked_codes(stored: Any, codebook: Codebook, codes: Tensor) -> Tensor:
+    """Bytes of codes of a file, of which each must be in the codebook.
+
+    Raises:
+        ValueError: one is not.
+    """
+    found = int(code_numbers(codes, codebook.code_bits).max()) if codes.numel() else 0
+    if found >= len(codebook.values):
+        raise ValueError(
+            f"the tensor {stored.name!r} holds the code {found}, and the codebook in config.json has "
+            f"{len(codebook.values)} values; download the model again"
+        )
+    return codes
+
+
+def _gptq_parts(settings: Mapping[str, Any], found: Mapping[str, Any], prefix: str) -> tuple[Tensor, Tensor, Tensor]:
+    codes = words_to_codes(all_of(found[f"{prefix}.qweight"]).T)
+    zeros = gptq_zeros(all_of(found[f"{prefix}.qzeros"]), zero_step(settings))
+    return codes, zeros, all_of(found[f"{prefix}.scales"]).float().T
+
+
+def _awq_parts(settings: Mapping[str, Any], found: Mapping[str, Any], prefix: str) -> tuple[Tensor, Tensor, Tensor]:
     def in_order(words: Tensor) -> Tensor:
         return words_to_codes(words).unflatten(-1, (-1, PER_WORD))[..., list(AWQ_ORDER)].flatten(-2)
 
     codes, zeros = (in_order(all_of(found[f"{prefix}.{name}"])).T for name in ("qweight", "qzeros"))
     return codes, zeros, all_of(found[f"{prefix}.scales"]).float().T
+
+
+_PARTS = {GPTQ_METHOD.name: _gptq_parts, AWQ_METHOD.name: _awq_parts}
+"""Codes ``[O, I]``, zeros as codes and scales ``[O, G]`` of a matrix in words, by the method of the checkpoint."""
+
+
+def _parts_of(settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    return of_method(_PARTS, settings)
+
+
+def of_method(table: Mapping[str, T], settings: Mapping[str, Any]) -> T:
+    """The entry of the checkpoint's method.
+
+    Raises:
+        ValueError: its tensors are those of another method.
+    """
+    method = str(settings.get("quant_method"))
+    if method not in table:
+        raise ValueError(
+            f"config.json has a quantization_config of method {method!r}, and the tensors are those of "
+            f"{listed(table)}; download the model again"
+        )
+    return table[method]
 
 
 def _packed_parts(found: Mapping[str, Any], prefix: str) -> tuple[Tensor, Tensor, Tensor]:

@@ -79,6 +79,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     from ..engine.llm import LLM
     from ..engine.offload import planned_stream
     from ..hardware.device import detect
+    from ..models.weights.kinds import rounded_values
     from ..ops.cpu.ceilings import device_measurement
     from ..spec.layouts.shards import first_shard
 
@@ -100,8 +101,8 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     rates = Rates.of(measured.ceilings, compute)
     fields = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     llm = LLM(**fields)
-    # Plain torch on a CPU multiplies by the values that codes of 4 bits stand for.
-    quantization = settings.quantization if packed or device.type == "cuda" else None
+    dequantized = not packed and device.type == "cpu" and rounded_values(settings.quantization)
+    quantization = None if dequantized else settings.quantization
     storage = storage_of(source, settings.dtype, keeps_quantized=packed, quantization=quantization)
     layout = settings.layout
     shard = first_shard(source.config, layout)

@@ -315,12 +315,12 @@ def _serve(
 
 def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
     """What an engine of ``config`` holds on a device of ``kind`` with ``budget`` bytes, and how it stores weights."""
-    from ..checkpoints.layouts import storage_held
     from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
     from ..models.cost import weight_bytes
     from ..models.memory.serving import ServingPlan
-    from ..models.storage import storage_for
+    from ..models.storage import storage_for, storage_held
+    from ..spec.numbers.registry import cache_bits
 
     context, positions = config.max_model_len, source.config.max_position
     if context is not None and context > positions:
@@ -339,7 +339,7 @@ def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> 
     plan = ServingPlan(
         weights=weights,
         element=element,
-        kv_element=_cache_bytes(config.kv_cache_dtype, config.dtype, source.config.head_dim),
+        kv_element=cache_bits(config.kv_cache_dtype, 8 * bytes_each, source.config.head_dim) / 8,
         max_num_seqs=seqs,
         max_num_batched_tokens=tokens,
         context=context or positions,
@@ -382,10 +382,3 @@ def _link(kind: str, given: float | None, card: Preset | None) -> tuple[float, s
 
 def _weights(stage: StageEstimate) -> int:
     return next(term.bytes for term in stage.estimate.account.terms if term.name == "weights")
-
-
-def _cache_bytes(kv_cache_dtype: str, dtype: str, head_dim: int) -> float:
-    """Bytes of a number in the KV cache; in int8 with its part of the scale of its head."""
-    if kv_cache_dtype == "int8":
-        return 1 + 4 / head_dim
-    return 1 if kv_cache_dtype == "fp8" else 4 if dtype == "float32" else 2

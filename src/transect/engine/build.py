@@ -14,11 +14,13 @@ from ..checkpoints.resolve import ModelSource, resolve
 from ..models.cost import Storage, kv_bytes_per_token
 from ..models.storage import storage_for
 from ..models.streaming.plan import StreamPlan
+from ..models.weights.kinds import rounded_values
 from ..models.weights.measure import storage_of_model
 from ..ops.attention.paged.cache_codes import stored_bits
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
+from ..spec.numbers.registry import takes_scales
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
 from ..text.grammar.vocabulary import Vocabulary
@@ -184,7 +186,7 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         whole = native
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"
-    if config.kv_cache_dtype == "fp8":
+    if takes_scales(config.kv_cache_dtype):
         own = slice(None) if mesh is None else shard_of(source.config, mesh).layers
         why += ", with the checkpoint's scales" if take_scales(model, source, own) else ""
     if whole:
@@ -213,8 +215,8 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:
-    """The layers that stream on a CPU, where only 8-bit weights are not held as numbers of the compute dtype."""
-    quantization = None if config.quantization == "int4" else config.quantization
+    """The layers that stream on a CPU, where plain torch does not hold the codes of every format."""
+    quantization = None if rounded_values(config.quantization) else config.quantization
     storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
     shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
     return stream_plan(config, source.config, storage, shapes, ranks=1 if mesh is None else mesh.world.on_host)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
+from ..spec.numbers.registry import cache_format, rounding
 from .gpu.options import GPUOptions
 from .scheduler_config import Policy
 
@@ -116,8 +117,8 @@ class EngineConfig:
     override_generation_config: Mapping[str, Any] | None = None
     eos_token_ids: tuple[int, ...] | None = None
     dtype: str = "auto"
-    quantization: Literal["int4", "fp8", "int8"] | None = None
-    kv_cache_dtype: Literal["auto", "fp8", "int8"] = "auto"
+    quantization: str | None = None
+    kv_cache_dtype: str = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     deterministic: bool = False
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
@@ -159,16 +160,8 @@ class EngineConfig:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
         self._check_text()
-        if self.quantization not in (None, "int4", "fp8", "int8"):
-            raise ValueError(f"quantization must be int4, fp8 or int8, or left out, not {self.quantization!r}")
-        if self.kv_cache_dtype == "fp8_e4m3":
-            object.__setattr__(self, "kv_cache_dtype", "fp8")
-        if self.kv_cache_dtype not in ("auto", "fp8", "int8"):
-            raise ValueError(f"kv_cache_dtype must be auto, fp8 (e4m3) or int8, not {self.kv_cache_dtype!r}")
-        native = self.native and self.kv_cache_dtype != "fp8"
-        if self.kv_cache_dtype != "auto" and (native or self.deterministic):
-            name = "native=True" if native else "deterministic"
-            raise ValueError(f"a KV cache in {self.kv_cache_dtype} is not for {name}: leave out one of them")
+        rounding(self.quantization)
+        self._check_cache()
         if self.load_format not in ("auto", "dummy"):
             raise ValueError(f"load_format must be auto or dummy, not {self.load_format!r}")
         for name, allowed in (("device", ("auto", "cpu", "cuda")), ("cuda_graphs", ("on", "lazy", "off"))):
@@ -238,6 +231,16 @@ class EngineConfig:
                 "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
                 "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
             )
+
+    def _check_cache(self) -> None:
+        form = cache_format(self.kv_cache_dtype)
+        if form is None or form.cache is None:
+            return
+        object.__setattr__(self, "kv_cache_dtype", form.name)
+        native = self.native and not form.cache.native
+        if native or self.deterministic:
+            name = "native=True" if native else "deterministic"
+            raise ValueError(f"a KV cache in {form.name} is not for {name}: leave out one of them")
 
     def _check_text(self) -> None:
         override = self.override_generation_config

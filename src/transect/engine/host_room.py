@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..checkpoints.layouts import held_layouts, storage_held
+from ..checkpoints.layouts import held_layouts
 from ..checkpoints.resolve import ModelSource
 from ..models.cost import weight_bytes
-from ..models.storage import storage_for
+from ..models.storage import storage_for, storage_held
+from ..spec.numbers.registry import roundings
 from .config import EngineConfig
 
 GIB = 2**30
@@ -47,7 +48,8 @@ def check_weights(
     if needed <= free:
         return
     each = f" over {ranks} ranks of this host" if ranks > 1 else ""
-    fewer = "" if config.quantization == "int4" else "hold them in fewer bits (quantization='int4'), "
+    fewest = next(iter(roundings()))
+    fewer = "" if config.quantization == fewest else f"hold them in fewer bits (quantization={fewest!r}), "
     raise ValueError(
         f"the weights take {needed / GIB:.1f} GiB of memory{each}, and {free / GIB:.1f} GiB are free: {fewer}take a "
         "smaller model, or let layers come from a disk (cpu_offload_gb with offload_folder)"

@@ -13,8 +13,9 @@ from typing import Any
 
 from ..costs.ceilings import Ceilings
 from ..models.cost import Row, step_cost
-from ..models.storage import Storage, int4_format
+from ..models.storage import Storage
 from ..spec.model import ModelConfig
+from ..spec.numbers.int4 import int4_format
 from .op_floor import cost as op_cost
 from .op_floor import dtype_of
 from .split import OpStat, Split

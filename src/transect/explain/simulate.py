@@ -25,12 +25,12 @@ from ..engine.scheduler import Scheduler
 from ..engine.scheduler_config import SchedulerConfig
 from ..engine.waiting_queue import QueueFull
 from ..models.storage import Storage, storage_for
+from ..spec.numbers.registry import roundings
 from .log import Life, RunLog
 from .replay import Script
 from .work import StepWork
 
 MACHINE = ("preset", "quantization")
-QUANTIZATIONS = ("int4", "int8", "fp8", None)
 """Settings of a what-if that are not the scheduler's."""
 
 
@@ -127,8 +127,8 @@ def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[Sc
         rates = rates_for(log.header, machine["preset"]) or rates
     storage: Storage = work.storage
     if "quantization" in machine:
-        if machine["quantization"] not in QUANTIZATIONS:
-            known = ", ".join(str(name or "null") for name in QUANTIZATIONS)
+        if machine["quantization"] not in (*roundings(), None):
+            known = ", ".join((*roundings(), "null"))
             raise ValueError(f"--set quantization must be one of {known}, not {machine['quantization']!r}")
         native = log.header.device.get("kind") == "cpu"
         packed = storage_for(2, machine["quantization"], native=native)

@@ -1,7 +1,6 @@
-"""The block types of GGUF files: the layout of their bytes, and how to read them with NumPy.
+"""Reads the block types of GGUF files with NumPy: the places of bits in their bytes.
 
-A row of a matrix is cut into blocks of 32 (or, for the K types, 256) columns, each block a few bytes of scales followed
-by the packed codes. All are little-endian. Two families:
+``spec/numbers/gguf.py`` has the sizes of blocks. All numbers are little-endian. Two families:
 
 * symmetric: ``value = scale * (code - offset)``: Q8_0 (offset 128 once the signed byte is made a code), Q4_0 (8),
   Q5_0 (16), Q3_K and Q6_K (4 and 32; one signed scale for 16 columns, of 6 or 8 bits, times one float16 for the block);
@@ -18,48 +17,20 @@ Shapes in this file: M rows, b blocks in a row, ``block`` columns in a block, g 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..spec.numbers.gguf import BLOCK_TYPES, BlockType, block_type
 from .affine import AffineGroups
 
 Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
-"""codes uint8 [M, b, block], scale float32 [M, b, g], minimum float32 [M, b, g] (None: symmetric)."""
+"""codes uint8 [M, b, block], scale float32 [M, b, g], minimum float32 [M, b, g] (None if symmetric)."""
 
 _CHUNK = 1 << 17
 """How many values are dequantized at a time, so that the passes over them stay in the L2 cache."""
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """One tensor type of GGUF: ``block`` values in ``nbytes`` bytes, the rest as in ``AffineGroups``.
-
-    ``unpack`` is None for the plain types (F32, F16, BF16), whose block is one value. ``halves`` are the byte offsets
-    of the float16 numbers in a block.
-    """
-
-    name: str
-    ggml_id: int
-    block: int
-    nbytes: int
-    bits: int
-    group: int
-    offset: int
-    halves: tuple[int, ...]
-    unpack: Callable[[np.ndarray], Unpacked] | None
-
-    def row_bytes(self, columns: int) -> int:
-        """Bytes of a row with this many columns.
-
-        Raises:
-            ValueError: the columns do not fill whole blocks.
-        """
-        if columns % self.block:
-            raise ValueError(f"a row of {columns} values is not a whole number of {self.name} blocks of {self.block}")
-        return columns // self.block * self.nbytes
 
 
 def _half(x: np.ndarray, at: int) -> np.ndarray:
@@ -177,61 +148,45 @@ def _q3_k(x: np.ndarray) -> Unpacked:
     return codes.reshape(*x.shape[:-1], 256), _half(x, 108) * scale, None
 
 
-CHOSEN = {
-    "IQ4_NL": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-    "MXFP4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
-}
-"""What the 16 codes of 4 bits stand for; of MXFP4 (e2m1) twice the numbers, with half the scale."""
-
-
-def _chosen(x: np.ndarray, name: str) -> np.ndarray:
-    return (np.array(CHOSEN[name]) + 128).astype(np.uint8)[_nibbles(x)]
+def _listed(x: np.ndarray, name: str) -> np.ndarray:
+    return (np.array(BLOCK_TYPES[name].listed) + 128).astype(np.uint8)[_nibbles(x)]
 
 
 def _iq4_nl(x: np.ndarray) -> Unpacked:
-    return _chosen(x[..., 2:], "IQ4_NL"), _half(x, 0), None
+    return _listed(x[..., 2:], "IQ4_NL"), _half(x, 0), None
 
 
 def _mxfp4(x: np.ndarray) -> Unpacked:
-    return _chosen(x[..., 1:], "MXFP4"), np.exp2(x[..., :1].astype(np.float32) - 128), None
+    return _listed(x[..., 1:], "MXFP4"), np.exp2(x[..., :1].astype(np.float32) - 128), None
 
 
 _PLAIN: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
 _EXPONENTS = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 """An integer type of the same width, and the bits of the exponent, which are all ones in infinities and NaN."""
 
-BLOCK_TYPES: dict[str, BlockType] = {
-    t.name: t
-    for t in (
-        #         name  id block bytes bits group offset halves unpack
-        BlockType("F32", 0, 1, 4, 32, 1, 0, (), None),
-        BlockType("F16", 1, 1, 2, 16, 1, 0, (), None),
-        BlockType("BF16", 30, 1, 2, 16, 1, 0, (), None),
-        BlockType("Q8_0", 8, 32, 34, 8, 32, 128, (0,), _q8_0),
-        BlockType("Q4_0", 2, 32, 18, 4, 32, 8, (0,), _q4_0),
-        BlockType("Q4_1", 3, 32, 20, 4, 32, 0, (0, 2), _q4_1),
-        BlockType("Q5_0", 6, 32, 22, 5, 32, 16, (0,), _q5_0),
-        BlockType("Q5_1", 7, 32, 24, 5, 32, 0, (0, 2), _q5_1),
-        BlockType("Q2_K", 10, 256, 84, 4, 16, 0, (80, 82), _q2_k),
-        BlockType("Q3_K", 11, 256, 110, 4, 16, 4, (108,), _q3_k),
-        BlockType("Q4_K", 12, 256, 144, 4, 32, 0, (0, 2), _q4_k),
-        BlockType("Q5_K", 13, 256, 176, 5, 32, 0, (0, 2), _q5_k),
-        BlockType("Q6_K", 14, 256, 210, 6, 16, 32, (208,), _q6_k),
-        BlockType("IQ4_NL", 20, 32, 18, 8, 32, 128, (0,), _iq4_nl),
-        BlockType("MXFP4", 39, 32, 17, 8, 32, 128, (), _mxfp4),
-    )
+_UNPACK: Mapping[str, Callable[[np.ndarray], Unpacked]] = {
+    "Q8_0": _q8_0, "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "MXFP4": _mxfp4,
+}  # fmt: skip
+"""Readers of blocks uint8 [M, b, nbytes]."""
+
+
+def _signed_steps(x: np.ndarray) -> np.ndarray:
+    """The 16 scales of 8 bits [M, b, 16, 1] of a Q6_K block."""
+    return x[..., 192:208, None]
+
+
+def _paired_steps(x: np.ndarray) -> np.ndarray:
+    """Scales and minima of 6 bits [M, b, 8, 2] of a Q4_K or Q5_K block."""
+    return np.stack(_k_steps(x), axis=-1)
+
+
+_STEPS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "Q4_K": _paired_steps,
+    "Q5_K": _paired_steps,
+    "Q6_K": _signed_steps,
 }
-
-
-def block_type(name: str) -> BlockType:
-    """The type called ``name``.
-
-    Raises:
-        ValueError: it is none of ``BLOCK_TYPES``.
-    """
-    if name not in BLOCK_TYPES:
-        raise ValueError(f"unsupported tensor type {name!r}; supported: {', '.join(BLOCK_TYPES)}")
-    return BLOCK_TYPES[name]
+"""Readers of the whole numbers that a block's float16 numbers are multiplied by, as bytes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,7 +223,7 @@ class QuantizedTensor:
     @property
     def is_packed(self) -> bool:
         """False for the plain types F32, F16 and BF16."""
-        return self.block_type.unpack is not None
+        return self.block_type.packed
 
     @property
     def nbytes(self) -> int:
@@ -297,14 +252,14 @@ class QuantizedTensor:
 
     def _dequantize_into(self, packed: np.ndarray, out: np.ndarray) -> None:
         kind = self.block_type
-        if kind.unpack is None:
+        if not kind.packed:
             plain = np.ascontiguousarray(packed).view(_PLAIN[kind.name])
             if kind.name == "BF16":  # the upper half of a float32
                 np.left_shift(plain, 16, out=out.view(np.uint32), dtype=np.uint32)
             else:
                 out[...] = plain
             return
-        codes, scale, minimum = kind.unpack(packed.reshape(len(packed), -1, kind.nbytes))
+        codes, scale, minimum = _UNPACK[kind.name](packed.reshape(len(packed), -1, kind.nbytes))
         out[...] = codes.reshape(out.shape)
         if kind.offset:
             out -= np.float32(kind.offset)
@@ -321,7 +276,7 @@ class QuantizedTensor:
             ValueError: a plain type, or not a matrix.
         """
         kind = self.block_type
-        if kind.unpack is None or len(self.shape) != 2:
+        if not kind.packed or len(self.shape) != 2:
             raise ValueError(f"only a packed matrix has affine groups, not {kind.name} of shape {list(self.shape)}")
         n, k = self.shape
         codes = np.empty((n, k), np.uint8)
@@ -331,7 +286,7 @@ class QuantizedTensor:
         for start in range(0, n, step):
             part = slice(start, start + step)
             packed = self.blocks[part]
-            c, s, m = kind.unpack(packed.reshape(len(packed), -1, kind.nbytes))
+            c, s, m = _UNPACK[kind.name](packed.reshape(len(packed), -1, kind.nbytes))
             codes[part] = c.reshape(len(packed), k)
             scale[part] = s.reshape(len(packed), -1)
             zero[part] = scale[part] * np.float32(-kind.offset) if m is None else m.reshape(len(packed), -1)
@@ -348,26 +303,22 @@ class QuantizedTensor:
             ValueError: a plain type, or not a matrix.
         """
         kind = self.block_type
-        if kind.unpack is None or len(self.shape) != 2:
+        if not kind.packed or len(self.shape) != 2:
             raise ValueError(f"only a packed matrix has parts, not {kind.name} of shape {list(self.shape)}")
         n, k = self.shape
         blocks = self.blocks.reshape(n, -1, kind.nbytes)
         codes = np.empty((n, k), np.uint8)
         step = max(1, _CHUNK // k)
         for start in range(0, n, step):
-            codes[start : start + step] = kind.unpack(blocks[start : start + step])[0].reshape(-1, k)
+            codes[start : start + step] = _UNPACK[kind.name](blocks[start : start + step])[0].reshape(-1, k)
         halves = np.concatenate([blocks[..., at : at + 2] for at in kind.halves], axis=-1)
-        steps = None
-        if kind.name in ("Q4_K", "Q5_K"):
-            steps = np.stack(_k_steps(blocks), axis=-1)
-        elif kind.name == "Q6_K":
-            steps = blocks[..., 192:208, None]
-        return codes, halves, steps if steps is None else np.ascontiguousarray(steps)
+        steps = _STEPS.get(kind.name)
+        return codes, halves, None if steps is None else np.ascontiguousarray(steps(blocks))
 
     def has_nonfinite_scale(self) -> bool:
         """True where a float16 of a block (or, in a plain type, a value) is infinite or NaN: the file is corrupt."""
         kind = self.block_type
-        if kind.unpack is None:
+        if not kind.packed:
             width, exponent = _EXPONENTS[kind.name]
             bits = np.ascontiguousarray(self.blocks).view(width)
             return bool((bits & exponent == exponent).any())

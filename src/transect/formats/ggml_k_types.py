@@ -9,22 +9,19 @@ Shapes: n blocks of 256 numbers, float32; weights ``[n, 256]``, or ``[1, 256]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
 from .ggml_search import affine_scale, inverse, symmetric_scale
 
-K_TYPES = ("Q4_K", "Q5_K", "Q6_K")
 Half = Callable[[np.ndarray], np.ndarray]
 """Float32 to float16, refusing what that cannot hold."""
 
 
 def pack_k(x: np.ndarray, weight: np.ndarray, type_name: str, half: Half) -> np.ndarray:
     """``[n, 256] -> bytes [n, bytes of a block]``."""
-    if type_name == "Q6_K":
-        return _q6_k(x, np.broadcast_to(weight, x.shape), half)
-    return _with_minima(x, np.broadcast_to(weight, x.shape), 15 if type_name == "Q4_K" else 31, half)
+    return _PACK[type_name](x, np.broadcast_to(weight, x.shape), half)
 
 
 def _with_minima(x: np.ndarray, weight: np.ndarray, top: int, half: Half) -> np.ndarray:
@@ -127,3 +124,11 @@ def _q6_k(x: np.ndarray, weight: np.ndarray, half: Half) -> np.ndarray:
 def _bytes(value: np.ndarray) -> np.ndarray:
     """[n, 1] numbers that float16 holds, to [n, 2] uint8."""
     return np.ascontiguousarray(value.astype("<f2")).view(np.uint8)
+
+
+_PACK: Mapping[str, Callable[[np.ndarray, np.ndarray, Half], np.ndarray]] = {
+    "Q4_K": lambda x, weight, half: _with_minima(x, weight, 15, half),
+    "Q5_K": lambda x, weight, half: _with_minima(x, weight, 31, half),
+    "Q6_K": _q6_k,
+}
+K_TYPES = tuple(_PACK)

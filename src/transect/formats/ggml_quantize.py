@@ -6,14 +6,15 @@ good scales (``ggml_k_types.py``), and so do the 4- and 5-bit types where the im
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
-from .ggml_blocks import BlockType, QuantizedTensor, block_type
+from ..spec.numbers.gguf import WRITABLE, BlockType, block_type
+from .ggml_blocks import QuantizedTensor
 from .ggml_k_types import K_TYPES, pack_k
 from .ggml_search import affine_scale, inverse, symmetric_scale
 
-WRITABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
-_SEARCHED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", *K_TYPES)
 _CHUNK = 1 << 17
 """How many numbers are searched at a time, so that the passes over them stay in the L2 cache."""
 
@@ -40,16 +41,12 @@ def quantize(array: np.ndarray, type_name: str, importance: np.ndarray | None = 
     row_bytes = kind.row_bytes(values.shape[-1])
     if not np.isfinite(values).all():
         raise ValueError(f"cannot quantize to {type_name}: the array holds NaN or infinite numbers")
-    if type_name == "F32":
-        packed = values.astype("<f4")
-    elif type_name == "F16":
-        packed = _to_half(values, type_name)
-    elif type_name == "BF16":
-        packed = _round_to_bfloat16(values)
-    elif type_name in K_TYPES or (importance is not None and type_name in _SEARCHED):
+    if not kind.packed:
+        packed = _PLAIN[type_name](values, type_name)
+    elif type_name in K_TYPES or (importance is not None and kind.searched):
         packed = _searched(values, kind, _weights(importance, values.shape[-1]))
     else:
-        packed = _pack(values.reshape(-1, kind.block), type_name)
+        packed = _pack(values.reshape(-1, kind.block), kind)
     n_rows = int(np.prod(values.shape[:-1], dtype=np.int64))
     return QuantizedTensor(type_name, values.shape, packed.view(np.uint8).reshape(n_rows, row_bytes))
 
@@ -78,7 +75,7 @@ def _searched(values: np.ndarray, kind: BlockType, weights: np.ndarray) -> np.nd
         if kind.name in K_TYPES:
             done.append(pack_k(blocks, counts, kind.name, lambda scale: _to_half(scale, kind.name)))
         else:
-            done.append(_pack(blocks, kind.name, counts))
+            done.append(_pack(blocks, kind, counts))
     return np.concatenate(done)
 
 
@@ -96,33 +93,39 @@ def _round_to_bfloat16(x: np.ndarray) -> np.ndarray:
     return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype("<u2")
 
 
-def _pack(x: np.ndarray, type_name: str, weights: np.ndarray | None = None) -> np.ndarray:
+_PLAIN: Mapping[str, Callable[[np.ndarray, str], np.ndarray]] = {
+    "F32": lambda values, _: values.astype("<f4"),
+    "F16": _to_half,
+    "BF16": lambda values, _: _round_to_bfloat16(values),
+}
+
+
+def _pack(x: np.ndarray, kind: BlockType, weights: np.ndarray | None = None) -> np.ndarray:
     """[blocks, 32] float32 to [blocks, bytes] uint8."""
+    type_name, top = kind.name, 2**kind.bits - 1
     low = x.min(axis=1, keepdims=True)
     peak = np.take_along_axis(x, np.abs(x).argmax(axis=1, keepdims=True), axis=1)
     with np.errstate(over="ignore"):
         span = x.max(axis=1, keepdims=True) - low
-    match type_name:
-        case "Q8_0":
-            scale = np.abs(peak) / np.float32(127)
-            scaled = x * inverse(scale)
-            rounded = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))  # halves away from zero
-            return np.concatenate((_bytes(_to_half(scale, type_name)), rounded.astype(np.int8).view(np.uint8)), axis=1)
-        case "Q4_0" | "Q5_0":
-            # the number of largest magnitude becomes code 0, so that it is kept exactly but for the scale's rounding
-            half = 8 if type_name == "Q4_0" else 16
-            scale = peak / np.float32(-half) if weights is None else _kept(symmetric_scale(x, weights, half), type_name)
-            head = _bytes(_to_half(scale, type_name))
-            codes = np.trunc(x * inverse(scale) + np.float32(half + 0.5)).clip(0, 2 * half - 1).astype(np.uint8)
-        case _:
-            top = 15 if type_name == "Q4_1" else 31
-            scale = span / np.float32(top)
-            if weights is not None:
-                fitted = affine_scale(x, weights, top, below=False)
-                scale, low = (_kept(each, type_name) for each in fitted)
-            head = np.concatenate((_bytes(_to_half(scale, type_name)), _bytes(_to_half(low, type_name))), axis=1)
-            codes = np.trunc((x - low) * inverse(scale) + np.float32(0.5)).clip(0, top).astype(np.uint8)
-    if type_name.startswith("Q5"):
+    if kind.bits == 8:
+        scale = np.abs(peak) / np.float32(127)
+        scaled = x * inverse(scale)
+        rounded = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))  # halves away from zero
+        return np.concatenate((_bytes(_to_half(scale, type_name)), rounded.astype(np.int8).view(np.uint8)), axis=1)
+    if kind.offset:
+        # the number of largest magnitude becomes code 0, so that it is kept exactly but for the scale's rounding
+        half = kind.offset
+        scale = peak / np.float32(-half) if weights is None else _kept(symmetric_scale(x, weights, half), type_name)
+        head = _bytes(_to_half(scale, type_name))
+        codes = np.trunc(x * inverse(scale) + np.float32(half + 0.5)).clip(0, top).astype(np.uint8)
+    else:
+        scale = span / np.float32(top)
+        if weights is not None:
+            fitted = affine_scale(x, weights, top, below=False)
+            scale, low = (_kept(each, type_name) for each in fitted)
+        head = np.concatenate((_bytes(_to_half(scale, type_name)), _bytes(_to_half(low, type_name))), axis=1)
+        codes = np.trunc((x - low) * inverse(scale) + np.float32(0.5)).clip(0, top).astype(np.uint8)
+    if kind.bits == 5:
         head = np.concatenate((head, np.packbits(codes >> 4, axis=1, bitorder="little")), axis=1)
     nibbles = codes & 15
     return np.concatenate((head, nibbles[:, :16] | nibbles[:, 16:] << 4), axis=1)

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from .ggml_blocks import BLOCK_TYPES, BlockType, QuantizedTensor
+from ..spec.numbers.gguf import BLOCK_TYPES, BlockType
+from .ggml_blocks import QuantizedTensor
 
 _BY_ID = {t.ggml_id: t for t in BLOCK_TYPES.values()}
 _UNSUPPORTED = {

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .ggml_blocks import QuantizedTensor, block_type
+from ..spec.numbers.gguf import block_type
+from .ggml_blocks import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)

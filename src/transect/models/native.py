@@ -20,13 +20,14 @@ from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackL
 from ..ops.cpu.packing import read_packed, write_packed
 from ..ops.opset import OpSet
 from ..spec.model import ModelConfig
+from ..spec.numbers.registry import rounding
 from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
 from .mlp import MLP
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
 from .weights.int4_serving import PANEL
-from .weights.packed import Packed, PackedEmbedding
+from .weights.packed import Packed, PackedEmbedding, refuses
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
@@ -98,6 +99,9 @@ def refusal(config: ModelConfig, block_size: int, quantization: str | None = Non
     """Why the C++ kernels cannot run this model, as a sentence; None if they can."""
     if config.beyond_stacks:
         return f"the C++ kernels do not have {config.beyond_stacks[0]}"
+    form = rounding(quantization)
+    if form is not None and (reason := refuses(form)):
+        return reason
     odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
     if quantization is not None and odd:
         return (
@@ -139,7 +143,7 @@ def native_model(
     if reason is not None:
         raise ValueError(reason)
     packed = partial(Packed, library=library, half=half)
-    in_layers = partial(packed, quantization=quantization)
+    in_layers = partial(packed, rounding=rounding(quantization))
     model = Decoder(config, "meta", torch.float32, ops=ops, kinds=lambda name: packed if name == "head" else in_layers)
     table = packed(config.vocab_size, config.dim)
     model.embed = PackedEmbedding(table)  # type: ignore[assignment]

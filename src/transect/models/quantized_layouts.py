@@ -7,6 +7,7 @@ A matrix is ``[O, I]``: outputs, inputs. Values are float32. Groups are neighbou
   ``g_idx`` says which group an input is in
 * AWQ (Lin et al. 2023, arXiv:2306.00978): 8 codes in an int32 along the outputs, in an order of their own
 * compressed-tensors "pack-quantized": codes of 4 or 8 bits plus 8 or 128, along the inputs
+* codebooks of ``spec/numbers``: packed codes and a scale for each group
 * MXFP4 (OCP Microscaling Formats 1.0): e2m1 codes in blocks of 32 with a power of two for each
 """
 
@@ -14,6 +15,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from ..spec.numbers.fp8 import FP8
+from ..spec.numbers.int8 import INT8
+from ..spec.numbers.number_format import Codebook
 
 PER_WORD = 8
 """Codes of 4 bits in an int32."""
@@ -118,12 +123,76 @@ def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
 
 def to_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``[O, I]`` -> e4m3 codes ``[O, I]`` and a float32 scale ``[O, 1]``: the largest of a row is the largest code."""
-    most = torch.finfo(torch.float8_e4m3fn).max
+    most = FP8.largest
     scale = (weight.float().abs().amax(1, keepdim=True) / most).clamp(min=1e-12)
     return (weight.float() / scale).clamp(-most, most).to(torch.float8_e4m3fn), scale
 
 
 def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """``[O, I]`` -> int8 codes and a float32 scale ``[O, 1]``."""
-    scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp(min=1e-12)
-    return (weight.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
+    scale = (weight.float().abs().amax(1, keepdim=True) / INT8.largest).clamp(min=1e-12)
+    return (weight.float() / scale).round().clamp(-INT8.largest, INT8.largest).to(torch.int8), scale
+
+
+def code_shape(codebook: Codebook, outputs: int, inputs: int) -> tuple[int, int]:
+    """The shape of packed codes, uint8."""
+    return outputs, -(-inputs * codebook.code_bits // 8)
+
+
+def scale_shape(codebook: Codebook, outputs: int, inputs: int) -> tuple[int, int]:
+    """The shape of the scales."""
+    return outputs, -(-inputs // codebook.group)
+
+
+def to_listed(weight: Tensor, codebook: Codebook) -> tuple[Tensor, Tensor]:
+    """``[O, I]`` -> codes uint8 ``code_shape`` and scales ``scale_shape``.
+
+    Each group takes, of ``SIZES`` of scales, the one that leaves the smallest square error. Codes are taken with the
+    scale as it is stored.
+    """
+    outputs, inputs = weight.shape
+    values = torch.tensor(codebook.values, device=weight.device)
+    spare = -inputs % codebook.group
+    groups = torch.nn.functional.pad(weight.float(), (0, spare)).view(outputs, -1, codebook.group)
+    largest = groups.abs().amax(2, keepdim=True) / values.abs().max()
+    least = torch.full_like(largest, torch.inf)
+    codes, scale = torch.zeros_like(groups, dtype=torch.uint8), torch.zeros_like(largest)
+    for size in SIZES:
+        tried = (size * largest).to(getattr(torch, codebook.scale_dtype)).float()
+        near = torch.bucketize(groups / tried.clamp(min=1e-30), (values[:-1] + values[1:]) / 2)
+        error = (values[near] * tried - groups).square().sum(2, keepdim=True)
+        better = error < least
+        least, scale = torch.where(better, error, least), torch.where(better, tried, scale)
+        codes = torch.where(better, near.to(torch.uint8), codes)
+    scale = scale[..., 0].to(getattr(torch, codebook.scale_dtype))
+    return _code_bytes(codes.flatten(1)[:, :inputs], codebook.code_bits), scale
+
+
+SIZES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+"""Scales that are tried, as shares of the scale that makes the largest number of a group the largest value."""
+
+
+def _code_bytes(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 ``[O, I]`` of 1, 2, 4 or 8 bits -> bytes ``[O, bits I / 8]``, the first in the lowest bits."""
+    per_byte = 8 // bits
+    whole = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_byte)).unflatten(1, (-1, per_byte))
+    shifts = bits * torch.arange(per_byte, dtype=torch.uint8, device=codes.device)
+    return (whole << shifts).sum(-1, dtype=torch.uint8)
+
+
+def value_table(codebook: Codebook, device: torch.device | str = "cpu") -> Tensor:
+    """The values of all codes that the bits of one can say, float32; 0 for those that the codebook does not have."""
+    spare = 2**codebook.code_bits - len(codebook.values)
+    return torch.tensor((*codebook.values, *[0.0] * spare), device=device)
+
+
+def code_numbers(codes: Tensor, bits: int) -> Tensor:
+    """Bytes ``[O, n]`` as ``to_listed`` gives them -> the codes in them, int32 ``[O, 8 n / bits]``."""
+    shifts = bits * torch.arange(8 // bits, dtype=torch.uint8, device=codes.device)
+    return (codes[..., None] >> shifts & 2**bits - 1).flatten(1).int()
+
+
+def listed_values(codes: Tensor, scale: Tensor, table: Tensor, group: int, inputs: int) -> Tensor:
+    """Codes and scales as ``to_listed`` gives them, and the ``value_table`` -> ``[O, I]`` float32."""
+    values = table[code_numbers(codes, len(table).bit_length() - 1)[:, :inputs]]
+    return values * scale.float().repeat_interleave(group, 1)[:, :inputs]

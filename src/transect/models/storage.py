@@ -1,72 +1,19 @@
-"""How many bits a number of a model takes: what costs and memory are computed from (no torch).
+"""Bits of a number of a model, from which costs and memory are computed (no torch).
 
-A ``Weight`` says its own ``WeightFormat``; ``weights/measure.py`` makes the ``Storage`` of a model that is there. What
-is here does the same for a model that is not, so that floors and memory can be planned without a tensor.
+A ``Weight`` says its own ``WeightFormat``, and ``weights/measure.py`` makes the ``Storage`` of a model in memory.
+``storage_for`` makes that of a model to plan with, from the records of ``spec/numbers``.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
 
-from ..formats.nf4 import BITS as NF4_BITS
+from ..spec.numbers.layouts import MatrixLayout
+from ..spec.numbers.registry import rounding
 
-SCALE_BITS = 16
-"""Bits of a group's scale, and of its zero, where a model in 4 bits is served."""
-SERVING_GROUP = 128
-"""Numbers of a row that share a scale and a zero, where a model in 4 bits is served."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a checkpoint packs a matrix, where a kind of weight can hold it so."""
-
-    format: Literal["fp8", "int8", "int4", "gguf"]
-    blocks: bool = False
-    """In fp8: a scale for each 128 outputs by 128 inputs, else for each output."""
-    group: int = 0
-    """In int4: inputs that share a scale and a zero."""
-    ordered: bool = False
-    """In int4: the inputs of a group are not neighbours (act-order)."""
-    rounds_inputs: bool = True
-    """In 8 bits: who made it expects activations to be rounded too."""
-    block_type: str = ""
-    """In gguf: the type of the blocks."""
-    bits: float = 0
-    """In gguf: of a number, as a GPU holds the blocks."""
-
-
-Layouts = tuple[tuple[str, Layout], ...]
+Layouts = tuple[tuple[str, MatrixLayout], ...]
 """The layout of each matrix of a layer that most layers have packed, by its name there (``attention.q``), and of the
 ``head``."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightFormat:
-    """A format of numbers, and the bits that one takes in it, scales included (Q4_1 is 5, Q8_0 is 8.5)."""
-
-    name: str
-    bits: float
-
-    def bytes(self, *shape: int) -> float:
-        """Bytes of a matrix."""
-        return math.prod(shape) * self.bits / 8
-
-
-def dense_format(bits: int) -> WeightFormat:
-    """Numbers side by side, nothing packed."""
-    return WeightFormat(f"dense {bits}-bit", bits)
-
-
-def int4_format(group: int = SERVING_GROUP, scale_bits: float = SCALE_BITS) -> WeightFormat:
-    """4-bit codes, with a scale and a zero of ``scale_bits`` for each ``group`` of them."""
-    return WeightFormat(f"int4, groups of {group}", 4 + 2 * scale_bits / group)
-
-
-def nf4_format() -> WeightFormat:
-    """4-bit NormalFloat with double quantization."""
-    return WeightFormat("nf4, double quantization", NF4_BITS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +47,21 @@ def storage_for(element: int, quantization: str | None = None, *, native: bool =
 
     Args:
         quantization: of the layers' matrices, as in ``EngineConfig``.
-        native: it runs on the C++ CPU kernels, which have a scale (and a zero, but in fp8) for each 32 numbers.
+        native: it runs on the C++ CPU kernels, which have a scale (and a zero, except in fp8) for each 32 numbers.
     """
-    bits = 8.0 * element
-    linear = int4_format(32 if native else SERVING_GROUP).bits if quantization == "int4" else bits
-    if quantization in ("fp8", "int8"):  # a scale for each row is a rounding error
-        linear = 8.0 + (0 if not native else 1 if quantization == "fp8" else 2)
+    bits = linear = 8.0 * element
+    form = rounding(quantization)
+    if form is not None and form.rounding is not None:
+        linear = form.rounding.bits
+        if native and form.rounding.native_bits is not None:
+            linear = form.rounding.native_bits
     return Storage(linear=linear, embed=bits, head=bits, norm=bits, activation=32 if native else bits, kv=bits)
+
+
+def storage_held(storage: Storage, layouts: Layouts) -> Storage:
+    """``storage`` where matrices stay as the checkpoint packs them."""
+    bits = {name: layout.bits for name, layout in layouts}
+    head = bits.pop("head", None)
+    if head is not None:
+        storage = replace(storage, head=head, head_copied=True)
+    return replace(storage, matrices=tuple(bits.items())) if bits else storage

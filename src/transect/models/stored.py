@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..formats.ggml_blocks import QuantizedTensor
-from .storage import Layout
+from ..spec.numbers.layouts import BlockLayout, GroupLayout, ListedLayout, MatrixLayout, ScaledLayout
 
 Values = Tensor | QuantizedTensor
 """What a file holds for a matrix."""
@@ -25,7 +25,9 @@ ALL = slice(None)
 class Codes8:
     """A matrix ``[O, I]`` of 8 bits: codes int8 (of fp8 the bits), scale float32 ``[O]`` or ``[O / 128, I / 128]``."""
 
-    layout: Layout
+    ROWS: ClassVar = ("codes", "scale")
+    """Tensors that have the rows of the matrix, or some for each of its blocks of rows."""
+    layout: ScaledLayout
     codes: Tensor
     scale: Tensor
 
@@ -39,9 +41,10 @@ class Codes8:
 class Codes4:
     """A matrix ``[O, I]`` of 4 bits: ``scale code + zero``. Codes uint8 ``[O, I]``, one in a byte; scale and zero
     float32 ``[O, G]``, of I / G neighbours each; ``order`` int64 ``[I]``: the input that a column of the codes is for,
-    None: its own."""
+    None if that is its own."""
 
-    layout: Layout
+    ROWS: ClassVar = ("codes", "scale", "zero")
+    layout: GroupLayout
     codes: Tensor
     scale: Tensor
     zero: Tensor
@@ -54,10 +57,11 @@ class Codes4:
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockCodes:
     """A matrix ``[O, I]`` in a block type of GGUF files: uint8 ``[O, bytes of a row]``, as the file has them."""
 
-    layout: Layout
+    ROWS: ClassVar = ("blocks",)
+    layout: BlockLayout
     blocks: Tensor
 
     @property
@@ -66,7 +70,23 @@ class Blocks:
         return self.blocks.nbytes
 
 
-PackedValues = Codes8 | Codes4 | Blocks
+@dataclass(frozen=True, slots=True)
+class ListedCodes:
+    """A matrix ``[O, I]`` in codes of a codebook: uint8 ``[O, bytes of a row]``, the first code in the lowest bits;
+    scale ``[O, G]``."""
+
+    ROWS: ClassVar = ("codes", "scale")
+    layout: ListedLayout
+    codes: Tensor
+    scale: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of codes and scales."""
+        return self.codes.nbytes + self.scale.nbytes
+
+
+PackedValues = Codes8 | Codes4 | BlockCodes | ListedCodes
 """A matrix as a checkpoint packs it."""
 P = TypeVar("P", bound=PackedValues)
 
@@ -81,7 +101,7 @@ class Stored:
 
     shape: tuple[int, ...]
     reader: Callable[[slice, slice], Values]
-    layout: Layout | None = None
+    layout: MatrixLayout | None = None
     codes: Callable[[slice, slice], PackedValues] | None = None
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Values:
@@ -124,9 +144,7 @@ def joined_rows(parts: Sequence[Values]) -> Values:
 def joined_codes(parts: Sequence[P]) -> P:
     """Matrices that are packed alike, one below the other; those of 4 bits with the same order of their inputs."""
     first = parts[0]
-    names = ["blocks"] if isinstance(first, Blocks) else ["codes", "scale"]
-    names += ["zero"] if isinstance(first, Codes4) else []
-    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in first.ROWS}
     return replace(first, **whole)
 
 

@@ -21,19 +21,21 @@ from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.stored import PackedValues, Stored, StoredWeights, Values, joined_codes, joined_rows, within
 from ..models.streaming.plan import StreamPlan
 from ..models.weights.dense import Dense
-from ..models.weights.int4_serving import PANEL
+from ..models.weights.kinds import ROUNDED, rounded_values
 from ..models.weights.packed import Packed, PackedEmbedding
 from ..models.weights.weight import Kinds
 from ..ops.cpu.library import Library
 from ..ops.opset import OpSet, resolve_ops
 from ..spec.layouts.shards import Shard, WeightPart
 from ..spec.model import ModelConfig
+from ..spec.numbers.int4 import SERVING_GROUP
+from ..spec.numbers.registry import listed, rounding
 from .experts import spread_experts
 from .mesh import Mesh
 from .tensor import ShardedEmbedding, sharded_kinds, sharded_norms
 
 T = TypeVar("T")
-GROUP = PANEL * 4
+GROUP = SERVING_GROUP
 """Numbers of a row that are rounded together, and that a rank has all of or none."""
 
 
@@ -153,12 +155,12 @@ def load_shard(
         refuse_adapter(source)
         if library is not None:
             check_groups(shard, GROUP)
-        elif quantization == "int4":
-            weights = rounded_layers(weights)
+        elif (values := rounded_values(quantization)) is not None:
+            weights = rounded_layers(weights, values)
         else:
             raise ValueError(
                 f"{quantization} over several ranks on a CPU is for the C++ kernels, which do not run here ({why}); "
-                "leave quantization out, or take int4"
+                f"leave quantization out, or take {listed(each.name for each in ROUNDED)}"
             )
     spread_experts(model, shard, mesh)
     return fill(model, shard_weights(weights, shard)).requires_grad_(False), why, library is not None
@@ -276,7 +278,7 @@ def _packed_model(
     source: ModelSource, shard: Shard, mesh: Mesh, library: Library, ops: OpSet, *, half: bool, quantization: str | None
 ) -> Decoder:
     packed = partial(Packed, library=library, half=half, whole=shard.ranks == 1)
-    in_layers = partial(packed, quantization=quantization)
+    in_layers = partial(packed, rounding=rounding(quantization))
     kinds = sharded_kinds(lambda name: packed if name == "head" else in_layers, shard, mesh.tensor)
     model = Decoder(shard.local, "meta", torch.float32, ops=ops, kinds=kinds)
     keep_ends(model, shard, torch.float32)

@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from ..models.decoder import Decoder
 from ..models.embedding import Embedding
 from ..models.staging import Staging
-from ..models.storage import Layout, WeightFormat
 from ..models.weights.dense import Dense
 from ..models.weights.weight import Kinds, Product, TrainingPart, Ungathered, Unsummed, Values, Weight, WeightKind
 from ..ops.comm.all_reduce import MOST_NORM_BYTES
 from ..ops.linear.few_rows.pushed import MOST_ROWS as PUSHED_ROWS
 from ..ops.opset import OpSet
 from ..spec.layouts.shards import Shard, vocabulary_share
+from ..spec.numbers.layouts import MatrixLayout
+from ..spec.numbers.number_format import WeightFormat
 from .differentiable import scattered, summed
 from .group import Group
 from .peer_sums import PeerSums
@@ -47,7 +48,7 @@ class ShardKind(Weight):
     def load(self, values: Values, staging: Staging) -> None:
         self.inner.load(values, staging)
 
-    def takes(self, layout: Layout) -> bool:
+    def takes(self, layout: MatrixLayout) -> bool:
         return self.inner.takes(layout)
 
     def dense(self) -> Tensor:

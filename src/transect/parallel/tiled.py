@@ -25,9 +25,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..models.decoder import Decoder
-from ..models.storage import WeightFormat
 from ..models.weights.dense import Dense
 from ..models.weights.weight import Weight
+from ..spec.numbers.number_format import WeightFormat
 from .sharded_unit import Unit
 
 

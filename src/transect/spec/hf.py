@@ -18,7 +18,7 @@ from .fields import Fields, read_json_object, shown
 from .hf_families import family_from_hf, family_to_hf, layer_types
 from .hf_moe import moe_from_hf, moe_to_hf
 from .model import ARCHITECTURES, ModelConfig, RopeConfig, unsupported_architecture
-from .quantized import check_method
+from .numbers.registry import check_method
 
 _ACTIVATIONS = {
     "silu": "silu",

@@ -6,6 +6,8 @@ input. Norms, embeddings and the head are not quantized.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,15 @@ from ..models.weights.int4 import Int4
 from ..models.weights.nf4 import NF4
 from ..models.weights.weight import Weight
 from ..ops.opset import resolve_ops
+from ..spec.numbers.int4 import INT4
+from ..spec.numbers.nf4 import NF4 as NF4_FORMAT
 from .config.adapters import LoRAConfig
+
+BASES: Mapping[str, Callable[[Weight, int], Weight]] = {
+    INT4.name: Int4.of,
+    NF4_FORMAT.name: lambda weight, group: NF4.of(weight),
+}
+"""The form of a weight in a base format, for groups of this size."""
 
 
 def quantize_layers(model: Decoder, config: LoRAConfig) -> None:
@@ -35,7 +45,7 @@ def quantized(weight: Weight, config: LoRAConfig) -> Weight:
     Raises:
         ValueError: it has no whole groups.
     """
-    return NF4.of(weight) if config.base_format == "nf4" else Int4.of(weight, config.group)
+    return BASES[config.base_format](weight, config.group)
 
 
 def rounded(weight: Tensor, config: LoRAConfig, dtype: torch.dtype) -> Tensor:

@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from ..checkpoints.calibration import importance
-from ..checkpoints.gguf_out import MATRIX_TYPES
 from ..checkpoints.gptq import round_model
 from ..checkpoints.hf_out import save_hf
 from ..checkpoints.kv_scales import measured_scales
 from ..checkpoints.load import allocated, fill
-from ..checkpoints.quantized_out import FORMATS, FOUR_BITS, WITH_KV_SCALES, group_for, is_symmetric
+from ..checkpoints.quantized_out import file_format, group_for
 from ..models.decoder import Decoder
+from ..spec.numbers.gguf import MATRIX_TYPES, MIXTURES, block_type
+from ..spec.numbers.registry import file_formats, listed
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
 from .export import Opened, export_dtype, export_gguf, export_model, merged
@@ -49,33 +50,37 @@ def quantize_model(
     group: int | None = None,
     kv_scales: bool = False,
 ) -> None:
-    """Write a model in a format: a directory (``FORMATS``), or a GGUF file (a type of those).
+    """Write a model in a format: a directory (``file_formats``), or a GGUF file (a type of those).
 
     Args:
         name: of the format, in capitals or not.
         calibration: of 4 bits in safetensors, and of the GGUF types of 4 to 6 bits; None: to the nearest.
         group: numbers of a row that share a scale, in 4 bits in safetensors; None: the most that fit.
         kv_scales: write a scale for the keys and one for the values of each key head too, with which those of the
-            calibration's text fit into a cache in fp8; in ``WITH_KV_SCALES``.
+            calibration's text fit into a cache in fp8; for formats with ``kv_scales``.
 
     Raises:
         ValueError: an unknown format, a calibration or a group that it has no use for, a text that cannot be read, a
             matrix that the format cannot hold, or ``output`` cannot be written.
     """
     name = name.lower()
-    known = (*FORMATS, *(each.lower() for each in MATRIX_TYPES))
+    known = (*file_formats(), *(each.lower() for each in MATRIX_TYPES))
     if name not in known:
         raise ValueError(f"--format {name} cannot be written; choose one of {', '.join(known)}")
-    if group is not None and name not in FOUR_BITS:
-        raise ValueError(f"a group size is for {', '.join(FOUR_BITS)}, not {name}: leave it out")
-    if kv_scales and (calibration is None or name not in WITH_KV_SCALES):
+    uses = {each.name: each.file for each in file_formats().values() if each.file is not None}
+    use = uses.get(name)
+    if group is not None and not (use and use.grouped):
+        grouped = listed((each for each in uses if uses[each].grouped), "and")
+        raise ValueError(f"a group size is for {grouped}, not {name}: leave it out")
+    if kv_scales and (calibration is None or not (use and use.kv_scales)):
+        with_scales = listed((each for each in uses if uses[each].kv_scales), "and")
         raise ValueError(
-            f"scales of the KV cache are for {', '.join(WITH_KV_SCALES)}, and a text must tell them: choose one of "
-            "these and give --calibrate FILE, or leave --kv-scales out"
+            f"scales of the KV cache are for {with_scales}, and a text must tell them: choose one of these and give "
+            "--calibrate FILE, or leave --kv-scales out"
         )
     if calibration is not None and not takes_calibration(name) and not kv_scales:
         raise ValueError(f"{name} rounds to the nearest and takes no calibration: leave --calibrate out")
-    if name not in FORMATS:
+    if use is None:
         counts = None if calibration is None else _importance(found, calibration)
         export_gguf(found, output, name, counts)
         return
@@ -87,8 +92,12 @@ def quantize_model(
 
 
 def takes_calibration(name: str) -> bool:
-    """Whether a text makes a difference to a format."""
-    return name in FOUR_BITS or name.startswith(("q4", "q5", "q6"))
+    """True if a text makes a difference to a format that is written."""
+    form = file_formats().get(name)
+    if form is not None:
+        return form.file is not None and form.file.grouped
+    mixture = MIXTURES.get(name.upper())
+    return name.upper() in MATRIX_TYPES and block_type(mixture.most if mixture else name.upper()).searched
 
 
 def _calibrated(
@@ -97,7 +106,8 @@ def _calibrated(
     texts = windows_of(found, calibration)
     model = _model(found)
     group = group_for({key: weight.in_features for key, weight in model.weights() if key != "head"}, group)
-    grids = round_model(model, texts, group, FOUR_BITS[name], symmetric=is_symmetric(name))
+    _, use = file_format(name)
+    grids = round_model(model, texts, group, getattr(torch, use.scale_dtype), symmetric=use.symmetric)
     wanted = export_dtype(found)
     config = found.source.config
     state = {

@@ -11,7 +11,6 @@ from cuda_kernels import chain_on_host
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
-from transect.models.storage import Layout
 from transect.models.weights import gguf_blocks
 from transect.models.weights.gguf_blocks import BlockStream, GGUFBlocks
 from transect.models.weights.kinds import kinds_for
@@ -22,6 +21,8 @@ from transect.ops.linear.packed.gguf.gguf_chain import values
 from transect.ops.linear.packed.gguf.gguf_matmul import Products
 from transect.ops.opset import resolve_ops
 from transect.spec.model import ModelConfig
+from transect.spec.numbers.gguf import UNITS
+from transect.spec.numbers.layouts import BlockLayout
 
 SMALL = ModelConfig(
     architecture="llama", vocab_size=61, dim=256, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=256,
@@ -144,7 +145,7 @@ def test_parts_of_other_kinds_are_no_matrix_for_it():
 
 
 def test_experts_of_whole_sixteens_are_decoded_in_the_grouped_product(monkeypatch):
-    layouts = (("mlp.experts_down", Layout("gguf", block_type="Q6_K")),)
+    layouts = (("mlp.experts_down", BlockLayout(UNITS["Q6_K"])),)
     weight = kinds_for(None, "cpu", layouts=layouts)("mlp.experts_down")(32, 256, ops=None)
     monkeypatch.setattr(gguf_blocks, "runs_triton", lambda x: True)
     monkeypatch.setattr(Weight, "grouped", lambda *given: "rebuilt")

@@ -10,10 +10,10 @@ from nf4_fixture import FILE, SHAPE, digest, matrix
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
-from transect.formats.nf4 import BITS, CODES, dynamic_map
 from transect.models.weights.dense import Dense
-from transect.models.weights.nf4 import NF4, NF4State, dequantize, quantize
+from transect.models.weights.nf4 import NF4, NF4State, dequantize, dynamic_map, quantize
 from transect.ops.opset import resolve_ops
+from transect.spec.numbers.nf4 import BITS, CODES
 from transect.train import checkpoint
 from transect.train.trainer import Trainer
 
@@ -48,7 +48,7 @@ def test_codes_are_the_nearest_and_blocks_may_be_short() -> None:
     state = quantize(weight)
     found = dequantize(state, (6, 50)).view(-1)
     scale = torch.stack([block.abs().max() for block in weight.view(-1).split(64)]).repeat_interleave(64)[:300]
-    distance = (weight.view(-1, 1) / scale[:, None] - torch.from_numpy(CODES)).abs().amin(1)
+    distance = (weight.view(-1, 1) / scale[:, None] - torch.tensor(CODES)).abs().amin(1)
     assert bool(((found - weight.view(-1)).abs() <= (distance + 0.01) * scale).all())
     with pytest.raises(ValueError, match="no whole bytes"):
         quantize(torch.randn(3, 3))

@@ -13,12 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transect.formats.ggml_blocks import BLOCK_TYPES, QuantizedTensor
+from transect.formats.ggml_blocks import QuantizedTensor
 from transect.formats.ggml_k_types import K_TYPES
 from transect.formats.ggml_quantize import quantize
 from transect.ops.cpu import build, packing
 from transect.ops.cpu.library import Kind, Library, PackedWeight, empty_cache, load
 from transect.ops.registry import Unavailable
+from transect.spec.numbers.gguf import BLOCK_TYPES
 
 MARCHES = ("native", "x86-64-v3", "x86-64")
 QUANTIZED = {

@@ -9,7 +9,6 @@ from gpu_engine import TINY, gpu_model
 from transect.engine.gpu.setup import gpu_ops
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
-from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
 from transect.ops.moe import (
     combining,
     gating,
@@ -24,6 +23,7 @@ from transect.ops.moe import (
 from transect.ops.moe.triton import triton_grouped_gate_up
 from transect.ops.opset import resolve_ops
 from transect.spec.moe import MoEConfig
+from transect.spec.numbers.gguf import UNITS
 from transect.spec.shapes import PRESETS
 
 pytestmark = [
@@ -204,7 +204,7 @@ def test_a_whole_model_draws_the_tokens_of_the_cpu():
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 1000])
-@pytest.mark.parametrize("name", [*FORMATS, "int4", "int432"])
+@pytest.mark.parametrize("name", [*UNITS, "int4", "int432"])
 def test_experts_in_blocks(name, tokens):
     """Tiles that end within an expert's outputs, inputs that end within a unit; the same in a graph."""
     inputs = 1408 if name.startswith("int4") else 1440

@@ -14,9 +14,8 @@ from transect.checkpoints.resolve import resolve
 from transect.models.cost import weight_bytes
 from transect.models.decoder import Decoder
 from transect.models.memory.serving import ServingPlan
-from transect.models.storage import Layout as Packing
 from transect.models.storage import storage_for
-from transect.models.stored import Blocks, Codes4, Codes8, Stored
+from transect.models.stored import BlockCodes, Codes4, Codes8, Stored
 from transect.models.weights.kinds import kinds_for
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
@@ -27,6 +26,8 @@ from transect.spec.layouts.ranks import RankLayout
 from transect.spec.layouts.shards import Shard, WeightPart, vocabulary_part
 from transect.spec.model import ModelConfig
 from transect.spec.moe import MoEConfig
+from transect.spec.numbers.gguf import UNITS
+from transect.spec.numbers.layouts import BlockLayout, GroupLayout, ScaledLayout
 from transect.spec.shapes import PRESETS
 from transect.spec.weights import weight_shapes
 
@@ -141,12 +142,12 @@ def test_a_rank_reads_its_part_and_nothing_else():
 def test_a_part_of_each_expert_stays_packed(kind):
     """Two experts of 6 rows, of which the second rank of two has the last 3 each."""
     rows = torch.arange(12.0)
-    layout = Packing("gguf" if kind == "blocks" else "int4" if kind == "4 bits" else "fp8")
+    layout = {"blocks": BlockLayout(UNITS["Q4_0"]), "4 bits": GroupLayout(32), "8 bits": ScaledLayout(fp8=True)}[kind]
 
     def codes(part, columns):
         own = rows[part, None] + torch.arange(64.0)[columns]
         if kind == "blocks":
-            return Blocks(layout, own)
+            return BlockCodes(layout, own)
         return Codes8(layout, own, rows[part]) if kind == "8 bits" else Codes4(layout, own, own[:, :2], own[:, 2:4])
 
     part = part_of(Stored((12, 64), lambda *_: None, layout, codes), WeightPart(slice(3, 6), slice(None), 2))

@@ -115,7 +115,7 @@ def _description(setup: Setup) -> str:
     name = torch.cuda.get_device_name(setup.device)
     how = [f"{kernels} on {name} in {str(setup.dtype).removeprefix('torch.')}"]
     how += [] if setup.config.quantization is None else [f"the layers' weights in {setup.config.quantization}"]
-    held = sorted({layout.format for _, layout in setup.layouts})
+    held = sorted({layout.label for _, layout in setup.layouts})
     how += [f"the layers' weights in {' and '.join(held)}, as in the checkpoint"] if held else []
     how += [] if setup.stream is None else [str(setup.stream)]
     if setup.config.kv_cache_dtype != "auto":

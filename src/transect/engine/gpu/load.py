@@ -18,6 +18,8 @@ from ...models.fused_stack import Fusions
 from ...models.weights.kinds import kinds_for
 from ...parallel.load import GROUP, load_shard_on_device, shard_of
 from ...parallel.mesh import Mesh
+from ...spec.numbers.layouts import BlockLayout
+from ...spec.numbers.registry import takes_scales
 from . import warm_kernels
 from .compilers import Compilers
 from .setup import Setup
@@ -86,7 +88,7 @@ def load(
         times.done(f"{warming.collected} kernels found")
     read = partial(load_on_device, device=setup.device)
     if mesh is not None:
-        in_blocks = bool(setup.layouts) and {layout.format for _, layout in setup.layouts} == {"gguf"}
+        in_blocks = bool(setup.layouts) and all(isinstance(layout, BlockLayout) for _, layout in setup.layouts)
         # Files with blocks say themselves where these cannot be cut.
         read = partial(load_shard_on_device, mesh=mesh, group=1 if in_blocks else GROUP)
     model = read(
@@ -105,7 +107,7 @@ def load(
         ),
         stream=setup.stream,
     )
-    if config.kv_cache_dtype == "fp8":
+    if takes_scales(config.kv_cache_dtype):
         take_scales(model, source, slice(None) if mesh is None else shard_of(source.config, mesh).layers)
     times.done("weights")
     allocated = torch.cuda.memory_allocated(setup.device) - setup.allocated

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from ...checkpoints.layouts import storage_held
 from ...checkpoints.load import cache_dtype, kv_dtype
 from ...models.cost import kv_bytes_per_token, weight_bytes
 from ...models.memory.serving import ServingPlan
-from ...models.storage import Layouts, Storage, storage_for
+from ...models.storage import Layouts, Storage, storage_for, storage_held
 from ...models.streaming.plan import StreamPlan
-from ...ops.attention.paged.cache_codes import SCALE_BYTES, stored_bits
+from ...ops.attention.paged.cache_codes import refusal as cache_refusal
+from ...ops.attention.paged.cache_codes import stored_bits
 from ...ops.attention.paged.paged_attention import PagedTriton
 from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
@@ -180,16 +180,14 @@ def plan_of(config: EngineConfig, model: ModelConfig, storage: Storage, dtype: t
 
 
 def check_cache(config: EngineConfig, model: ModelConfig) -> None:
-    """Refuse a cache that kernels cannot read: scales behind heads (``cache_codes.py``) are float32, and aligned so.
+    """Refuse a cache that kernels cannot read.
 
     Raises:
         ValueError: heads whose size is no multiple of 4, cached in int8.
     """
-    if config.kv_cache_dtype == "int8" and model.head_dim % SCALE_BYTES:
-        raise ValueError(
-            f"a KV cache in int8 on a GPU takes heads whose size is a multiple of {SCALE_BYTES}, not of "
-            f"{model.head_dim}: leave kv_cache_dtype out, or take fp8"
-        )
+    reason = cache_refusal(cache_dtype(config.dtype, config.kv_cache_dtype), model.head_dim)
+    if reason is not None:
+        raise ValueError(f"{reason}: leave kv_cache_dtype out, or take fp8")
 
 
 def gpu_ops(

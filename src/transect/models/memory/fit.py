@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 
 from ...costs.units import gib
 from ...spec.model import ModelConfig
+from ...spec.numbers.registry import base_formats
 from .kept import Kept
 from .terms import Estimate
 from .training import training
-from .training_plan import TrainingPlan, fitting_groups
+from .training_plan import TrainingPlan, fitting_groups, ungrouped_base
 
 Estimator = Callable[[ModelConfig, TrainingPlan], Estimate]
 """Gives the account of a plan: of one device, or of the rank that needs most where there are several
@@ -104,11 +105,12 @@ def _candidates(config: ModelConfig, plan: TrainingPlan) -> Iterator[TrainingPla
 def _as_task(config: ModelConfig, plan: TrainingPlan, task: str) -> TrainingPlan:
     """The plan of another task; a base of 4 bits in groups that fit the model."""
     other = replace(plan, task=task)  # type: ignore[arg-type]
-    if task == plan.task or task != "qlora" or plan.base_format == "nf4":
+    base = base_formats()[plan.base_format].base
+    if task == plan.task or task != "qlora" or base is None or not base.grouped:
         return other
     groups = fitting_groups(config)
     if not groups:
-        return replace(other, base_format="nf4")
+        return replace(other, base_format=ungrouped_base())
     return other if plan.group in groups else replace(other, group=groups[-1])
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 
 from ...costs.units import gib
 from ...spec.model import ModelConfig
+from ...spec.numbers.registry import base_formats
 from ...spec.weights import largest_matrix
-from ..storage import int4_format, nf4_format
 from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .part import Gradients, Part, by_module, count, module_of
@@ -168,9 +168,10 @@ class Account:
         held = {}
         if plan.task == "qlora":
             numbers, rest = count(linear), count(shapes) - count(linear)
-            base = nf4_format() if plan.base_format == "nf4" else int4_format(plan.group, 8 * e)
-            packed = int(base.bytes(numbers)) + e * rest
-            how = "in NF4" if plan.base_format == "nf4" else f"in 4 bits with scale and zero for each {plan.group}"
+            base = base_formats()[plan.base_format].base
+            assert base is not None
+            packed = int(base.weight(plan.group, 8 * e).bytes(numbers)) + e * rest
+            how = base.words.format(group=plan.group)
             why = f"frozen, {numbers} numbers {how}, {rest} of {e} bytes"
         elif part.zero == 3:
             packed, why = e * part.sharded, f"{part.sharded} of {count(shapes)} numbers, of {e} bytes"

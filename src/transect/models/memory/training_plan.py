@@ -8,6 +8,7 @@ from typing import Literal
 
 from ...spec.layouts.refusals import ONE_BIT, Run
 from ...spec.model import ModelConfig
+from ...spec.numbers.registry import base_formats
 from ...spec.weights import linear_shapes, weight_shapes
 from .kept import Backend, Kept, Reads
 
@@ -59,7 +60,7 @@ class TrainingPlan:
     merged: bool = False
     whole: int = 0
     saved: tuple[str, ...] = ()
-    base_format: Literal["int4", "nf4"] = "int4"
+    base_format: str = "int4"
 
     @property
     def trains_head(self) -> bool:
@@ -116,6 +117,11 @@ def _packed_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
     return [shape for shape in weight_shapes(config).items() if len(shape[1]) == 2 and shape[0].startswith("layers.")]
 
 
+def ungrouped_base() -> str:
+    """The base format for rows of any length."""
+    return next(name for name, form in base_formats().items() if form.base and not form.base.grouped)
+
+
 def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
     """See that the frozen base of ``qlora`` can be held in its 4 bits.
 
@@ -128,7 +134,8 @@ def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
     odd = next((name for name, shape in shapes if math.prod(shape) % 2), None)
     if odd is not None:
         raise ValueError(f'{odd} has an odd number of numbers, and two share a byte in 4 bits: set task to "lora"')
-    if plan.base_format == "nf4":
+    base = base_formats()[plan.base_format].base
+    if base is None or not base.grouped:
         return
     fitting = fitting_groups(config)
     if plan.group in fitting:
@@ -136,7 +143,9 @@ def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
     name, width = next(
         (name, shape[1]) for name, shape in shapes if plan.group not in GROUPS or shape[1] % (2 * plan.group)
     )
-    known = f"lora.group to {' or '.join(map(str, fitting))}" if fitting else 'lora.base_format to "nf4"'
+    known = f'lora.base_format to "{ungrouped_base()}"'
+    if fitting:
+        known = f"lora.group to {' or '.join(map(str, fitting))}"
     raise ValueError(
         f"rows of {width} numbers ({name}) cannot be cut into pairs of groups of lora.group = {plan.group}: set {known}"
     )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.cpu.training import Kernels
+from ...spec.numbers.number_format import WeightFormat
 from ..staging import Staging
-from ..storage import WeightFormat
 from .adapted_product import adapted_product
 from .dropout import Dropout
 from .low_rank import LowRank

@@ -13,15 +13,18 @@ from torch import Tensor, nn
 
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet
+from ...spec.numbers.layouts import MatrixLayout
+from ...spec.numbers.number_format import WeightFormat
 from ..staging import Staging
-from ..storage import Layout, WeightFormat
 from ..stored import PackedValues, Values
 from .weight import Dimension, Product, StreamProduct, TrainingPart, Weight
 
 
 class AsStored(Weight):
-    """``make(layout, outputs, inputs, bias, ops=, device=, dtype=)`` is a weight of a layout, None of plain numbers;
-    ``layout`` is the one that is expected."""
+    """A weight around ``make(layout, outputs, inputs, bias, ops=, device=, dtype=)``.
+
+    ``layout`` is the expected one, None if plain numbers are.
+    """
 
     inner: Weight
 
@@ -31,7 +34,7 @@ class AsStored(Weight):
         in_features: int,
         bias: bool = False,
         *,
-        layout: Layout | None,
+        layout: MatrixLayout | None,
         make: Callable[..., Weight],
         ops: OpSet,
         device: torch.device | str | None = None,
@@ -54,7 +57,7 @@ class AsStored(Weight):
         """That of the weight inside."""
         return self.inner.bias
 
-    def takes(self, layout: Layout) -> bool:
+    def takes(self, layout: MatrixLayout) -> bool:
         return True
 
     def load(self, values: Values | PackedValues, staging: Staging) -> None:

@@ -13,8 +13,9 @@ from ...ops.comm.peer_memory import Push
 from ...ops.linear.few_rows.pushed import pushed_rows
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
+from ...spec.numbers.dense import dense_format
+from ...spec.numbers.number_format import WeightFormat
 from ..staging import Staging, dense_values
-from ..storage import WeightFormat, dense_format
 from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Weight, draw_normal, part_of, shard_bias
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,22 +16,26 @@ from ...ops.linear import gate_up
 from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.packed.gguf import gguf_chain, gguf_matmul
 from ...ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights, Matrix
-from ...ops.linear.packed.gguf.gguf_layout import COLUMNS, FORMATS, ROWS, arrange, arranged_shape, dense
+from ...ops.linear.packed.gguf.gguf_layout import COLUMNS, ROWS, arrange, arranged_shape, dense
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_blocks
 from ...ops.opset import OpSet
+from ...spec.numbers.gguf import UNITS
+from ...spec.numbers.layouts import BlockLayout, MatrixLayout
+from ...spec.numbers.number_format import NumberFormat, WeightFormat
 from ..staging import Staging
-from ..storage import Layout, WeightFormat
-from ..stored import Blocks
+from ..stored import BlockCodes
 from .in_blocks import join_blocks
 from .weight import (
     Chain,
     Dimension,
+    Place,
     Product,
     StreamProduct,
     TrainingPart,
     Values,
     Weight,
+    WeightKind,
     by_expert,
     join_biases,
     part_of,
@@ -58,15 +63,15 @@ class GGUFBlocks(Weight):
         super().__init__(out_features, in_features)
         self.block_type, self.in_turns = block_type, False
         self._products, self._dtype = products, dtype or torch.get_default_dtype()
-        shape = arranged_shape(FORMATS[block_type], out_features, in_features)
+        shape = arranged_shape(UNITS[block_type], out_features, in_features)
         self.register_buffer("arranged", torch.empty(shape, dtype=torch.uint8, device=device))
         self.add_bias(bias, device, dtype)
 
-    def takes(self, layout: Layout) -> bool:
-        return layout.format == "gguf" and layout.block_type == self.block_type
+    def takes(self, layout: MatrixLayout) -> bool:
+        return isinstance(layout, BlockLayout) and layout.units.name == self.block_type
 
-    def load(self, values: Values | Blocks, staging: Staging) -> None:
-        if not isinstance(values, Blocks):
+    def load(self, values: Values | BlockCodes, staging: Staging) -> None:
+        if not isinstance(values, BlockCodes):
             raise ValueError(f"blocks of {self.block_type} are read, not made: the file holds other numbers")
         self.arranged.copy_(arrange(self.block_type, staging.bring(values.blocks), self.in_features))
 
@@ -89,7 +94,7 @@ class GGUFBlocks(Weight):
         return call(x, self.arranged, self.block_type, self.out_features, starts, order, self.bias)
 
     def dense(self) -> Tensor:
-        kind = FORMATS[self.block_type]
+        kind = UNITS[self.block_type]
         rows = dense(self.arranged, kind, self.out_features, self.in_features, self._dtype)
         return rows.unflatten(0, (-1, 2, ROWS)).transpose(0, 1).flatten(0, 2) if self.in_turns else rows
 
@@ -173,6 +178,26 @@ class GGUFBlocks(Weight):
         )
         made.arranged = arranged
         return made
+
+
+class BlockHolder:
+    """Blocks of GGUF files, see ``Holder``. Nothing is rounded to them here."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    @cached_property
+    def _products(self) -> gguf_matmul.Products:
+        place = self._place
+        return gguf_matmul.Products(place.device, dependent=place.dependent, chained=place.chained)
+
+    def rounded(self, form: NumberFormat) -> WeightKind | None:
+        return None
+
+    def stored(self, layout: MatrixLayout) -> WeightKind | None:
+        if not isinstance(layout, BlockLayout):
+            return None
+        return partial(GGUFBlocks, block_type=layout.units.name, products=self._products)
 
 
 class BlockStream:

@@ -17,7 +17,8 @@ from torch import Tensor
 from ...ops.linear.packed.int4.int4_dequantize import reference as dequantize_reference
 from ...ops.linear.packed.int4.int4_dequantize import triton_dequantize
 from ...ops.linear.packed.int4.int4_packing import pack
-from ..storage import WeightFormat, int4_format
+from ...spec.numbers.int4 import int4_format
+from ...spec.numbers.number_format import WeightFormat
 from .rebuilt import rebuilt_product
 from .weight import Dimension, TrainingPart, Weight, part_of, shard_bias
 

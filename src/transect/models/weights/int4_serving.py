@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.nn.functional as F
@@ -29,21 +29,25 @@ from ...ops.linear.packed.int4 import int4_chain, int4_matmul, int4_rows
 from ...ops.linear.packed.int4.int4_chain import Matrix4
 from ...ops.linear.packed.int4.int4_packing import CHUNK, arrange_codes
 from ...ops.linear.stream_products import Size, Stream, StreamProducts
-from ...ops.moe.grouped_blocks import triton_grouped_blocks
+from ...ops.moe.grouped_blocks import GROUPS_OF_4, triton_grouped_blocks
 from ...ops.opset import OpSet
+from ...spec.numbers.int4 import INT4, NATIVE_GROUP, SERVING_GROUP, int4_format
+from ...spec.numbers.layouts import GroupLayout, MatrixLayout
+from ...spec.numbers.number_format import NumberFormat, WeightFormat
 from ..staging import Staging, dense_values
-from ..storage import SERVING_GROUP, Layout, WeightFormat, int4_format
 from ..stored import Codes4
 from .in_blocks import join_blocks
 from .int4 import codes_of
 from .weight import (
     Chain,
     Dimension,
+    Place,
     Product,
     StreamProduct,
     TrainingPart,
     Values,
     Weight,
+    WeightKind,
     by_expert,
     join_biases,
     part_of,
@@ -51,7 +55,7 @@ from .weight import (
 )
 
 SCALES = torch.bfloat16
-PANEL = 32
+PANEL = NATIVE_GROUP
 """Numbers that share a scale in the C++ CPU kernels."""
 BLOCK = 16
 """Rows that lie together."""
@@ -185,8 +189,8 @@ class ServingInt4(Weight):
         self.register_buffer("order", order)
         self.add_bias(bias, device, dtype)
 
-    def takes(self, layout: Layout) -> bool:
-        return (layout.format, layout.group, layout.ordered) == ("int4", self.group, self.order is not None)
+    def takes(self, layout: MatrixLayout) -> bool:
+        return layout == GroupLayout(self.group, self.order is not None)
 
     def load(self, values: Values | Codes4, staging: Staging) -> None:
         if isinstance(values, Codes4):
@@ -210,7 +214,7 @@ class ServingInt4(Weight):
         if not runs_triton(x) or not x.is_cuda:
             return by_expert(self, x, starts, order)
         x = self._filled(x if self.order is None else x.index_select(1, self.order))
-        return triton_grouped_blocks(x, self.arranged, "int4", self.out_features, starts, order, self.bias)
+        return triton_grouped_blocks(x, self.arranged, GROUPS_OF_4, self.out_features, starts, order, self.bias)
 
     def dense(self) -> Tensor:
         rows = int4_matmul.dense(self.arranged, self.out_features, self._dtype)[:, : self.in_features]
@@ -307,6 +311,25 @@ class ServingInt4(Weight):
 
         like = torch.empty(0, dtype=self._dtype, device=self.arranged.device)
         return TrainingPart(self.out_features, self.in_features, like, fill)
+
+
+class Int4Holder:
+    """4 bits in groups, see ``Holder``."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    @cached_property
+    def _products(self) -> Int4Products:
+        return Int4Products.on(self._place.device, dependent=self._place.dependent)
+
+    def rounded(self, form: NumberFormat) -> WeightKind | None:
+        return partial(ServingInt4, products=self._products) if form is INT4 else None
+
+    def stored(self, layout: MatrixLayout) -> WeightKind | None:
+        if not isinstance(layout, GroupLayout):
+            return None
+        return partial(ServingInt4, products=self._products, group=layout.group, ordered=layout.ordered)
 
 
 def served_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,16 +6,32 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from ...ops.linear.packed.gguf import gguf_matmul
 from ...ops.opset import OpSet
-from ..storage import Layout, Layouts
+from ...spec.numbers.int4 import INT4
+from ...spec.numbers.layouts import MatrixLayout
+from ...spec.numbers.number_format import NumberFormat
+from ...spec.numbers.registry import rounding
+from ..storage import Layouts
 from .as_stored import AsStored
 from .dense import Dense
-from .gguf_blocks import GGUFBlocks
-from .int4_serving import Int4Products, ServingInt4
-from .scaled8 import EIGHT_BITS, Products8, Scaled8, kinds_of_8_bits
-from .weight import Kinds, Weight, WeightKind
+from .gguf_blocks import BlockHolder
+from .int4_serving import Int4Holder, rounded
+from .listed import ListedHolder
+from .scaled8 import Holder8
+from .weight import Holder, Kinds, Place, Weight, WeightKind
+
+HOLDERS: tuple[Callable[[Place], Holder], ...] = (Int4Holder, Holder8, BlockHolder, ListedHolder)
+"""All ways to hold packed matrices on a GPU and in plain torch. Each says which formats and layouts are its own."""
+ROUNDED: Mapping[NumberFormat, Callable[[Tensor], Tensor]] = {INT4: rounded}
+"""The values that a matrix has in the formats whose codes plain torch does not hold on a CPU."""
+
+
+def rounded_values(quantization: str | None) -> Callable[[Tensor], Tensor] | None:
+    """The function from a matrix to its rounded values; None if plain torch holds the codes, or nothing is rounded."""
+    form = rounding(quantization)
+    return None if form is None else ROUNDED.get(form)
 
 
 def kinds_for(
@@ -26,41 +42,25 @@ def kinds_for(
     layouts: Layouts = (),
     chained_blocks: bool = False,
 ) -> Kinds | None:
-    """The kinds of weight of a model that plain torch or a GPU serves; None: all are dense.
+    """The kinds of weight of a model that plain torch or a GPU serves; None if all are dense.
 
     Args:
         quantization: as ``EngineConfig`` names it: the layers' matrices are rounded when they are loaded, and the head
             stays dense.
-        dependent_launch: as ``dependent`` in ``Int4Products.on``.
-        layouts: without ``quantization``: of a checkpoint that packs its matrices: those of the layers stay so.
-        chained_blocks: as ``chained`` of ``gguf_matmul.Products``.
+        dependent_launch, chained_blocks: as in ``Place``.
+        layouts: those of a checkpoint that packs its matrices. Without ``quantization`` the layers stay so.
     """
-    if quantization in EIGHT_BITS:
-        eight = Products8.on(device, dependent=dependent_launch, fp8=quantization == "fp8")
-        return kinds_of_8_bits(quantization, eight)
-    if quantization is not None:
-        products = Int4Products.on(device, dependent=dependent_launch)
-        int4: WeightKind = partial(ServingInt4, products=products)
-        return lambda name: Dense if name == "head" else int4
-    if not layouts:
-        return None
-    make_blocks = partial(gguf_matmul.Products, device, dependent=dependent_launch, chained=chained_blocks)
-    return _as_stored(dict(layouts), device, dependent_launch, make_blocks)
+    holders = [holder(Place(device, dependent_launch, chained_blocks)) for holder in HOLDERS]
+    form = rounding(quantization)
+    if form is not None:
+        own = next(kind for kind in (holder.rounded(form) for holder in holders) if kind is not None)
+        return lambda name: Dense if name == "head" else own
+    return _as_stored(dict(layouts), holders) if layouts else None
 
 
-def _as_stored(
-    layouts: Mapping[str, Layout],
-    here: torch.device | str,
-    dependent: bool,
-    make_blocks: Callable[[], gguf_matmul.Products],
-) -> Kinds:
-    formats = {layout.format for layout in layouts.values()}
-    blocks: gguf_matmul.Products | None = None
-    four = Int4Products.on(here, dependent=dependent) if "int4" in formats else None
-    eight = Products8.on(here, dependent=dependent, fp8="fp8" in formats) if formats & set(EIGHT_BITS) else None
-
+def _as_stored(layouts: Mapping[str, MatrixLayout], holders: list[Holder]) -> Kinds:
     def make(
-        layout: Layout | None,
+        layout: MatrixLayout | None,
         out_features: int,
         in_features: int,
         bias: bool = False,
@@ -69,21 +69,15 @@ def _as_stored(
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Weight:
-        """A weight that holds what a checkpoint packs so; None: plain numbers."""
-        nonlocal four, eight, blocks
+        """Make a weight that holds a matrix packed so; None stands for plain numbers."""
         own: WeightKind = Dense
-        if layout is not None and layout.format == "int4":
-            four = four or Int4Products.on(device or "cpu", dependent=dependent)
-            own = partial(ServingInt4, products=four, group=layout.group, ordered=layout.ordered)
-        elif layout is not None and layout.format == "gguf":
-            blocks = blocks or make_blocks()
-            own = partial(GGUFBlocks, block_type=layout.block_type, products=blocks)
-        elif layout is not None:
-            eight = eight or Products8.on(device or "cpu", dependent=dependent, fp8="fp8" in formats)
-            own = partial(Scaled8, fp8=layout.format == "fp8", blocks=layout.blocks, products=eight,
-                          rounds_inputs=layout.rounds_inputs)  # fmt: skip
+        if layout is not None:
+            own = next(kind for kind in (holder.stored(layout) for holder in holders) if kind is not None)
         return own(out_features, in_features, bias, ops=ops, device=device, dtype=dtype)
 
-    return lambda name: (
-        Dense if name == "head" and name not in layouts else partial(AsStored, layout=layouts.get(name), make=make)
-    )
+    def kind_of(name: str) -> WeightKind:
+        if name == "head" and name not in layouts:
+            return Dense
+        return partial(AsStored, layout=layouts.get(name), make=make)
+
+    return kind_of

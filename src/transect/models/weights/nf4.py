@@ -1,18 +1,19 @@
 """``NF4``: a frozen matrix in 4-bit NormalFloat with double quantization, rebuilt for each product: to train over it.
 
-``formats/nf4.py`` has the layout. Codes, scales and values are those of bitsandbytes. The weight is made again, in the
-compute dtype, in both directions, and never kept, as that of ``int4.py`` is.
+``spec/numbers/nf4.py`` has the layout. Codes, scales and values are those of bitsandbytes. The weight is made again, in
+the compute dtype, in both directions, and never kept, as that of ``int4.py`` is.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...formats.nf4 import BLOCK, CODES, NESTED_BLOCK, dynamic_map
-from ..storage import WeightFormat, nf4_format
+from ...spec.numbers.nf4 import BLOCK, CODES, NESTED_BLOCK, nf4_format
+from ...spec.numbers.number_format import WeightFormat
 from .rebuilt import rebuilt_product
 from .weight import TrainingPart, Weight
 
@@ -118,9 +119,33 @@ def _nearest(numbers: Tensor, values: Tensor) -> Tensor:
 
 
 def _table(values: Any, like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)
+    return torch.from_numpy(np.asarray(values, np.float32)).to(like.device)
 
 
 def _borders(values: Tensor) -> Tensor:
     """Half-way between neighbours; what lies on one is rounded down."""
     return (values[:-1] + values[1:]) / 2
+
+
+def dynamic_map() -> np.ndarray:
+    """The 256 numbers that a scale's code may stand for, float32, ascending.
+
+    With each exponent from 1e-6 to 1 the number of steps doubles: 1, 2, 4, ... 64 midpoints of equal parts of [0.1, 1],
+    of both signs; and 0 and 1.
+    """
+    found = [0.0, 1.0]
+    low, high = np.float32(0.1), np.float32(1)
+    for exponent in range(7):
+        parts = 2**exponent
+        step = (high - low) / np.float32(parts)
+        at = np.arange(parts + 1)
+        # Each half from its own end, rounded to float32 once: values are to be those of bitsandbytes, to the bit.
+        edges = np.where(
+            at < (parts + 1) // 2,
+            np.float64(low) + np.float64(step) * at,
+            np.float64(high) - np.float64(step) * (parts - at),
+        ).astype(np.float32)
+        middles = (edges[:-1] + edges[1:]) / np.float32(2)
+        steps = np.float32(10.0 ** (exponent - 6)) * middles
+        found += [*steps.tolist(), *(-steps).tolist()]
+    return np.array(sorted(found), np.float32)

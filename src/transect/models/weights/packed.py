@@ -6,6 +6,7 @@ values that dequantizing would give.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,9 +19,14 @@ from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
 from ...ops.cpu.packing import pack, pack_fp8, pack_groups
 from ...ops.linear.packed.eight_bit.scaled8_rounding import BLOCK
 from ...ops.opset import OpSet
+from ...spec.numbers.fp8 import FP8
+from ...spec.numbers.int4 import INT4
+from ...spec.numbers.int8 import INT8
+from ...spec.numbers.layouts import GroupLayout, MatrixLayout, ScaledLayout
+from ...spec.numbers.number_format import NumberFormat, WeightFormat
+from ...spec.numbers.registry import listed
 from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values
-from ..storage import Layout, WeightFormat
 from ..stored import Codes4, Codes8
 from .int4_serving import PANEL, affine_groups
 from .weight import Dimension, TrainingPart, Values, Weight, part_of, shard_bias
@@ -29,9 +35,13 @@ EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 class Packed(Weight):
-    """Without values until it is loaded or ``take`` is called. ``half``: dense matrices are kept in bfloat16, not as
-    they come; ``quantization``: all are rounded to ``int4`` (``int4_serving.py``), ``int8`` or ``fp8``, these with a
-    scale for each row; ``whole``: it is no part of a matrix, so a checkpoint's scales of blocks are whole too."""
+    """Without values until it is loaded or ``take`` is called.
+
+    Args:
+        half: dense matrices are kept in bfloat16, not as they come.
+        rounding: all matrices are rounded to this format, one that ``refuses`` has nothing against.
+        whole: it is no part of a matrix, so a checkpoint's scales of blocks are whole too.
+    """
 
     def __init__(
         self,
@@ -41,14 +51,14 @@ class Packed(Weight):
         *,
         library: Library,
         half: bool = False,
-        quantization: str | None = None,
+        rounding: NumberFormat | None = None,
         whole: bool = True,
         ops: OpSet | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(out_features, in_features)
-        self._library, self._half, self._quantization = library, half, quantization
+        self._library, self._half, self._rounding = library, half, rounding
         self._whole = whole
         self._matrix: PackedWeight | None = None
         self.add_bias(bias, "cpu", torch.float32)
@@ -58,35 +68,23 @@ class Packed(Weight):
         assert (matrix.n, matrix.k) == self.shape
         self._matrix = replace(matrix, bias=None if self.bias is None else self.bias.detach())
 
-    def takes(self, layout: Layout) -> bool:
-        return (
-            self._quantization is None
-            and (self._whole or not layout.blocks)
-            and (
-                layout.format in ("int8", "fp8")
-                or (layout.format == "int4" and not layout.ordered and layout.group % PANEL == 0)
-            )
-            and self.in_features % PANEL == 0
-        )
+    def takes(self, layout: MatrixLayout) -> bool:
+        if self._rounding is not None or self.in_features % PANEL:
+            return False
+        if isinstance(layout, ScaledLayout):
+            return self._whole or not layout.blocks
+        return isinstance(layout, GroupLayout) and not layout.ordered and layout.group % PANEL == 0
 
     def load(self, values: Values | Codes8 | Codes4, staging: Staging) -> None:
-        if self._quantization is not None:
+        if self._rounding is not None:
             assert not isinstance(values, (Codes8, Codes4))  # see ``takes``
-            self.take(self._rounded(dense_values(values)))
+            self.take(_ROUNDED[self._rounding](self._library, dense_values(values)))
         elif isinstance(values, (Codes8, Codes4)):
             self.take(_pack_codes(self._library, values))
         else:
             if self._half and isinstance(values, Tensor):
                 values = values.to(torch.bfloat16)
             self.take(pack(self._library, values))
-
-    def _rounded(self, values: Tensor) -> PackedWeight:
-        if self._quantization == "int4":
-            return pack_groups(self._library, affine_groups(values))
-        fp8 = self._quantization == "fp8"
-        codes, scale = (to_fp8 if fp8 else to_int8)(values)
-        layout = Layout("fp8" if fp8 else "int8")
-        return _pack_codes(self._library, Codes8(layout, codes.view(torch.int8), scale[:, 0]))
 
     @property
     def matrix(self) -> PackedWeight:
@@ -193,7 +191,7 @@ def _by_panel(values: Codes8) -> Tensor:
 
 
 def _pack_codes(library: Library, values: Codes8 | Codes4) -> PackedWeight:
-    if isinstance(values, Codes8) and values.layout.format == "fp8":
+    if isinstance(values, Codes8) and values.layout.fp8:
         return pack_fp8(library, values.codes, _by_panel(values))
     return pack_groups(library, groups_of_codes(values))
 
@@ -207,3 +205,23 @@ def groups_of_codes(values: Codes8 | Codes4) -> AffineGroups:
     times = values.codes.shape[1] // values.scale.shape[1] // PANEL
     scale, zero = (t.repeat_interleave(times, 1).numpy() for t in (values.scale, values.zero))
     return AffineGroups(values.codes.numpy(), scale, zero, PANEL, 4, half_exact=False)
+
+
+def _rounded8(library: Library, values: Tensor, form: NumberFormat) -> PackedWeight:
+    codes, scale = (to_fp8 if form is FP8 else to_int8)(values)
+    return _pack_codes(library, Codes8(ScaledLayout(form is FP8), codes.view(torch.int8), scale[:, 0]))
+
+
+_ROUNDED: Mapping[NumberFormat, Callable[[Library, Tensor], PackedWeight]] = {
+    INT4: lambda library, values: pack_groups(library, affine_groups(values)),
+    FP8: lambda library, values: _rounded8(library, values, FP8),
+    INT8: lambda library, values: _rounded8(library, values, INT8),
+}
+"""A matrix rounded and packed, by the format."""
+
+
+def refuses(form: NumberFormat) -> str | None:
+    """Why the C++ kernels do not round matrices to a format, as a sentence; None if they do."""
+    if form in _ROUNDED:
+        return None
+    return f"the C++ kernels do not take {form.name}; they take {listed((each.name for each in _ROUNDED), 'and')}"

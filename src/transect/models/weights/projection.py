@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops.linear.stream_products import StreamProducts
-from ..storage import WeightFormat
+from ...spec.numbers.number_format import WeightFormat
 from .weight import Product, Stackable, StreamProduct, Weight
 
 

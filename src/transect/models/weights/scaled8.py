@@ -13,6 +13,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +32,17 @@ from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.moe import grouped_scaled8
 from ...ops.opset import OpSet
 from ...ops.registry import Unavailable
+from ...spec.numbers.fp8 import FP8
+from ...spec.numbers.int8 import INT8
+from ...spec.numbers.layouts import MatrixLayout, ScaledLayout
+from ...spec.numbers.number_format import NumberFormat, WeightFormat
 from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values
-from ..storage import Layout, WeightFormat
 from ..stored import Codes8
-from .dense import Dense
 from .weight import (
     Chain,
     Dimension,
-    Kinds,
+    Place,
     Product,
     StreamProduct,
     Values,
@@ -51,7 +54,6 @@ from .weight import (
 )
 
 log = logging.getLogger(__name__)
-EIGHT_BITS = ("fp8", "int8")
 OUTPUTS = 2048
 """Outputs whose codes torch decodes at a time."""
 
@@ -130,8 +132,8 @@ class Scaled8(Weight):
         self.codes.copy_(codes.view(torch.int8))
         self.scale.copy_(scale[:, 0])
 
-    def takes(self, layout: Layout) -> bool:
-        return layout.format == ("fp8" if self.fp8 else "int8") and layout.blocks == self.blocks
+    def takes(self, layout: MatrixLayout) -> bool:
+        return isinstance(layout, ScaledLayout) and (layout.fp8, layout.blocks) == (self.fp8, self.blocks)
 
     def forward(self, x_TI: Tensor) -> Tensor:
         few, many = self._products.few, self._products.many
@@ -202,7 +204,7 @@ class Scaled8(Weight):
 
     @property
     def format(self) -> WeightFormat:
-        name = ("fp8" if self.fp8 else "int8") + (", scales of blocks" if self.blocks else "")
+        name = (FP8 if self.fp8 else INT8).name + (", scales of blocks" if self.blocks else "")
         return WeightFormat(name, 8 * self.nbytes / (self.out_features * self.in_features))
 
     @property
@@ -363,7 +365,22 @@ def _rows_of(stream: Stream) -> Tensor | Rounded:
     return stream.scaled if stream.row_scale is None else Rounded(stream.scaled, stream.row_scale)
 
 
-def kinds_of_8_bits(quantization: str, products: Products8 | None = None) -> Kinds:
-    """The layers' matrices in ``fp8`` or ``int8``; the head stays dense."""
-    kind: WeightKind = partial(Scaled8, fp8=quantization == "fp8", products=products)
-    return lambda name: Dense if name == "head" else kind
+class Holder8:
+    """8 bits with scales of rows or blocks, see ``Holder``."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self._products: dict[bool, Products8] = {}
+
+    def rounded(self, form: NumberFormat) -> WeightKind | None:
+        return self._of(form is FP8) if form in (FP8, INT8) else None
+
+    def stored(self, layout: MatrixLayout) -> WeightKind | None:
+        if not isinstance(layout, ScaledLayout):
+            return None
+        return partial(self._of(layout.fp8), blocks=layout.blocks, rounds_inputs=layout.rounds_inputs)
+
+    def _of(self, fp8: bool) -> Any:
+        if fp8 not in self._products:
+            self._products[fp8] = Products8.on(self._place.device, dependent=self._place.dependent, fp8=fp8)
+        return partial(Scaled8, fp8=fp8, products=self._products[fp8])

@@ -39,9 +39,10 @@ from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
 from ...ops.moe.triton import triton_grouped_linear
 from ...ops.opset import OpSet
+from ...spec.numbers.layouts import MatrixLayout
+from ...spec.numbers.number_format import NumberFormat, WeightFormat
 from ..cost import product_cost
 from ..staging import Staging
-from ..storage import Layout, WeightFormat
 from ..stored import Values
 
 if TYPE_CHECKING:
@@ -249,8 +250,8 @@ class Weight(nn.Module):
         """
         raise ValueError(f"{type(self).__name__} is not filled from files")
 
-    def takes(self, layout: Layout) -> bool:
-        """Whether ``load`` takes a matrix as a checkpoint packs it, ``Stored.codes``, and not only its values."""
+    def takes(self, layout: MatrixLayout) -> bool:
+        """True if ``load`` takes a matrix as a checkpoint packs it, ``Stored.codes``, and not only its values."""
         return False
 
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:
@@ -377,6 +378,32 @@ class WeightKind(Protocol):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Weight: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where weights will be multiplied, and how."""
+
+    device: torch.device | str = "cpu"
+    dependent: bool = False
+    """Launches begin while the kernel before still ends, where the device has that."""
+    chained: bool = False
+    """``gguf_chain.cu`` takes one row of blocks of GGUF files."""
+
+
+class Holder(Protocol):
+    """A way to hold packed matrices in one place: each kind of weight that holds such brings one (``kinds.py``).
+
+    It is made of a ``Place`` alone. Products are resolved when the first weight is asked for.
+    """
+
+    def rounded(self, form: NumberFormat) -> WeightKind | None:
+        """Weights that are rounded to ``form`` when they are loaded; None if that is another kind's format."""
+        ...
+
+    def stored(self, layout: MatrixLayout) -> WeightKind | None:
+        """Weights that hold what a checkpoint packs so; None if that is another kind's layout."""
+        ...
 
 
 Kinds = Callable[[str], WeightKind]

@@ -9,7 +9,7 @@ An expert's codes are decoded in registers, tile by tile: no expert is rebuilt i
 of bits that their codes are made of, and in their scales; the rest of the kernel is one.
 
 Shapes: x ``[R, I]`` or ``[T, I]``, arranged as ``name`` lays a matrix ``[E O, I]`` out (``int4``, or one of
-``FORMATS``), O a multiple of 16, starts ``[E + 1]`` int32, order ``[R]`` int32 or None, bias ``[E O]`` or None, result
+``UNITS``), O a multiple of 16, starts ``[E + 1]`` int32, order ``[R]`` int32 or None, bias ``[E O]`` or None, result
 ``[R, O]``. A weight is rounded to x's dtype once, sums are in float32. Inference only: no gradient.
 Sources: Gale et al. 2022, arXiv:2211.15841; OCP Microscaling Formats 1.0.
 
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from ...costs.work import Cost, touched
+from ...spec.numbers.gguf import UNITS
 from ..lang.jit import TRITON_TARGETS, available, kernel, next_power_of_2, require, tl
 from ..lang.tiles import dot
 from ..linear.packed.gguf import gguf_layout, gguf_matmul
-from ..linear.packed.gguf.gguf_layout import FORMATS, ROWS
+from ..linear.packed.gguf.gguf_layout import ROWS
 from ..linear.packed.int4 import int4_matmul
 from ..linear.packed.int4.int4_packing import CHUNK, arrange_codes, group_of
 from ..numerics import compute_dtype, sample
@@ -39,12 +40,16 @@ from .ordering import draw
 from .ordering import reference as order_of
 from .triton import expert_of_tile, rows_of_tile, tiling
 
+GROUPS_OF_4 = "int4"
+"""The name of 4 bits in groups; other names are those of ``UNITS``."""
+
 
 def dense(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """The values ``[outputs, inputs]`` of all experts."""
-    if name == "int4":
+    kind = UNITS.get(name)
+    if kind is None:
         return int4_matmul.dense(arranged, outputs, dtype)[:, :inputs]
-    return gguf_layout.dense(arranged, FORMATS[name], outputs, inputs, dtype)
+    return gguf_layout.dense(arranged, kind, outputs, inputs, dtype)
 
 
 def reference(
@@ -186,15 +191,15 @@ def _product(  # type: ignore[no-untyped-def]
 
 
 def _constants(name: str, arranged: Tensor) -> dict[str, Any]:
-    if name == "int4":
+    kind = UNITS.get(name)
+    if kind is None:
         none = {"LOW": 4, "HIGH": 0, "BYTES": False, "LESS": 0, "MINIMUM": False, "OFFSET": 0, "MX": False}
         return {"INT4": True, "GROUP": group_of(arranged), "UNIT": arranged.shape[2], **none, "CHOSEN": False}
-    kind = FORMATS[name]
     return {
         "INT4": False, "GROUP": kind.group, "UNIT": kind.unit // 4, "LOW": kind.planes[0],
         "HIGH": sum(kind.planes[1:]), "BYTES": kind.byte_scales is not None, "LESS": kind.byte_scales or 0,
-        "MINIMUM": kind.minimum, "OFFSET": kind.offset, "MX": name == "MXFP4",
-        "CHOSEN": kind.chosen is not None and name != "MXFP4",
+        "MINIMUM": kind.minimum, "OFFSET": kind.offset, "MX": kind.exponents,
+        "CHOSEN": kind.listed is not None and not kind.exponents,
     }  # fmt: skip
 
 
@@ -215,12 +220,14 @@ def triton_grouped_blocks(
     require("grouped_blocks", x)
     experts = len(starts) - 1
     n, k = outputs // experts, x.shape[1]
-    if (name != "int4" and name not in FORMATS) or n % ROWS:
+    if name not in (GROUPS_OF_4, *UNITS) or n % ROWS:
         raise ValueError(
-            f"grouped_blocks: experts of {n} outputs in {name}; it takes whole sixteens in int4, {', '.join(FORMATS)}"
+            f"grouped_blocks: experts of {n} outputs in {name}; it takes whole sixteens in {GROUPS_OF_4}, "
+            f"{', '.join(UNITS)}"
         )
-    if name == "int4" and k % CHUNK:
-        raise ValueError(f"grouped_blocks: with int4 the inputs are a multiple of {CHUNK}, not {k}")
+    kind = UNITS.get(name)
+    if kind is None and k % CHUNK:
+        raise ValueError(f"grouped_blocks: with {name} the inputs are a multiple of {CHUNK}, not {k}")
     x, arranged = x.contiguous(), arranged.contiguous()
     rows = len(x) if order is None else len(order)
     out = x.new_empty(rows, n)
@@ -228,8 +235,8 @@ def triton_grouped_blocks(
         bm, bn, _, warps = tiling(rows, experts)
         sixteens = max(1, min(bn, 64) // ROWS)
         flat = arranged.view(-1).view(torch.uint8)
-        down, across = (arranged.shape[1], arranged.shape[0]) if name == "int4" else arranged.shape[:2]
-        scales = torch.bfloat16 if name == "int4" else FORMATS[name].scale_dtype
+        down, across = (arranged.shape[1], arranged.shape[0]) if kind is None else arranged.shape[:2]
+        scales = torch.bfloat16 if kind is None else getattr(torch, kind.scale_dtype)
         _product[(-(-n // (ROWS * sixteens)), rows // bm + min(experts, rows))](
             x, flat.view(torch.int32), flat.view(scales), flat, gguf_matmul.table(name, x.device),
             x if bias is None else bias.contiguous(), starts, starts if order is None else order, out, n, k, experts,
@@ -261,12 +268,12 @@ def _inputs(
     name: str, tokens: int, experts: int, k: int, outputs: int, inputs: int, device: torch.device | str
 ) -> dict[str, Any]:
     generator = torch.Generator(device).manual_seed(tokens)
-    if name.startswith("int4"):
-        size = int(name.removeprefix("int4") or 128)
+    if name.startswith(GROUPS_OF_4):
+        size = int(name.removeprefix(GROUPS_OF_4) or 128)
         random: dict[str, Any] = {"device": device, "generator": generator}
         codes = torch.randint(0, 16, (experts * outputs, inputs), dtype=torch.uint8, **random)
         scale = torch.rand(experts * outputs, inputs // size, **random) / 64 + 1e-3
-        arranged, name = arrange_codes(codes, scale, -8 * scale), "int4"
+        arranged, name = arrange_codes(codes, scale, -8 * scale), GROUPS_OF_4
     else:
         arranged = gguf_matmul.drawn(name, experts * outputs, inputs, device, tokens)
     order, _, starts = order_of(draw(tokens, k, experts, tokens, device), experts)

@@ -7,8 +7,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
+from ...spec.numbers.registry import base_formats, listed
 from .parse import positive
 
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -58,7 +59,7 @@ class LoRAConfig:
     targets: tuple[str, ...] = MATRICES
     modules_to_save: tuple[str, ...] = ()
     start: str = ""
-    base_format: Literal["int4", "nf4"] = "int4"
+    base_format: str = "int4"
     group: int = 64
 
     def __post_init__(self) -> None:
@@ -69,6 +70,8 @@ class LoRAConfig:
             raise ValueError(f"lora.dropout is a share, at least 0 and less than 1, not {self.dropout}")
         if not self.targets:
             raise ValueError(f"lora.targets must be some of {', '.join((*MATRICES, *TABLES))}, not none")
+        if self.base_format not in base_formats():
+            raise ValueError(f"lora.base_format must be {listed(base_formats())}, not {self.base_format!r}")
         _check_names("targets", self.targets, (*MATRICES, *TABLES), PEFT_NAMES)
         _check_names("modules_to_save", self.modules_to_save, (*TABLES, "norm"), (*MATRICES, *PEFT_NAMES, *NORMS))
 

@@ -14,13 +14,13 @@ from cuda_kernels import int4_weight, loaded, miss
 from transect.ops.lang import cuda_build
 from transect.ops.linear.packed import block_tiles
 from transect.ops.linear.packed.gguf import gguf_tiles
-from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
 from transect.ops.linear.packed.gguf.gguf_matmul import drawn, reference
 from transect.ops.linear.packed.gguf.gguf_tiles import GGUFTiles
 from transect.ops.linear.packed.int4 import int4_matmul, int4_tiles
 from transect.ops.linear.packed.int4.int4_packing import GROUPS
 from transect.ops.linear.packed.int4.int4_tiles import Int4Tiles
 from transect.ops.numerics import sample
+from transect.spec.numbers.gguf import UNITS
 
 INT4 = {"Int4": 128, "Int4_64": 64, "Int4_32": 32}
 """Names of the source, and their groups."""
@@ -37,7 +37,7 @@ def int4() -> Int4Tiles:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 @pytest.mark.parametrize(("n", "k"), [(48, 512), (4096, 4096), (40, 1280), (1000, 14336)])
 def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> None:
     """Every cut, also where tiles follow one another; the same bits in every run."""
@@ -49,7 +49,7 @@ def test_many_rows_on_hopper(tiles: GGUFTiles, name: str, n: int, k: int) -> Non
         found = tiles(x, arranged, name, n, bias)
         assert miss(found, wanted) < 5e-3, m
         assert torch.equal(tiles(x, arranged, name, n, bias, dependent_launch=True), found)
-    for tiling in tilings(FORMATS[name].unit, m, n, k):
+    for tiling in tilings(UNITS[name].unit, m, n, k):
         assert miss(tiles(x, arranged, name, n, bias, tiling=tiling), wanted) < 5e-3, tiling
 
 
@@ -107,19 +107,19 @@ def test_4_bits_are_taken_as_int4_packing_arranges_them() -> None:
     assert "no bias" in str(int4_tiles.refusal(x, int4_weight(64, 384, 64), 64, x.new_zeros(64), gated=True))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 def test_tiles_of_many_rows_fit(name: str) -> None:
     for m in (17, 33, 64, 128, 256, 512):
-        tiling = block_tiles.choose_tiling(FORMATS[name].unit, m, 4096, 4096, 132)
-        assert tiling.resident * (tiling.shared(FORMATS[name].unit) + 1024 + 512 + tiling.groups * 512) <= 228 * 1024
+        tiling = block_tiles.choose_tiling(UNITS[name].unit, m, 4096, 4096, 132)
+        assert tiling.resident * (tiling.shared(UNITS[name].unit) + 1024 + 512 + tiling.groups * 512) <= 228 * 1024
         assert 2 <= tiling.x_stages <= block_tiles.MOST_STAGES and tiling.blocks <= min(132 * tiling.resident, 4096)
         assert tiling.rows >= min(m, 128)
-    assert block_tiles.choose_tiling(FORMATS[name].unit, 64, 48, 512, 132).blocks == 2
+    assert block_tiles.choose_tiling(UNITS[name].unit, 64, 48, 512, 132).blocks == 2
     x, arranged = torch.zeros(3, 512, dtype=torch.bfloat16), drawn(name, 36, 512)
     assert "multiple of 8" in str(gguf_tiles.refusal(x, arranged, name, 36))
 
 
-@pytest.mark.parametrize(("source", "names"), [("gguf_tiles", tuple(FORMATS)), ("int4_tiles", tuple(INT4))])
+@pytest.mark.parametrize(("source", "names"), [("gguf_tiles", tuple(UNITS)), ("int4_tiles", tuple(INT4))])
 def test_the_sources_have_every_cut_of_every_type(source: str, names: tuple[str, ...]) -> None:
     text = cuda_build.source(f"{source}.cu").read_text()
     started = re.findall(r"^  TRANSECT_CUT\(k(\w+), (\d+), (\d), (\d)\)$", text, re.M)

@@ -29,6 +29,14 @@ def stored_bits(head_dim: int, dtype: torch.dtype) -> float:
     return 8.0 * dtype.itemsize * stored_width(head_dim, dtype) / head_dim
 
 
+def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why kernels on a GPU do not read a cache of this dtype, as a sentence; None if they do. Scales are aligned."""
+    if stored_width(head_dim, dtype) == head_dim or head_dim % SCALE_BYTES == 0:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    return f"a KV cache in {name} on a GPU takes heads whose size is a multiple of {SCALE_BYTES}, not of {head_dim}"
+
+
 def encode(values: Tensor) -> Tensor:
     """``[..., d]`` of any float dtype -> int8 ``[..., d + 4]``."""
     wide = values.float()

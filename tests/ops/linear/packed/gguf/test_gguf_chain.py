@@ -8,8 +8,8 @@ from cuda_kernels import chain_on_host, loaded, miss
 from transect.ops.linear.few_rows.cuda import SHARED, Beside
 from transect.ops.linear.packed.gguf import gguf_chain
 from transect.ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights, GGUFChain, fitting, values
-from transect.ops.linear.packed.gguf.gguf_layout import FORMATS
 from transect.ops.linear.packed.gguf.gguf_matmul import drawn
+from transect.spec.numbers.gguf import UNITS
 
 
 def matrix(*parts, k, device="cpu"):
@@ -60,9 +60,9 @@ def test_it_takes_one_row_of_whole_units():
     assert not gguf_chain.takes(row(512), [(48, 512, True)])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 def test_stages_fit(name):
-    unit = FORMATS[name].unit
+    unit = UNITS[name].unit
     for k in (256, 4096, 14336, 28672):
         stages = fitting(8, unit, k, 70)
         taken = 8 * stages * unit + k // 256 * gguf_chain.SPAN + 64 * (70 + 8)
@@ -93,7 +93,7 @@ def chain():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 @pytest.mark.parametrize(("n", "k"), [(48, 512), (4096, 4096), (16, 1280), (992, 14336)])
 def test_one_product_has_the_values(chain, name, n, k):
     own, x, bias = matrix((name, n), k=k, device="cuda"), row(k, "cuda"), row(n, "cuda", 2)[0]
@@ -154,7 +154,7 @@ def on_host(monkeypatch):
     return chain_on_host(monkeypatch)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 def test_the_source_has_the_values_of_one_product(on_host, name):
     n, k = 96, 768
     own, x, bias = matrix((name, n), k=k), row(k), row(n, seed=2)[0]

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from transect.formats.ggml_blocks import BLOCK_TYPES, QuantizedTensor
-from transect.ops.linear.packed.gguf.gguf_layout import FORMATS, arrange, arranged_shape, dense
+from transect.formats.ggml_blocks import QuantizedTensor
+from transect.ops.linear.packed.gguf.gguf_layout import arrange, arranged_shape, dense
 from transect.ops.linear.packed.gguf.gguf_matmul import dequantize
+from transect.spec.numbers.gguf import BLOCK_TYPES, UNITS
 
 
 def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> QuantizedTensor:
@@ -20,36 +21,36 @@ def random_blocks(name: str, rows: int, columns: int, seed: int = 0) -> Quantize
     return QuantizedTensor(name, (rows, columns), data.reshape(rows, -1))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 @pytest.mark.parametrize(("rows", "columns"), [(16, 256), (5, 768), (40, 512)])
 def test_the_values_are_those_of_the_file(name: str, rows: int, columns: int) -> None:
     tensor = random_blocks(name, rows, columns)
     arranged = arrange(name, torch.from_numpy(tensor.blocks.copy()), columns)
-    assert tuple(arranged.shape) == arranged_shape(FORMATS[name], rows, columns)
-    np.testing.assert_array_equal(dense(arranged, FORMATS[name], rows, columns).numpy(), tensor.dequantize())
+    assert tuple(arranged.shape) == arranged_shape(UNITS[name], rows, columns)
+    np.testing.assert_array_equal(dense(arranged, UNITS[name], rows, columns).numpy(), tensor.dequantize())
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if BLOCK_TYPES[name].block == 32])
+@pytest.mark.parametrize("name", [name for name in UNITS if BLOCK_TYPES[name].block == 32])
 def test_rows_may_end_within_a_unit(name: str) -> None:
     tensor = random_blocks(name, 3, 288)
     arranged = arrange(name, torch.from_numpy(tensor.blocks.copy()), 288)
-    np.testing.assert_array_equal(dense(arranged, FORMATS[name], 3, 288).numpy(), tensor.dequantize())
+    np.testing.assert_array_equal(dense(arranged, UNITS[name], 3, 288).numpy(), tensor.dequantize())
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 def test_the_kernel_finds_each_bit_where_the_description_puts_it(name: str) -> None:
     """It reads words and bytes by the places in ``gguf_layout.py``'s table, ``arrange`` permutes axes."""
     columns = 512 if BLOCK_TYPES[name].block == 256 else 288
     tensor = random_blocks(name, 19, columns)
     arranged = arrange(name, torch.from_numpy(tensor.blocks.copy()), columns)
     found = dequantize(arranged, name, 19, columns, torch.float32).numpy()
-    np.testing.assert_allclose(found, tensor.dequantize(), rtol=3e-7, atol=0 if not FORMATS[name].minimum else 1e-2)
+    np.testing.assert_allclose(found, tensor.dequantize(), rtol=3e-7, atol=0 if not UNITS[name].minimum else 1e-2)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 def test_bits_of_a_number(name: str) -> None:
     """Those of the file, but for scales of 4 and 6 bits that take 8."""
-    kind, block = FORMATS[name], BLOCK_TYPES[name]
+    kind, block = UNITS[name], BLOCK_TYPES[name]
     in_file = 8 * block.nbytes / block.block
     more = {"Q2_K": 0.5, "Q3_K": 0.125, "Q4_K": 0.125, "Q5_K": 0.125, "MXFP4": 0.25}.get(name, 0)
     assert kind.bits == in_file + more

@@ -9,7 +9,7 @@ from cuda_kernels import loaded, miss
 
 from transect.ops.lang import cuda_build
 from transect.ops.linear.packed.gguf import gguf_rows
-from transect.ops.linear.packed.gguf.gguf_layout import FORMATS, arranged_shape
+from transect.ops.linear.packed.gguf.gguf_layout import arranged_shape
 from transect.ops.linear.packed.gguf.gguf_matmul import Products, dequantize, drawn, reference
 from transect.ops.linear.packed.gguf.gguf_rows import (
     GGUFRows,
@@ -19,6 +19,7 @@ from transect.ops.linear.packed.gguf.gguf_rows import (
     shared_bytes,
     tiling_of,
 )
+from transect.spec.numbers.gguf import UNITS
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +28,7 @@ def rows() -> GGUFRows:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 @pytest.mark.parametrize(("n", "k"), [(48, 512), (4096, 4096), (40, 1280), (1000, 14336)])
 def test_few_rows_on_hopper(rows: GGUFRows, name: str, n: int, k: int) -> None:
     """x and the weight as they are, whatever the number of rows; the same bits in every run."""
@@ -64,14 +65,14 @@ def test_gates_and_tilings_on_hopper(rows: GGUFRows, name: str) -> None:
             GGUFTiling(2, 2, 12, 3, 2),
             GGUFTiling(2, 6, 16, 1, 2),
         ):
-            if shared_bytes(tiling, FORMATS[name].unit, m) <= 227 * 1024:
+            if shared_bytes(tiling, UNITS[name].unit, m) <= 227 * 1024:
                 assert miss(rows(x, arranged, name, n, tiling=tiling), both) < 4e-3, tiling
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", UNITS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_chosen_tilings_fit(name: str, gated: bool) -> None:
-    unit = FORMATS[name].unit
+    unit = UNITS[name].unit
     for m in (1, 2, 3, 8):
         for n, k in ((16, 256), (1024, 4096), (4096, 14336), (6144, 4096), (28672, 4096), (128256, 4096)):
             tiling = choose_tiling(m, n, k, unit, 132, gated)
@@ -106,8 +107,8 @@ def test_a_product_where_no_kernel_runs(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_source_knows_the_types_and_their_sizes() -> None:
     source, codes = (cuda_build.source(f"gguf_{name}").read_text() for name in ("rows.cu", "codes.cuh"))
     (listed,) = re.findall(r"^enum Type \{(.*?)\};", codes, re.M)
-    assert [name.strip().removeprefix("k") for name in listed.split(",")] == [*FORMATS, "Int4", "Int4_64", "Int4_32"]
+    assert [name.strip().removeprefix("k") for name in listed.split(",")] == [*UNITS, "Int4", "Int4_64", "Int4_32"]
     started = re.findall(r"^  TRANSECT_START\(k(\w+), (\d)\)$", source, re.M)
-    assert started == [(name, rb) for name in FORMATS for rb in "12"]
-    assert arranged_shape(FORMATS["Q4_K"], 33, 300) == (3, 2, 2368)
+    assert started == [(name, rb) for name in UNITS for rb in "12"]
+    assert arranged_shape(UNITS["Q4_K"], 33, 300) == (3, 2, 2368)
     assert gguf_rows.MOST_ROWS == 8

@@ -27,12 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .....spec.numbers.gguf import UNITS
 from ....lang import cuda
 from ....lang.jit import multiprocessors
 from ...few_rows.cuda import SHARED, Beside
 from .. import chain
 from ..chain import ChainWeights
-from .gguf_layout import COLUMNS, FORMATS, ROWS, arranged_shape, dense
+from .gguf_layout import COLUMNS, ROWS, arranged_shape, dense
 
 COUNTERS = 96
 MOST_PARTS = 3
@@ -64,7 +65,7 @@ def size_of(matrix: Matrix) -> tuple[int, int]:
 def values(matrix: Matrix, dtype: torch.dtype = torch.float32) -> Tensor:
     """What a matrix stands for, ``[N, K]``."""
     k = size_of(matrix)[1]
-    return torch.cat([dense(part.arranged, FORMATS[part.name], part.outputs, k, dtype) for part in matrix])
+    return torch.cat([dense(part.arranged, UNITS[part.name], part.outputs, k, dtype) for part in matrix])
 
 
 def gate_turns(h: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def refusal(matrix: Matrix) -> str | None:
             return f"rows of a matrix must be multiples of {ROWS}, not {outputs}"
         if arranged.dtype != torch.uint8 or arranged.shape[1] != matrix[0].arranged.shape[1]:
             return "the units of all parts must be uint8, and go as far across"
-        if tuple(arranged.shape) != arranged_shape(FORMATS[name], outputs, arranged.shape[1] * COLUMNS):
+        if tuple(arranged.shape) != arranged_shape(UNITS[name], outputs, arranged.shape[1] * COLUMNS):
             return f"these are no units of {name} for {outputs} rows"
         if not arranged.is_contiguous() or arranged.data_ptr() % 16:
             return "the units must be contiguous, at an address that is a multiple of 16 bytes"
@@ -145,12 +146,12 @@ class _ChainProduct(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        parts = [number for part in self.matrix for number in (FORMATS[part.name].index, part.outputs // ROWS)]
+        parts = [number for part in self.matrix for number in (UNITS[part.name].index, part.outputs // ROWS)]
         return [*parts, *[0] * (2 * MOST_PARTS - len(parts)), size_of(self.matrix)[1], int(self.gated)]
 
     def most_sixteens(self, blocks: int) -> int:
         """Sixteens of rows in the largest share of a block, or more."""
-        units = [FORMATS[part.name].unit for part in self.matrix]
+        units = [UNITS[part.name].unit for part in self.matrix]
         total = sum(unit * (part.outputs // ROWS) for unit, part in zip(units, self.matrix, strict=True))
         return -(-total // (blocks * min(units))) + 2 * len(units)
 
@@ -271,7 +272,7 @@ class GGUFChain:
     def _run(self, products: Sequence[_ChainProduct], dependent: bool, wanted: int) -> None:
         x = products[0].x
         blocks = min(multiprocessors(x.device), MOST_BLOCKS)
-        slot = max(FORMATS[part.name].unit for product in products for part in product.matrix)
+        slot = max(UNITS[part.name].unit for product in products for part in product.matrix)
         most_k = max(size_of(product.matrix)[1] for product in products)
         most = max(product.most_sixteens(blocks) for product in products)
         stages = fitting(wanted, slot, most_k, most)

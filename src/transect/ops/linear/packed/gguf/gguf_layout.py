@@ -2,7 +2,7 @@ r"""How weights in the block types of GGUF files lie in a GPU's memory: their ow
 
 A block of a file has an odd number of bytes and keeps the bits of a number apart in ways of its own. Here the same bits
 stand in *units* of 16 rows by 256 columns, each in one piece: one or two planes of codes, then scales. The types differ
-in the planes' widths and in their scales alone (``BlockFormat``), so one kernel serves them all:
+in the planes' widths and in their scales alone (``BlockUnits``), so one kernel serves them all:
 
     value = scale (code - offset)        or        value = scale code + minimum
 
@@ -25,91 +25,16 @@ the file, take 8 here, and those of Q3_K, Q4_K and Q5_K, of 6 bits, too; nothing
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .....formats.ggml_blocks import BLOCK_TYPES, CHOSEN
+from .....spec.numbers.gguf import BLOCK_TYPES, UNIT_COLUMNS, UNIT_ROWS, UNITS, BlockUnits
 
-ROWS, COLUMNS = 16, 256
+ROWS, COLUMNS = UNIT_ROWS, UNIT_COLUMNS
 """The size of a unit."""
 PIECE = 1 << 24
 """Numbers that are arranged at a time."""
-
-
-@dataclass(frozen=True)
-class BlockFormat:
-    """A block type as it is held here."""
-
-    name: str
-    planes: tuple[int, ...]
-    """Bits of a code in each plane, the lowest first."""
-    group: int = 32
-    """Columns that share a scale."""
-    byte_scales: int | None = None
-    """What is taken off a scale that is a byte; None: scales are float16 (of MXFP4 bfloat16)."""
-    minimum: bool = False
-    offset: int = 0
-    """What is taken off a code (of ``chosen`` types: off the byte that it stands for)."""
-
-    @property
-    def index(self) -> int:
-        """Its number in the kernels."""
-        return list(FORMATS).index(self.name)
-
-    @property
-    def chosen(self) -> tuple[int, ...] | None:
-        """The 16 numbers that codes of 4 bits stand for, where they are no whole numbers in turn."""
-        return CHOSEN.get(self.name)
-
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """The dtype of the scales that are no bytes."""
-        return torch.bfloat16 if self.name == "MXFP4" else torch.float16
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of the planes of a unit."""
-        return sum(self.planes) * ROWS * COLUMNS // 8
-
-    @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scales of a unit, without what bytes are multiplied by."""
-        each = ROWS * COLUMNS // self.group * (1 + self.minimum)
-        return each if self.byte_scales is not None else 2 * each
-
-    @property
-    def unit(self) -> int:
-        """Bytes of a unit."""
-        behind = 2 * ROWS * (1 + self.minimum) if self.byte_scales is not None else 0
-        return self.code_bytes + self.scale_bytes + behind
-
-    @property
-    def bits(self) -> float:
-        """Bits of a number."""
-        return 8 * self.unit / (ROWS * COLUMNS)
-
-
-FORMATS = {
-    each.name: each
-    for each in (
-        BlockFormat("Q4_0", (4,), offset=8),
-        BlockFormat("Q4_1", (4,), minimum=True),
-        BlockFormat("Q5_0", (4, 1), offset=16),
-        BlockFormat("Q5_1", (4, 1), minimum=True),
-        BlockFormat("Q8_0", (8,), offset=128),
-        BlockFormat("Q2_K", (2,), 16, 0, minimum=True),
-        BlockFormat("Q3_K", (2, 1), 16, 32, offset=4),
-        BlockFormat("Q4_K", (4,), 32, 0, minimum=True),
-        BlockFormat("Q5_K", (4, 1), 32, 0, minimum=True),
-        BlockFormat("Q6_K", (4, 2), 16, 128, offset=32),
-        BlockFormat("IQ4_NL", (4,), offset=128),
-        BlockFormat("MXFP4", (4,), offset=128),
-    )
-}
-"""By name; the order is that of the kernels."""
 
 
 def units_of(outputs: int, inputs: int) -> tuple[int, int]:
@@ -117,7 +42,7 @@ def units_of(outputs: int, inputs: int) -> tuple[int, int]:
     return -(-outputs // ROWS), -(-inputs // COLUMNS)
 
 
-def arranged_shape(kind: BlockFormat, outputs: int, inputs: int) -> tuple[int, int, int]:
+def arranged_shape(kind: BlockUnits, outputs: int, inputs: int) -> tuple[int, int, int]:
     """How the bytes of a matrix lie: units down, units across, bytes of one."""
     return *units_of(outputs, inputs), kind.unit
 
@@ -126,11 +51,11 @@ def arrange(name: str, blocks: Tensor, inputs: int) -> Tensor:
     """Rows of blocks as a file has them, uint8 ``[O, bytes of a row]``, on any device -> uint8 ``arranged_shape``.
 
     Raises:
-        ValueError: a type that is not among ``FORMATS``.
+        ValueError: a type that is not among ``UNITS``.
     """
-    if name not in FORMATS:
-        raise ValueError(f"{name} is held as dense numbers on a GPU; held in blocks are {', '.join(FORMATS)}")
-    kind = FORMATS[name]
+    if name not in UNITS:
+        raise ValueError(f"{name} is held as dense numbers on a GPU; held in blocks are {', '.join(UNITS)}")
+    kind = UNITS[name]
     down, across, unit = arranged_shape(kind, len(blocks), inputs)
     out = torch.empty(down, across, unit, dtype=torch.uint8, device=blocks.device)
     step = max(1, PIECE // (ROWS * across * COLUMNS))
@@ -147,7 +72,7 @@ def arrange(name: str, blocks: Tensor, inputs: int) -> Tensor:
     return out
 
 
-def _unpacked(kind: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def _unpacked(kind: BlockUnits, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Blocks ``[M, b, bytes]`` -> codes uint8 ``[M, K]``, scales ``[M, groups, 1 or 2]`` (bytes, or float16), and what
     bytes are multiplied by, float16 ``[M, b, 1 or 2]``. The layouts are those of ``formats/ggml_blocks.py``."""
 
@@ -200,7 +125,7 @@ def _unpacked(kind: BlockFormat, x: Tensor) -> tuple[Tensor, Tensor, Tensor | No
     return codes.reshape(rows, -1), scales.reshape(rows, -1, 1 + kind.minimum), behind
 
 
-def _arranged(kind: BlockFormat, codes: Tensor, scales: Tensor, behind: Tensor | None) -> Tensor:
+def _arranged(kind: BlockUnits, codes: Tensor, scales: Tensor, behind: Tensor | None) -> Tensor:
     """Units of codes ``[M, K]``, scales ``[M, groups, 1 or 2]`` and what they are multiplied by, of whole units."""
     down, across = units_of(*codes.shape)
     # [down, h, g, across, j, q, t, c, o] -> [down, across, j, g, c, h, s, o]
@@ -240,7 +165,7 @@ def _plane(part: Tensor, width: int) -> Tensor:
     return (words << shift).sum(-1, dtype=torch.uint8)
 
 
-def dense(arranged: Tensor, kind: BlockFormat, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def dense(arranged: Tensor, kind: BlockUnits, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values ``[O, I]`` of arranged bytes; to the bit those of the file in float32."""
     down, across, _ = arranged.shape
     codes = torch.zeros((), dtype=torch.uint8, device=arranged.device)
@@ -252,14 +177,14 @@ def dense(arranged: Tensor, kind: BlockFormat, outputs: int, inputs: int, dtype:
     last = first + kind.scale_bytes
     values = 1 + kind.minimum
     raw = arranged[..., first:last].contiguous()
-    wide = raw if kind.byte_scales is not None else raw.view(kind.scale_dtype)
+    wide = raw if kind.byte_scales is not None else raw.view(getattr(torch, kind.scale_dtype))
     # [down, across, j, g, group, v, h] -> [down, h, g, across, j, group, v]
     each = wide.view(down, across, 8, 8, 32 // kind.group, values, 2).permute(0, 6, 3, 1, 2, 4, 5).float()
     if kind.byte_scales is not None:
         behind = arranged[..., last:].contiguous().view(torch.float16).view(down, across, 8, values, 2)
         each = (each - kind.byte_scales) * behind.permute(0, 4, 2, 1, 3).float()[:, :, :, :, None, None]
-    if kind.chosen is not None:
-        codes = torch.tensor(kind.chosen, device=arranged.device)[codes.long()]
+    if kind.listed is not None:
+        codes = torch.tensor(kind.listed, device=arranged.device)[codes.long()]
         whole = codes.float()
     else:
         whole = codes.float() - kind.offset

@@ -7,7 +7,7 @@ to ``gguf_rows.MOST_ROWS`` rows of bfloat16 by ``gguf_rows.cu``, for up to ``blo
 ``gguf_tiles.cu``. More rows, and other GPUs, rebuild the matrix in the activations' dtype for the time of the product
 (``dequantize``), and multiply by that. ``gguf_chain.cu`` takes one row, alone or four products in one launch.
 
-Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``FORMATS``, outputs O, bias ``[O]`` or None,
+Shapes: x ``[T, I]``, arranged uint8 (``arranged_shape``), name a key of ``UNITS``, outputs O, bias ``[O]`` or None,
 result ``[T, O]`` in x's dtype. Inference only: no gradient.
 Source of the types: ggml (``formats/ggml_blocks.py``); MXFP4: OCP Microscaling Formats 1.0.
 
@@ -27,13 +27,14 @@ from torch import Tensor
 
 from .....costs.work import Cost
 from .....formats.ggml_blocks import BLOCK_TYPES
+from .....spec.numbers.gguf import UNITS, BlockUnits
 from .... import shapes
 from ....lang.jit import TRITON_TARGETS, available, kernel, require, rows_of, runs_triton, tl
 from ....numerics import compute_dtype, sample
 from ....registry import Case, Implementation, Kernel, Op, Unavailable, register
 from .. import block_tiles
 from . import gguf_chain, gguf_rows, gguf_tiles
-from .gguf_layout import COLUMNS, FORMATS, BlockFormat, arrange, dense
+from .gguf_layout import COLUMNS, arrange, dense
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 def reference(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Tensor:
     """Shapes as above."""
     wide = compute_dtype(x.dtype)
-    y = x.to(wide) @ dense(arranged, FORMATS[name], outputs, x.shape[1], wide).T
+    y = x.to(wide) @ dense(arranged, UNITS[name], outputs, x.shape[1], wide).T
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
 
@@ -111,29 +112,29 @@ def _dequantize(  # type: ignore[no-untyped-def]
 @cache
 def table(name: str, device: torch.device) -> Tensor:
     """The numbers that codes of a type stand for, float32 ``[16]``; of other types a 0 that nobody reads."""
-    chosen = FORMATS[name].chosen if name in FORMATS else None
+    chosen = UNITS[name].listed if name in UNITS else None
     return torch.tensor(chosen or (0,), dtype=torch.float32, device=device)
 
 
-def _constants(kind: BlockFormat) -> dict[str, Any]:
+def _constants(kind: BlockUnits) -> dict[str, Any]:
     return {
         "UNIT": kind.unit, "LOW": kind.planes[0], "HIGH": sum(kind.planes[1:]), "GROUP": kind.group,
         "BYTES": kind.byte_scales is not None, "BIAS": kind.byte_scales or 0, "MINIMUM": kind.minimum,
-        "OFFSET": kind.offset, "CHOSEN": kind.chosen is not None,
+        "OFFSET": kind.offset, "CHOSEN": kind.listed is not None,
     }  # fmt: skip
 
 
 def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """The values ``[O, I]``, by Triton; rounded once."""
     require("gguf_dequantize", torch.empty(0, dtype=dtype, device=arranged.device))
-    kind, arranged = FORMATS[name], arranged.contiguous()
+    kind, arranged = UNITS[name], arranged.contiguous()
     out = torch.empty(outputs, inputs, dtype=dtype, device=arranged.device)
     down, across, _ = arranged.shape
     if out.numel():
         flat = arranged.view(-1)
         _dequantize[(down * across,)](
-            flat.view(torch.int32), flat, flat.view(kind.scale_dtype), table(name, arranged.device), out, outputs,
-            inputs, across, **_constants(kind), num_warps=4,
+            flat.view(torch.int32), flat, flat.view(getattr(torch, kind.scale_dtype)), table(name, arranged.device),
+            out, outputs, inputs, across, **_constants(kind), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -233,7 +234,7 @@ def random_blocks(name: str, outputs: int, inputs: int, device: torch.device | s
     small = {"Q8_0": 0x18, "IQ4_NL": 0x18, "Q6_K": 0x04, "Q2_K": 0x20, "Q3_K": 0x18}.get(name, 0x10)
     for at in block.halves:
         blocks[..., at + 1] = small
-    if name == "MXFP4":
+    if not block.halves:  # scales are exponents
         blocks[..., 0] = 120 + blocks[..., 0] % 8
     return blocks.flatten(1)
 
@@ -253,7 +254,7 @@ def _inputs(name: str, x: Tensor, outputs: int, biased: bool = False, seed: int 
 def _examples() -> Sequence[dict[str, Any]]:
     sizes = ((3, 40, 512), (1, 16, 256), (17, 33, 320))
     made = []
-    for number, name in enumerate(FORMATS):
+    for number, name in enumerate(UNITS):
         tokens, outputs, inputs = sizes[number % 3]
         made.append(_inputs(name, sample(tokens, inputs), outputs, number % 2 == 1))
     return made
@@ -273,8 +274,8 @@ def _cases() -> Sequence[Case]:
 
 def _kernels() -> Sequence[Kernel]:
     def of(name: str) -> Kernel:
-        kind = FORMATS[name]
-        halves = "*bf16" if kind.scale_dtype == torch.bfloat16 else "*fp16"
+        kind = UNITS[name]
+        halves = "*bf16" if kind.exponents else "*fp16"
         types = {"words": "*i32", "bytes_": "*u8", "halves": halves, "chosen": "*fp32", "out": "*bf16"}
         types |= dict.fromkeys(("O", "I", "across"), "i32")
         return Kernel(name, _dequantize, types, _constants(kind), ("I",), targets=TRITON_TARGETS)

@@ -13,10 +13,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from .....spec.numbers.gguf import UNITS
 from ....lang import cuda
 from ....lang.jit import multiprocessors
 from ...few_rows.cuda import SHARED
-from .gguf_layout import FORMATS, ROWS, arranged_shape, units_of
+from .gguf_layout import ROWS, arranged_shape, units_of
 
 MOST_ROWS = 8
 """For more rows tiles of tensor-core products are quicker (``gguf_tiles.py``)."""
@@ -88,7 +89,7 @@ def refusal(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor |
         return "they compute in bfloat16"
     if x.dim() != 2 or x.stride(1) != 1 or x.shape[1] % 8 or x.stride(0) % 8 or x.data_ptr() % 16:
         return "they read 16 bytes of x at a time: K, the rows' stride and the address must be multiples of that"
-    if tuple(arranged.shape) != arranged_shape(FORMATS[name], outputs, x.shape[1]) or not arranged.is_contiguous():
+    if tuple(arranged.shape) != arranged_shape(UNITS[name], outputs, x.shape[1]) or not arranged.is_contiguous():
         return f"the weight must be the contiguous units of {name} for [{outputs}, {x.shape[1]}]"
     return None
 
@@ -127,7 +128,7 @@ class GGUFRows:
             reason = reason or "with a gate N must be a multiple of 32, and there is no bias"
         if reason:
             raise ValueError(f"gguf_rows.cu: {reason}")
-        (m, k), kind = x.shape, FORMATS[name]
+        (m, k), kind = x.shape, UNITS[name]
         out = x.new_empty(m, outputs // 2 if gated else outputs)
         if not out.numel():
             return out

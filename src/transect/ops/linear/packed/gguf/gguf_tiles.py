@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .....spec.numbers.gguf import UNITS
 from .. import block_tiles
 from ..block_tiles import BlockTiling, Tiles
 from . import gguf_rows
-from .gguf_layout import FORMATS
 
 
 def refusal(
@@ -52,4 +52,4 @@ class GGUFTiles(Tiles):
         if reason:
             raise ValueError(f"gguf_tiles.cu: {reason}")
         how: Any = {"gated": gated, "dependent_launch": dependent_launch, "tiling": tiling}
-        return self.run(x, arranged, FORMATS[name].index, FORMATS[name].unit, outputs, bias, **how)
+        return self.run(x, arranged, UNITS[name].index, UNITS[name].unit, outputs, bias, **how)

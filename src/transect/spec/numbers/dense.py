@@ -1,0 +1,30 @@
+"""Numbers of a float type, nothing packed."""
+
+from __future__ import annotations
+
+from .number_format import NumberFormat, WeightFormat
+
+FLOAT32 = NumberFormat(
+    name="float32",
+    summary="24 significant bits",
+    accuracy="exactly the values of the files",
+    other_names=("float",),
+)
+BFLOAT16 = NumberFormat(
+    name="bfloat16",
+    summary="8 significant bits and the range of float32",
+    accuracy="the format of most checkpoints",
+)
+FLOAT16 = NumberFormat(
+    name="float16",
+    summary="11 significant bits, at most 65504",
+    accuracy="refuses numbers that are too large",
+    other_names=("half",),
+)
+DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
+"""What ``--dtype`` takes besides ``auto``."""
+
+
+def dense_format(bits: int) -> WeightFormat:
+    """Numbers side by side, nothing packed."""
+    return WeightFormat(f"dense {bits}-bit", bits)

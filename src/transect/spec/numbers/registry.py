@@ -1,0 +1,157 @@
+"""All number formats: one file of this folder an entry, found by its records.
+
+A file holds ``NumberFormat``s, and ``Method``s of checkpoints, as names of its module. Nothing else lists them: the
+options that take a format, their help, the errors and the table of the docs ask here.
+"""
+
+from __future__ import annotations
+
+import math
+import pkgutil
+from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any, TypeVar
+
+from ..fields import Fields
+from .gguf import BLOCK_TYPES, MATRIX_TYPES
+from .number_format import Method, NumberFormat
+
+T = TypeVar("T")
+
+
+@cache
+def _modules() -> tuple[Any, ...]:
+    package = import_module(__package__)
+    found = (info.name for info in pkgutil.iter_modules(package.__path__))
+    return tuple(import_module(f"{__package__}.{name}") for name in found if name != __name__.rpartition(".")[2])
+
+
+def _all(kind: type[T]) -> dict[str, T]:
+    """Records by name.
+
+    Raises:
+        ValueError: two records have one name.
+    """
+    found: dict[str, T] = {}
+    for module in _modules():
+        for each in vars(module).values():
+            if isinstance(each, kind):
+                name: str = each.name  # type: ignore[attr-defined]
+                if found.setdefault(name, each) is not each:
+                    raise ValueError(f"two records of {kind.__name__} are called {name!r}: rename one")
+    return found
+
+
+@cache
+def formats() -> Mapping[str, NumberFormat]:
+    """All formats by name."""
+    return _all(NumberFormat)
+
+
+@cache
+def methods() -> Mapping[str, Method]:
+    """The quantization methods of checkpoints that can be read, by name."""
+    return _all(Method)
+
+
+@cache
+def roundings() -> Mapping[str, NumberFormat]:
+    """Formats for ``--quantization``, the fewest bits first."""
+    found = [(each.rounding.bits, name, each) for name, each in formats().items() if each.rounding is not None]
+    return {name: each for _, name, each in sorted(found, key=lambda entry: entry[:2])}
+
+
+@cache
+def cache_formats() -> Mapping[str, NumberFormat]:
+    """Formats for ``--kv-cache-dtype``."""
+    return {name: each for name, each in sorted(formats().items()) if each.cache is not None}
+
+
+@cache
+def base_formats() -> Mapping[str, NumberFormat]:
+    """Formats for ``lora.base_format``."""
+    return {name: each for name, each in sorted(formats().items()) if each.base is not None}
+
+
+@cache
+def file_formats() -> Mapping[str, NumberFormat]:
+    """Formats of ``transect quantize --format`` in safetensors: first those of ``roundings``, the most bits first."""
+    found = [each for each in formats().values() if each.file is not None]
+    return {each.name: each for each in sorted(found, key=_order)}
+
+
+def _order(form: NumberFormat) -> tuple[float, str]:
+    return (math.inf if form.rounding is None else -form.rounding.bits, form.name)
+
+
+def gguf_names() -> tuple[str, ...]:
+    """GGUF types of ``transect quantize --format`` as users type them, the most bits first; without plain floats."""
+    packed = [name for name in MATRIX_TYPES if name not in BLOCK_TYPES or BLOCK_TYPES[name].packed]
+    return tuple(name.lower() for name in sorted(packed, reverse=True))
+
+
+def rounding(name: str | None) -> NumberFormat | None:
+    """The format that ``--quantization`` names; None without one.
+
+    Raises:
+        ValueError: there is no such format, or models are not rounded to it; the message lists those that there are.
+    """
+    if name is None:
+        return None
+    if name not in roundings():
+        raise ValueError(f"quantization must be {listed(roundings())}, or left out, not {name!r}")
+    return roundings()[name]
+
+
+def cache_format(name: str) -> NumberFormat | None:
+    """The format that ``--kv-cache-dtype`` names, also by another of its names; None for ``auto``.
+
+    Raises:
+        ValueError: there is no such format, or keys and values are not cached in it; the message lists those that
+            there are.
+    """
+    if name == AUTO:
+        return None
+    for each in cache_formats().values():
+        if name in (each.name, *each.other_names):
+            return each
+    raise ValueError(f"kv_cache_dtype must be {listed((AUTO, *cache_formats()))}, not {name!r}")
+
+
+def takes_scales(kv_cache_dtype: str) -> bool:
+    """True if a cache in that format keeps keys and values divided by a checkpoint's scales."""
+    form = cache_format(kv_cache_dtype)
+    return form is not None and form.cache is not None and form.cache.scaled
+
+
+def cache_bits(kv_cache_dtype: str, plain: float, head_dim: int) -> float:
+    """Bits of a number in a KV cache, scales included; ``plain`` of them without a format."""
+    form = cache_format(kv_cache_dtype)
+    return plain if form is None or form.cache is None else form.cache.bits_for(head_dim)
+
+
+def check_method(settings: Any) -> None:
+    """See that a ``quantization_config`` of config.json can be read.
+
+    Raises:
+        ValueError: it cannot; the message says what can.
+    """
+    told = settings if isinstance(settings, Mapping) else {}
+    method = told.get("quant_method")
+    if not isinstance(method, str) or method not in methods():
+        raise ValueError(
+            f"config.json has a quantization_config of method {method!r}, which is not supported; supported are: "
+            f"{', '.join(methods())}. Take another, the unquantized model or a GGUF file"
+        )
+    methods()[method].check(Fields(told, "quantization_config of config.json"), told)
+
+
+def listed(names: Iterable[str], last: str = "or") -> str:
+    """Names in a sentence: ``a, b or c``."""
+    *first, end = names
+    return f"{', '.join(first)} {last} {end}" if first else end
+
+
+AUTO = "auto"
+"""The name of no format: keys and values are cached in the dtype of the model."""
