@@ -215,6 +215,13 @@ def operators_reference() -> str:
     return page(all_ops())
 
 
+def all_number_formats() -> str:
+    """Every record of a number format."""
+    from transect.spec.numbers.page import page
+
+    return page()
+
+
 def training_settings() -> str:
     """Every setting of a training run."""
     from transect.train.config.page import page
@@ -298,6 +305,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "http": http,
     "engine-gpu": gpu_engine(engine_tables.main_table),
     "number-formats": number_formats,
+    "number-formats-all": all_number_formats,
     "sinks": sinks,
     "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),

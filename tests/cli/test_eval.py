@@ -62,7 +62,7 @@ def test_formats_side_by_side(capsys, model, tmp_path):
     assert rows["int8"]["bits"] < rows["plain"]["bits"] and rows["fp8"]["megabytes"] < rows["plain"]["megabytes"]
     assert rows["int8"]["perplexity"] == pytest.approx(rows["plain"]["perplexity"], rel=0.1)
     code, _, err = run(capsys, model, *files, "--formats", "int3")
-    assert code == 2 and "--formats knows plain, int4, int8, fp8" in err
+    assert code == 2 and "--formats knows plain, int4, fp8, int8" in err
     code, _, err = run(capsys, model, *files, "--formats", "plain", "--adapter", "a", "--quantization", "int8")
     assert code == 2 and "--adapter, --quantization means nothing to --formats" in err
     plain = ("--formats", "plain", "--kv-cache-dtype", "int8", "--no-native", "--max-model-len", 64, "--json")

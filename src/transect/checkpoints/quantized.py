@@ -20,6 +20,7 @@ from ..models.quantized_layouts import (
     MX_BLOCK,
     PER_WORD,
     awq_values,
+    byte_values,
     code_shape,
     gptq_values,
     listed_values,
@@ -27,7 +28,6 @@ from ..models.quantized_layouts import (
     packed_values,
     scale_shape,
     spread,
-    value_table,
 )
 from ..models.stored import BlockCodes, PackedValues, joined_codes, within
 from ..spec.numbers.awq import AWQ_METHOD
@@ -296,7 +296,7 @@ def _listed(
         raise ValueError(
             f"{codes.path}: {prefix}.weight_shape says {[outputs, inputs]}, and the codes are {list(codes.shape)}"
         )
-    scale, table = side(found, prefix, "weight_scale", scale_shape(codebook, outputs, inputs)), value_table(codebook)
+    scale, table = side(found, prefix, "weight_scale", scale_shape(codebook, outputs, inputs)), byte_values(codebook)
 
     def rows(part: slice) -> Tensor:
         packed = checked_codes(codes, codebook, codes.file.get_slice(codes.name)[part])

@@ -20,7 +20,7 @@ from ..spec.numbers.gptq import GPTQ
 from ..spec.numbers.int4 import GROUPS, INT4
 from ..spec.numbers.int8 import INT8
 from ..spec.numbers.number_format import FileUse, NumberFormat
-from ..spec.numbers.registry import file_formats, listed
+from ..spec.numbers.registry import file_formats, file_uses, listed
 from .quantized_codes import LISTED
 from .quantized_grid import Grid, grid_of
 
@@ -96,7 +96,7 @@ def encoded(
     settings = use.settings(group if use.grouped else None)
     if kv_scales is not None:
         if not use.kv_scales:
-            known = [each.name for each in file_formats().values() if each.file and each.file.kv_scales]
+            known = [name for name, each in file_uses().items() if each.kv_scales]
             raise ValueError(
                 f"{name} checkpoints have no scales of the KV cache; choose {listed(known)}, or leave them out"
             )

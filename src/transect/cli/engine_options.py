@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from ..spec.numbers.registry import AUTO, cache_uses, listed, roundings
+
 if TYPE_CHECKING:
     from ..engine.config import EngineConfig
 
@@ -37,11 +39,11 @@ OverrideGenerationConfig = Annotated[
     str | None, typer.Option(help='JSON that goes over them: {"temperature": 0.5}.', metavar="JSON")
 ]
 Quantization = Annotated[
-    str | None, typer.Option(help="int4, fp8 or int8: the layers' matrices are rounded when they are loaded.")
+    str | None, typer.Option(help=f"{listed(roundings())}: the layers' matrices are rounded when they are loaded.")
 ]
 KVCacheDtype = Annotated[
     str,
-    typer.Option(help="auto; fp8: keys and values at half the bytes of bfloat16; int8: with a scale a head, too."),
+    typer.Option(help="; ".join((AUTO, *(f"{name}: {use.words}" for name, use in cache_uses().items()))) + "."),
 ]
 LoadFormat = Annotated[
     str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..spec.numbers.registry import listed, roundings
 from .engine_options import (
     Adapter,
     MaxModelLen,
@@ -39,7 +40,8 @@ def command(
     formats: Annotated[
         str | None,
         typer.Option(
-            help="--text: compare number formats: plain,int4,int8,fp8, and what quantize writes: gptq,awq,q8_0,q6_k,..."
+            help=f"--text: compare number formats: plain, {listed(roundings(), 'and')}, and what quantize writes "
+            "(--format)."
         ),
     ] = None,
     calibrate: Annotated[

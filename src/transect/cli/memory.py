@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..spec.numbers.registry import AUTO, cache_formats, listed, roundings
 from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ def command(
     max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
     dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
     quantization: Annotated[
-        str | None, typer.Option(help="--serve: int4, fp8 or int8, for the layers' matrices.")
+        str | None, typer.Option(help=f"--serve: {listed(roundings())}, for the layers' matrices.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="--serve: auto, fp8 or int8.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help=f"--serve: {listed((AUTO, *cache_formats()))}.")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,

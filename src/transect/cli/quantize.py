@@ -7,6 +7,14 @@ from typing import Annotated
 
 import typer
 
+from ..spec.numbers.int4 import GROUPS
+from ..spec.numbers.registry import file_uses, gguf_names, listed
+
+
+def _that(ability: str) -> str:
+    """Names of the formats in safetensors with an ability."""
+    return ", ".join(name for name, use in file_uses().items() if getattr(use, ability))
+
 
 def command(
     model: Annotated[str, typer.Argument(help="A model, a run, or a checkpoint of one; adapters are merged.")],
@@ -15,8 +23,7 @@ def command(
         str,
         typer.Option(
             "--format",
-            help="fp8, int8, int4 (compressed-tensors), gptq, awq, or a GGUF type: q8_0, q6_k, q5_k_m, q5_k, q5_1, "
-            "q5_0, q4_k_m, q4_k, q4_1, q4_0.",
+            help=f"{', '.join(file_uses())}, or a GGUF type: {', '.join(gguf_names())}.",
         ),
     ],
     calibrate: Annotated[
@@ -26,17 +33,20 @@ def command(
     calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
     group_size: Annotated[
         int | None,
-        typer.Option(help="int4, gptq, awq: numbers that share a scale, 32, 64 or 128; default: the most that fit."),
+        typer.Option(
+            help=f"{_that('grouped')}: numbers that share a scale, {listed(map(str, GROUPS))}; default: the most that "
+            "fit."
+        ),
     ] = None,
     kv_scales: Annotated[
         bool,
         typer.Option(
             "--kv-scales",
-            help="fp8, int8, int4: scales for a KV cache in fp8, one for a key head; needs --calibrate.",
+            help=f"{_that('kv_scales')}: scales for a KV cache in fp8, one for a key head; needs --calibrate.",
         ),
     ] = False,
 ) -> None:
-    """Round the matrices of a model's layers and write it: safetensors (fp8, int8, int4, gptq, awq) or GGUF."""
+    """Round the matrices of a model's layers and write it as safetensors or GGUF."""
     from ..train.export import opened
     from ..train.quantize import Calibration, quantize_model
 

@@ -180,10 +180,12 @@ def _code_bytes(codes: Tensor, bits: int) -> Tensor:
     return (whole << shifts).sum(-1, dtype=torch.uint8)
 
 
-def value_table(codebook: Codebook, device: torch.device | str = "cpu") -> Tensor:
-    """The values of all codes that the bits of one can say, float32; 0 for those that the codebook does not have."""
+def byte_values(codebook: Codebook, device: torch.device | str = "cpu") -> Tensor:
+    """The values of the codes in each byte, float32 ``[256, codes of a byte]``; 0 for codes that the codebook lacks."""
     spare = 2**codebook.code_bits - len(codebook.values)
-    return torch.tensor((*codebook.values, *[0.0] * spare), device=device)
+    values = torch.tensor((*codebook.values, *[0.0] * spare), device=device)
+    every = torch.arange(256, dtype=torch.uint8, device=device)[:, None]
+    return values[code_numbers(every, codebook.code_bits)]
 
 
 def code_numbers(codes: Tensor, bits: int) -> Tensor:
@@ -193,6 +195,8 @@ def code_numbers(codes: Tensor, bits: int) -> Tensor:
 
 
 def listed_values(codes: Tensor, scale: Tensor, table: Tensor, group: int, inputs: int) -> Tensor:
-    """Codes and scales as ``to_listed`` gives them, and the ``value_table`` -> ``[O, I]`` float32."""
-    values = table[code_numbers(codes, len(table).bit_length() - 1)[:, :inputs]]
-    return values * scale.float().repeat_interleave(group, 1)[:, :inputs]
+    """Codes and scales as ``to_listed`` gives them, and ``byte_values`` -> ``[O, I]`` float32."""
+    values = torch.nn.functional.embedding(codes.int(), table).flatten(1)
+    if inputs % group:
+        return values[:, :inputs] * scale.float().repeat_interleave(group, 1)[:, :inputs]
+    return values.unflatten(1, (-1, group)).mul_(scale.float()[..., None]).flatten(1)

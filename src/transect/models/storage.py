@@ -52,7 +52,7 @@ def storage_for(element: int, quantization: str | None = None, *, native: bool =
     bits = linear = 8.0 * element
     form = rounding(quantization)
     if form is not None and form.rounding is not None:
-        linear = form.rounding.bits
+        linear = form.bits
         if native and form.rounding.native_bits is not None:
             linear = form.rounding.native_bits
     return Storage(linear=linear, embed=bits, head=bits, norm=bits, activation=32 if native else bits, kv=bits)

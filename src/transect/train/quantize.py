@@ -17,7 +17,7 @@ from ..checkpoints.load import allocated, fill
 from ..checkpoints.quantized_out import file_format, group_for
 from ..models.decoder import Decoder
 from ..spec.numbers.gguf import MATRIX_TYPES, MIXTURES, block_type
-from ..spec.numbers.registry import file_formats, listed
+from ..spec.numbers.registry import file_formats, file_uses, listed
 from ..text.export import export_tokenizer
 from ..text.tokenizer import Tokenizer
 from .export import Opened, export_dtype, export_gguf, export_model, merged
@@ -67,7 +67,7 @@ def quantize_model(
     known = (*file_formats(), *(each.lower() for each in MATRIX_TYPES))
     if name not in known:
         raise ValueError(f"--format {name} cannot be written; choose one of {', '.join(known)}")
-    uses = {each.name: each.file for each in file_formats().values() if each.file is not None}
+    uses = file_uses()
     use = uses.get(name)
     if group is not None and not (use and use.grouped):
         grouped = listed((each for each in uses if uses[each].grouped), "and")

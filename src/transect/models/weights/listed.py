@@ -10,7 +10,7 @@ from torch import Tensor
 from ...ops.opset import OpSet
 from ...spec.numbers.layouts import ListedLayout, MatrixLayout
 from ...spec.numbers.number_format import Codebook, NumberFormat, WeightFormat
-from ..quantized_layouts import code_shape, listed_values, scale_shape, to_listed, value_table
+from ..quantized_layouts import byte_values, code_shape, listed_values, scale_shape, to_listed
 from ..staging import Staging, dense_values
 from ..stored import ListedCodes
 from .rebuilt import rebuilt_product
@@ -18,8 +18,9 @@ from .weight import Dimension, Place, Values, Weight, WeightKind, part_of, shard
 
 
 class Listed(Weight):
-    """Buffers ``codes`` uint8 and ``scale``, as ``to_listed`` gives them, and the ``table`` of values; ``dense`` has
-    ``dtype``."""
+    """Buffers ``codes`` uint8 and ``scale``, as ``to_listed`` gives them, and ``table``, the values of each byte.
+    ``dense`` has ``dtype``.
+    """
 
     codes: Tensor
     scale: Tensor
@@ -43,7 +44,7 @@ class Listed(Weight):
         self.register_buffer("codes", torch.empty(codes, dtype=torch.uint8, device=device))
         scale_dtype = getattr(torch, codebook.scale_dtype)
         self.register_buffer("scale", torch.empty(scale, dtype=scale_dtype, device=device))
-        self.register_buffer("table", torch.empty(2**codebook.code_bits, device=device), persistent=False)
+        self.register_buffer("table", torch.empty(256, 8 // codebook.code_bits, device=device), persistent=False)
         self.add_bias(bias, device, dtype)
 
     def takes(self, layout: MatrixLayout) -> bool:
@@ -56,7 +57,7 @@ class Listed(Weight):
             codes, scale = to_listed(staging.bring(dense_values(values)), self.codebook)
         self.codes.copy_(codes)
         self.scale.copy_(scale)
-        self.table.copy_(value_table(self.codebook))
+        self.table.copy_(byte_values(self.codebook))
 
     def forward(self, x_TI: Tensor) -> Tensor:
         return rebuilt_product(x_TI, self)

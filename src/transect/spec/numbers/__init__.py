@@ -13,5 +13,6 @@ What they are written in:
 * ``number_format.py``: ``NumberFormat``, its uses, and ``Method``
 * ``codebook.py``: formats that a list of values describes; ``compressed_tensors.py``: settings of such checkpoints
 * ``layouts.py``: how a checkpoint packs a matrix
-* ``registry.py``: all formats, found in this folder, and the questions that options, errors and pages ask
+* ``registry.py``: all formats, found in this folder, and the questions that options, errors and pages ask;
+  ``page.py``: their table in the docs
 """

@@ -7,24 +7,26 @@ from typing import Any
 
 from ..fields import Fields
 from .gptq import check_four_bits
+from .int4 import int4_format
 from .number_format import FileUse, Method, NumberFormat
 
 
 def _check(read: Fields, settings: Mapping[str, Any]) -> None:
-    check_four_bits(read, AWQ_METHOD)
+    check_four_bits(read, _NAME)
     version = read.text("version", _VERSION)
     if version.lower() != _VERSION:
         raise ValueError(f"AWQ of version {version!r} (config.json) is not supported; only {_VERSION} is")
 
 
+_NAME = "awq"
 _VERSION = "gemm"
 """The order of codes that is read and written."""
-AWQ_METHOD = Method("awq", _check)
+AWQ_METHOD = Method(_NAME, _check)
 
 
 def _settings(group: int | None) -> dict[str, Any]:
     return {
-        "quant_method": AWQ_METHOD.name,
+        "quant_method": _NAME,
         "bits": 4,
         "group_size": group,
         "zero_point": True,
@@ -34,8 +36,9 @@ def _settings(group: int | None) -> dict[str, Any]:
 
 
 AWQ = NumberFormat(
-    name="awq",
+    name=_NAME,
     summary="4-bit code, a scale and a zero for each group of a row, in the layout of AWQ",
+    bits=int4_format().bits,
     accuracy="as int4, with zeros",
     methods=(AWQ_METHOD.name,),
     file=FileUse(

@@ -30,7 +30,8 @@ def codebook_format(
         summary=summary,
         accuracy=accuracy,
         methods=(CODEBOOK.name,),
-        rounding=Rounding(words=name, bits=codebook.bits),
+        bits=codebook.bits,
+        rounding=Rounding(words=name),
         file=FileUse(words="safetensors with codes and scales", read_by="Transect", settings=settings),
         codebook=codebook,
     )

@@ -135,11 +135,11 @@ def _plain(name: str, ggml_id: int, nbytes: int, file_type: int) -> BlockType:
 
 
 def _small(name: str, ggml_id: int, nbytes: int, bits: int, offset: int, file_type: int, halves: tuple[int, ...] = (0,),
-           **more: bool) -> BlockType:  # fmt: skip
+           searched: bool = False) -> BlockType:  # fmt: skip
     """Blocks of 32."""
     tables = "" if bits == 8 else "Q8_0"
     return BlockType(name=name, ggml_id=ggml_id, block=32, nbytes=nbytes, bits=bits, group=32, offset=offset,
-                     halves=halves, file_type=file_type, tables=tables, **more)  # fmt: skip
+                     halves=halves, file_type=file_type, tables=tables, searched=searched)  # fmt: skip
 
 
 def _k(name: str, ggml_id: int, nbytes: int, bits: int, group: int, offset: int, halves: tuple[int, ...],

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..fields import Fields
+from .int4 import int4_format
 from .number_format import FileUse, Method, NumberFormat
 
 
-def check_four_bits(read: Fields, method: Method) -> None:
+def check_four_bits(read: Fields, method: str) -> None:
     """See that codes have 4 bits.
 
     Raises:
@@ -17,10 +18,10 @@ def check_four_bits(read: Fields, method: Method) -> None:
     """
     bits = read.integer("bits", 4)
     if bits != 4:
-        raise ValueError(f"{method.name} with {bits} bits (config.json) is not supported; only 4 is")
+        raise ValueError(f"{method} with {bits} bits (config.json) is not supported; only 4 is")
 
 
-GPTQ_METHOD = Method("gptq", lambda read, settings: check_four_bits(read, GPTQ_METHOD))
+GPTQ_METHOD = Method("gptq", lambda read, settings: check_four_bits(read, "gptq"))
 NEW_ZEROS = "gptq_v2"
 """The ``checkpoint_format`` that stores zeros as they are."""
 
@@ -45,6 +46,7 @@ def _settings(group: int | None) -> dict[str, Any]:
 GPTQ = NumberFormat(
     name="gptq",
     summary="4-bit code, a scale for each group of a row, in the layout of GPTQ",
+    bits=int4_format().bits,
     accuracy="as int4",
     methods=(GPTQ_METHOD.name,),
     file=FileUse(

@@ -23,11 +23,10 @@ def int4_format(group: int = SERVING_GROUP, scale_bits: float = SCALE_BITS) -> W
 INT4 = NumberFormat(
     name="int4",
     summary="4-bit code, a scale and a zero for each group of 128 numbers of a row",
+    bits=int4_format().bits,
     accuracy="somewhat worse predictions; calibrate to keep more",
     methods=(COMPRESSED_TENSORS.name, "gptq", "awq"),
-    rounding=Rounding(
-        words="4 bits", bits=int4_format().bits, native_bits=int4_format(NATIVE_GROUP).bits, kept_on_cpu=False
-    ),
+    rounding=Rounding(words="4 bits", native_bits=int4_format(NATIVE_GROUP).bits, kept_on_cpu=False),
     base=FrozenBase(words="in 4 bits with scale and zero for each {group}", weight=int4_format, grouped=True),
     file=FileUse(
         words="compressed-tensors, a scale for each group of 128, 64 or 32 numbers",

@@ -10,10 +10,11 @@ INT8 = NumberFormat(
     summary="8-bit whole number, a scale for each row",
     accuracy="off by at most 1/254 of the largest of its row; on Hopper activations of more than 16 rows are rounded "
     "too",
+    bits=8.0,
     largest=127.0,
     methods=(COMPRESSED_TENSORS.name,),
-    rounding=Rounding(words="int8", bits=8.0, native_bits=10.0),
-    cache=CacheUse(words="with a scale for each head of a token, too", dtype="int8", bits=8.0, head_bits=32),
+    rounding=Rounding(words="int8", native_bits=10.0),
+    cache=CacheUse(words="with a scale for each head of a token, too", dtype="int8", head_bits=32),
     file=FileUse(
         words="compressed-tensors, a scale for each row",
         read_by="transformers, vLLM",

@@ -59,13 +59,11 @@ class Rounding:
 
     Attributes:
         words: the format in a sentence about weights.
-        bits: bits of a number as a GPU or plain torch holds it; scales of whole rows, a rounding error, are left out.
-        native_bits: the same on the C++ kernels; None if they do not take the format.
+        native_bits: bits of a number on the C++ kernels; None if they do not take the format.
         kept_on_cpu: plain torch on a CPU holds the codes. If not, it holds the values that they stand for.
     """
 
     words: str
-    bits: float
     native_bits: float | None = None
     kept_on_cpu: bool = True
 
@@ -77,7 +75,6 @@ class CacheUse:
     Attributes:
         words: a phrase for help texts.
         dtype: of the cache, by its name in torch.
-        bits: bits of a number.
         head_bits: bits that each head of a token takes besides: its scale.
         scaled: keys and values are divided by the checkpoint's scales where it has any.
         native: the C++ kernels read such a cache.
@@ -85,14 +82,9 @@ class CacheUse:
 
     words: str
     dtype: str
-    bits: float
     head_bits: int = 0
     scaled: bool = False
     native: bool = False
-
-    def bits_for(self, head_dim: int) -> float:
-        """Bits of a number in heads of this size, scales included."""
-        return self.bits + self.head_bits / head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +134,7 @@ class NumberFormat:
 
     Attributes:
         summary: how a number is stored, in a phrase.
+        bits: bits of a number, scales of groups included; those of whole rows, a rounding error, are left out.
         accuracy: the cost in accuracy, in a phrase, and what else sets the format apart.
         other_names: names that are read as ``name``.
         largest: the largest number of a code, for formats of 8 bits.
@@ -152,6 +145,7 @@ class NumberFormat:
 
     name: str
     summary: str
+    bits: float
     accuracy: str = ""
     other_names: tuple[str, ...] = ()
     largest: float = 0

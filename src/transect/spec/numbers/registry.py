@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from ..fields import Fields
 from .gguf import BLOCK_TYPES, MATRIX_TYPES
-from .number_format import Method, NumberFormat
+from .number_format import CacheUse, FileUse, Method, NumberFormat
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def methods() -> Mapping[str, Method]:
 @cache
 def roundings() -> Mapping[str, NumberFormat]:
     """Formats for ``--quantization``, the fewest bits first."""
-    found = [(each.rounding.bits, name, each) for name, each in formats().items() if each.rounding is not None]
+    found = [(each.bits, name, each) for name, each in formats().items() if each.rounding is not None]
     return {name: each for _, name, each in sorted(found, key=lambda entry: entry[:2])}
 
 
@@ -68,10 +68,20 @@ def cache_formats() -> Mapping[str, NumberFormat]:
     return {name: each for name, each in sorted(formats().items()) if each.cache is not None}
 
 
+def cache_uses() -> Mapping[str, CacheUse]:
+    """The uses of ``cache_formats``."""
+    return {name: each.cache for name, each in cache_formats().items() if each.cache is not None}
+
+
 @cache
 def base_formats() -> Mapping[str, NumberFormat]:
     """Formats for ``lora.base_format``."""
     return {name: each for name, each in sorted(formats().items()) if each.base is not None}
+
+
+def file_uses() -> Mapping[str, FileUse]:
+    """The uses of ``file_formats``."""
+    return {name: each.file for name, each in file_formats().items() if each.file is not None}
 
 
 @cache
@@ -82,7 +92,7 @@ def file_formats() -> Mapping[str, NumberFormat]:
 
 
 def _order(form: NumberFormat) -> tuple[float, str]:
-    return (math.inf if form.rounding is None else -form.rounding.bits, form.name)
+    return (math.inf if form.rounding is None else -form.bits, form.name)
 
 
 def gguf_names() -> tuple[str, ...]:
@@ -128,7 +138,7 @@ def takes_scales(kv_cache_dtype: str) -> bool:
 def cache_bits(kv_cache_dtype: str, plain: float, head_dim: int) -> float:
     """Bits of a number in a KV cache, scales included; ``plain`` of them without a format."""
     form = cache_format(kv_cache_dtype)
-    return plain if form is None or form.cache is None else form.cache.bits_for(head_dim)
+    return plain if form is None or form.cache is None else form.bits + form.cache.head_bits / head_dim
 
 
 def check_method(settings: Any) -> None:

@@ -1,0 +1,121 @@
+"""The guide's format, added in one file to a copy of the package: rounded, written, loaded, served, accounted for."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from shutil import copytree, ignore_patterns
+
+import httpx
+import pytest
+from safetensors import safe_open
+from tiny_llm import save_tiny_llm
+
+ROOT = Path(__file__).parents[3]
+BITS = 4 + 16 / 32
+"""Bits of a number in the guide's format."""
+LOGITS = """
+import sys, torch
+from transect.checkpoints.load import load_model
+from transect.checkpoints.resolve import resolve
+from transect.models.context import VarlenContext
+
+model, quantization, out = sys.argv[1], sys.argv[2] or None, sys.argv[3]
+made = load_model(resolve(model), native=False, dtype="bfloat16", quantization=quantization)
+context = VarlenContext(torch.tensor([0, 6], dtype=torch.int32), made.ops)
+with torch.no_grad():
+    logits = made.logits(made(torch.tensor([5, 6, 7, 9, 11, 13]), context.positions(), context)).float()
+bits = {w.format.bits for name, w in made.weights() if name != "head"}
+torch.save((logits, bits, made.layers[0].mlp.down.dense().float()), out)
+"""
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A copy of the package with the change that the guide shows."""
+    folder = tmp_path_factory.mktemp("package")
+    copytree(ROOT / "src", folder / "src", ignore=ignore_patterns("__pycache__"))
+    (change,) = re.findall(r"```diff\n(.*?)```", (ROOT / "docs/extend/number-format.md").read_text(), re.DOTALL)
+    assert change.count("diff --git") == 1 and "new file" in change
+    subprocess.run(["git", "apply", "-"], input=change, text=True, cwd=folder, check=True)
+    save_tiny_llm(folder / "plain", hidden_size=128, intermediate_size=192)
+    return folder
+
+
+def run(package, *arguments, program=("-m", "transect")):
+    done = subprocess.run(
+        [sys.executable, *program, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(package / "src")}, cwd=package, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def written(package):
+    run(package, "quantize", "plain", "-o", "few", "--format", "e2m1")
+    return package / "few"
+
+
+def found(package, model, quantization=""):
+    import torch
+
+    run(package, model, quantization, "found.pt", program=("-c", LOGITS))
+    return torch.load(package / "found.pt", weights_only=False)
+
+
+def test_a_model_is_rounded_and_loaded_in_its_bits(package, written):
+    """Rounded when it is loaded, and read from its checkpoint: the same codes, so the same logits to the bit."""
+    exact, _, dense = found(package, "plain")
+    rounded, bits, values = found(package, "plain", "e2m1")
+    stored, same_bits, _ = found(package, "few")
+    assert bits == same_bits == {BITS}
+    assert (rounded == stored).all() and not (rounded == exact).all()
+    assert (values - dense).norm() < 0.11 * dense.norm()
+
+
+def test_files_hold_what_the_record_says(package, written):
+    with safe_open(written / "model.safetensors", "pt") as file:
+        prefix = "model.layers.0.mlp.down_proj"
+        shapes = {name: file.get_slice(f"{prefix}.{name}").get_shape() for name in ("weight_codes", "weight_scale")}
+    assert shapes == {"weight_codes": [128, 192 // 2], "weight_scale": [128, 192 // 32]}
+    settings = json.loads((written / "config.json").read_text())["quantization_config"]
+    assert settings["quant_method"] == "codebook" and settings["format"] == "e2m1" and len(settings["values"]) == 15
+
+
+def test_memory_is_accounted(package):
+    asked = ("memory", "qwen3-8b", "--serve", "--context", "4096", "--gpu", "h200", "--json")
+    weights = []
+    for more in ((), ("--quantization", "e2m1"), ("--quantization", "int4")):
+        terms = json.loads(run(package, *asked, *more))["terms"]
+        weights.append(next(term["bytes"] for term in terms if term["name"] == "weights"))
+    plain, few, int4 = weights
+    assert (plain - few) / (plain - int4) == pytest.approx((16 - BITS) / (16 - 4.25), rel=1e-6)
+
+
+def test_options_and_errors_name_it(package):
+    assert "int4, e2m1, fp8 or int8" in re.sub(r"\s+", " ", run(package, "generate", "--help"))
+    assert "e2m1" in run(package, "quantize", "--help")
+    check = "from transect.spec.numbers.page import page; print(page())"
+    assert "| `e2m1` | 4-bit float (e2m1), a scale for each 32 numbers of a row | 4.5 |" in run(
+        package, program=("-c", check)
+    )
+
+
+def test_it_is_served(package, written):
+    command = ["-m", "transect", "serve", "few", "--port", "0", "--served-model-name", "m", "--no-native"]
+    process = subprocess.Popen(
+        [sys.executable, *command], env={**os.environ, "PYTHONPATH": str(package / "src")}, cwd=package,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        ready = process.stdout.readline()
+        assert " ready on " in ready, process.stderr.read()
+        body = {"model": "m", "prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{ready.split(' ready on ')[1].split()[0]}/v1/completions", json=body, timeout=60)
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 5
+    finally:
+        process.kill()
+        process.wait()
