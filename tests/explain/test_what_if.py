@@ -124,7 +124,7 @@ def test_another_device_format_or_policy(log, change, faster):
         return
     assert scale > faster if faster > 1 else scale < faster
     assert any("scaled by the floors" in warning for warning in found.warnings)
-    with pytest.raises(ValueError, match="one of int4, int8, fp8, null"):
+    with pytest.raises(ValueError, match="one of int4, fp8, int8, null"):
         what_if(seen, work, ["quantization=int5"])
 
 

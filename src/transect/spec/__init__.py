@@ -5,5 +5,5 @@
 * ``hf.py`` (``hf_moe.py``, ``hf_families.py``) reads and writes ``config.json``; ``gguf.py``
   (``gguf_families.py``) GGUF metadata; ``gguf_places.py``: tensors of GGUF files
 * ``fields.py``: values of files, checked as they are read, with errors that name the field
-* ``layouts/``: layouts of a model over ranks
+* ``layouts/``: layouts of a model over ranks; ``numbers/``: number formats, one file an entry
 """

@@ -8,7 +8,8 @@
 * ``gguf_blocks.py``: the block types of GGUF files on a GPU, multiplied as they are; ``in_blocks.py``: how such weights
   and those of ``int4_serving.py`` are joined
 * ``nf4.py``: 4-bit NormalFloat with double quantization, rebuilt for each product (training)
-* ``rebuilt.py``: the product of those two
+* ``listed.py``: codes of a codebook, rebuilt for each product (inference)
+* ``rebuilt.py``: the product of those that are rebuilt
 * ``packed.py``: the formats of GGUF files on the C++ CPU kernels
 * ``as_stored.py``: whichever of these a checkpoint packs a matrix as; ``kinds.py``: which a model has
 * ``measure.py``: what a model's weights take, as a ``Storage``
