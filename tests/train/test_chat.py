@@ -95,6 +95,52 @@ def test_a_template_that_forgets_thoughts_is_used_with_every_turn_kept(tmp_path)
     assert tokenizer.decode(labels, skip_special_tokens=False) == expected
 
 
+PHI3 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+"""Closes a conversation as Phi-3's does; ``<|im_end|>`` stands for the end of a message and of a text."""
+GPT_OSS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if loop.last and not add_generation_prompt %}"
+    "{% if 'thinking' in m %}<|im_start|>assistant#thought:{{ m.thinking }}#{% endif %}"
+    "<|im_start|>assistant#final:{{ m.content }}<|im_end|>{% else %}"
+    "<|im_start|>assistant#final:{{ m.content }}#{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}:{{ m.content }}#{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+"""As gpt-oss's: thoughts and the token that ends an answer (here ``<|im_end|>``) are in the last message alone."""
+
+
+def test_chats_of_phi_3_are_one_document_without_the_closing_token(tmp_path) -> None:
+    trainer = Trainer(with_template(tmp_path, PHI3))
+    assert "ends every conversation with a token" in trainer.told[0]
+    stream, tokenizer = trainer.objective.loader.stream, trainer.trainable.tokenizer
+    assert stream.num_documents == 1
+    assert said(stream.tokens, stream.trained, tokenizer) == "<think>\nt1\n</think>\n\na1<|im_end|>a2<|im_end|>"
+    text = tokenizer.decode(stream.tokens.tolist(), skip_special_tokens=False)
+    assert text.endswith("a2<|im_end|>\n") and "<|im_end|><|im_end|>" not in text
+
+
+def test_chats_of_gpt_oss_are_a_document_for_each_answer_as_it_is_served(tmp_path) -> None:
+    config = with_template(tmp_path, GPT_OSS)
+    turns = [*TURNS[:1], {"role": "assistant", "content": "a1", "reasoning_content": "t1"}, *TURNS[2:]]
+    turns[3] = {**turns[3], "reasoning_content": "t2"}
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    trainer = Trainer(config)
+    assert any("a document for each answer" in line for line in trainer.objective.described())
+    stream, tokenizer, template = (
+        trainer.objective.loader.stream, trainer.trainable.tokenizer, trainer.trainable.template
+    )  # fmt: skip
+    expected = [f"#thought:t{i}#<|im_start|>assistant#final:a{i}<|im_end|>" for i in (1, 2)]
+    assert stream.num_documents == 2
+    for document, answer in enumerate(expected):
+        first, last = stream.bounds(document)
+        ids = stream.tokens[first:last].tolist()
+        assert said(ids, stream.trained[first:last].tolist(), tokenizer) == answer
+        prompt = served_tokens(template, tokenizer, turns[: 2 * document + 1])[1]
+        assert ids[: len(prompt)] == prompt
+
+
 @pytest.mark.parametrize("stock", [THINKS, R1])
 def test_what_training_adds_is_what_the_stock_template_writes_last(folder, tokenizer, stock) -> None:
     save_tiny_llm_text(folder, chat_template=stock)
@@ -107,10 +153,13 @@ def test_what_training_adds_is_what_the_stock_template_writes_last(folder, token
 
 
 def test_a_template_that_forgets_turns_is_refused_or_rendered_turn_by_turn(tmp_path) -> None:
-    config = with_template(tmp_path, FORGETS)
-    with pytest.raises(ValueError, match=r'chats.jsonl, line 1: .*data.turns = "apart"'):
+    config = with_template(tmp_path, FORGETS, data={"turns": "together"})
+    with pytest.raises(ValueError, match=r'chats.jsonl, line 1: .*data.turns = "auto" or "apart"'):
         Trainer(config)
+    automatic = Trainer(with_template(tmp_path, FORGETS))
     trainer = Trainer(with_template(tmp_path, FORGETS, data={"turns": "apart"}))
+    assert any("1 chats become a document for each answer" in line for line in automatic.objective.described())
+    assert automatic.identity == trainer.identity
     stream = trainer.objective.loader.stream
     assert stream.num_documents == 2
     tokenizer, template = trainer.trainable.tokenizer, trainer.trainable.template

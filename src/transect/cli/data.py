@@ -36,7 +36,7 @@ def tokenize(
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
     workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
     chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
-    turns: Annotated[str, typer.Option(help="As data.turns of a run: together or apart.")] = "together",
+    turns: Annotated[str, typer.Option(help="As data.turns of a run: auto, together or apart.")] = "auto",
     columns: Columns = None,
 ) -> None:
     """Tokenize files on all cores into a file that training maps. After an interruption, run it again: it continues."""
@@ -141,7 +141,7 @@ def show(
     else:
         reading: dict[str, Any] = {
             "skip": data.on_bad_row == "skip",
-            "apart": data.turns == "apart",
+            "turns": data.turns,
             "columns": data.columns,
         }
         stream = load_stream(data.train, vocab_size, tokenizer, template, **reading, tell=tell)

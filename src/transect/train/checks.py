@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..text.chat_template import ChatTemplate
 from ..text.tokenizer import Tokenizer
-from .documents import Forms, answers_apart, chat_tokens, completion_tokens, text_tokens
+from .documents import Forms, RenderedAnewError, answers_apart, chat_tokens, completion_tokens, text_tokens
 from .files import DataFile, find
 from .layouts import Chat, Completion, Form, Preference, Rated, Text
 
@@ -86,4 +87,8 @@ def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> 
         )
     assert isinstance(form, Chat)
     chat = form.messages, tokenizer, template
-    return len(chat_tokens(*chat, tools=form.tools, first=form.first, masked=form.masked)[0])
+    options: dict[str, Any] = {"tools": form.tools, "first": form.first, "masked": form.masked}
+    try:
+        return len(chat_tokens(*chat, **options)[0])
+    except RenderedAnewError:
+        return sum(len(ids) for ids, _ in answers_apart(*chat, **options))

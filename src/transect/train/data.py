@@ -30,7 +30,7 @@ def load_stream(
     template: ChatTemplate | None = None,
     *,
     skip: bool = False,
-    apart: bool = False,
+    turns: str = "auto",
     columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> TokenStream:
@@ -40,8 +40,7 @@ def load_stream(
         tokenizer: needed for anything but token files.
         template: needed for chats.
         skip: leave out rows that cannot be used.
-        apart: make each answer of a chat a document.
-        columns: as ``data.columns``.
+        turns, columns: as in ``DataConfig``.
         tell: is told of each file what was found in it.
 
     Raises:
@@ -53,7 +52,7 @@ def load_stream(
     sources: list[int] = []
     for name in paths:
         for file in find([name]):
-            streams.append(_read(file, vocab_size, tokenizer, template, skip, apart, columns, tell))
+            streams.append(_read(file, vocab_size, tokenizer, template, skip, turns, columns, tell))
         sources.append(sum(stream.num_documents for stream in streams))
     kinds = {stream.trained is not None for stream in streams}
     if len(kinds) == 2:
@@ -67,7 +66,7 @@ def _read(
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
     skip: bool,
-    apart: bool,
+    turns: str,
     columns: Mapping[str, str] | None,
     tell: Callable[[str], None],
 ) -> TokenStream:
@@ -77,7 +76,7 @@ def _read(
         return stream
     if tokenizer is None:
         raise ValueError(f"the model brings no tokenizer to read {file.path} with: give a {SUFFIX} directory")
-    reader = Reader(tokenizer, template, skip=skip, apart=apart, columns=columns)
+    reader = Reader(tokenizer, template, skip=skip, turns=turns, columns=columns)
     stream = collect(reader.file(file), vocab_size, file.path)
     for tally in reader.tallies:
         tell(str(tally))

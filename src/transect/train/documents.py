@@ -41,6 +41,8 @@ class Tally:
     """Rows by keys that they have and that nothing reads."""
     absent: dict[str, str] = field(default_factory=dict)
     """Entries of ``data.columns`` that no row so far has."""
+    apart: int = 0
+    """Chats of which each answer became a document, because the template renders earlier turns anew."""
 
     def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
         """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
@@ -73,6 +75,9 @@ class Tally:
         what = f"{self.read} rows, {self.layout}; trained on: {self.trained}" if self.layout else "one text"
         what = "no row that can be used" if self.left_out and not self.read else what
         parts = [f"{self.name}: {what}", *(f"left out {problem}" for problem in self.problems()), self.unread()]
+        if self.apart:
+            why = "since the chat template renders earlier turns anew"
+            parts.append(f"{self.apart} chats become a document for each answer, {why}")
         return "; ".join(filter(None, parts))
 
 
@@ -168,8 +173,8 @@ def with_thoughts(messages: Any, template: str) -> Any:
 class Reader:
     """Documents of files for next-token prediction, with a model's tokenizer and chat template.
 
-    ``skip``, ``some`` and ``columns`` are those of ``Forms``. ``apart``: each answer of a chat is a document.
-    ``tallies`` has the rows that were found, a file at a time.
+    ``skip``, ``some`` and ``columns`` are those of ``Forms``, ``turns`` that of ``DataConfig``. ``tallies`` has the
+    rows that were found, a file at a time.
     """
 
     def __init__(
@@ -179,10 +184,10 @@ class Reader:
         *,
         skip: bool = False,
         some: bool = True,
-        apart: bool = False,
+        turns: str = "auto",
         columns: Mapping[str, str] | None = None,
     ) -> None:
-        self._tokenizer, self._template, self._apart = tokenizer, template, apart
+        self._tokenizer, self._template, self._turns = tokenizer, template, turns
         self._forms = Forms(skip=skip, some=some, columns=columns, template=template)
 
     @property
@@ -216,9 +221,25 @@ class Reader:
         if self._template is None:
             raise ValueError("this is a chat and the model brings no chat template: set data.chat_template")
         chat = form.messages, self._tokenizer, self._template
-        if self._apart:
-            return answers_apart(*chat, tools=form.tools, first=form.first, masked=form.masked)
-        return [chat_tokens(*chat, tools=form.tools, first=form.first, masked=form.masked)]
+        options: dict[str, Any] = {"tools": form.tools, "first": form.first, "masked": form.masked}
+        if self._turns != "apart":
+            try:
+                return [chat_tokens(*chat, **options)]
+            except RenderedAnewError:
+                if self._turns == "together":
+                    raise
+                self.tallies[-1].apart += 1
+        return answers_apart(*chat, **options)
+
+
+def turns_key(turns: str) -> str:
+    """``data.turns`` for comparisons with what was made before there was ``auto``, which reads the same as ``together``
+    wherever that was possible."""
+    return "together" if turns == "auto" else turns
+
+
+class RenderedAnewError(ValueError):
+    """A template does not render a conversation as the continuation of its beginning."""
 
 
 def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -249,8 +270,8 @@ def chat_tokens(
     model goes on. As there, only the template writes special tokens: their spellings in messages are text.
 
     Raises:
-        ValueError: malformed messages, none of the assistant's, or a template that does not render a conversation as a
-            continuation of its beginning.
+        ValueError: malformed messages, or none of the assistant's.
+        RenderedAnewError: the template does not render a conversation as a continuation of its beginning.
     """
     chat = _Rendered(messages, tokenizer, template, tools)
     ids: list[int] = []
@@ -259,9 +280,9 @@ def chat_tokens(
     for turn in chat.answers:
         opened, answered = chat.opened(turn), chat.answered(turn)
         if not (opened.startswith(done) and answered.startswith(opened)):
-            raise ValueError(
+            raise RenderedAnewError(
                 "the chat template renders earlier turns anew with every answer, so answers cannot be told apart: set "
-                'data.turns = "apart", or data.chat_template to a training template'
+                'data.turns = "auto" or "apart", or data.chat_template to a training template'
             )
         before, answer = chat.encode(opened[len(done) :]), chat.encode(answered[len(opened) :])
         ids += before + answer

@@ -25,7 +25,7 @@ from .batches import Batch, DocumentPlan, EpochPlan, NothingFits, WindowPlan
 from .chunks import CHUNK_BYTES, Chunk, cut
 from .config import DataConfig
 from .data import Position, collect
-from .documents import Document, Reader
+from .documents import Document, Reader, turns_key
 from .files import find
 from .tokens import TokenStream
 
@@ -113,7 +113,7 @@ class StreamingLoader:
                         data.update(hashlib.file_digest(file, "sha256").digest())
         config = self.config
         template = "" if self._template is None else self._template.sources
-        masks = hashlib.sha256(repr((template, config.turns, config.date)).encode())
+        masks = hashlib.sha256(repr((template, turns_key(config.turns), config.date, *config.columns.items())).encode())
         sizes = f"{config.seq_len} {config.micro_batch} {self.seed} {config.too_long} {config.buffer_mib}"
         return {"data": data.hexdigest(), "masks": masks.hexdigest(), "sizes": sizes}
 
@@ -149,9 +149,9 @@ class StreamingLoader:
 
     def _read(self, chunks: list[Chunk], epoch: int, section: int) -> EpochPlan | None:
         config = self.config
-        skip, apart = config.on_bad_row == "skip", config.turns == "apart"
+        skip = config.on_bad_row == "skip"
         reader = Reader(
-            self._tokenizer, self._template, skip=skip, some=False, apart=apart, columns=config.columns
+            self._tokenizer, self._template, skip=skip, some=False, turns=config.turns, columns=config.columns
         )  # fmt: skip
         stream = collect(self._documents(chunks, reader), self._vocab_size, Path(chunks[0].path), allow_empty=True)
         for tally in reader.tallies:

@@ -30,7 +30,7 @@ from .chat import run_template
 from .chunks import CHUNK_BYTES, Chunk, cut
 from .config import DataConfig
 from .data import collect
-from .documents import Reader
+from .documents import Reader, turns_key
 from .files import find
 from .tokens import SUFFIX, token_dtype, write_meta
 
@@ -109,7 +109,7 @@ def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str],
     stamps = {chunk.path: os.stat(chunk.path) for chunk in chunks}
     files = {path: [stamp.st_size, stamp.st_mtime_ns] for path, stamp in stamps.items()}
     plan = {"made by": made_by, "files": files, "chunks": [asdict(chunk) for chunk in chunks]}
-    plan["chats"] = [chats.turns, chats.date] + ([chats.columns] if chats.columns else [])
+    plan["chats"] = [turns_key(chats.turns), chats.date] + ([chats.columns] if chats.columns else [])
     key = hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
     saved, begun = parts / "plan", parts / "date"
     if not (saved.exists() and saved.read_text() == key):
@@ -160,7 +160,7 @@ def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | No
 
 def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) -> None:
     tokenizer, template, vocab_size = _reader(model, chats)
-    reader = Reader(tokenizer, template, apart=chats.turns == "apart", columns=chats.columns)
+    reader = Reader(tokenizer, template, turns=chats.turns, columns=chats.columns)
     stream = collect(chunk.documents(reader), vocab_size, Path(chunk.path), allow_empty=True)
     part = Path(f"{target}.{os.getpid()}.part")
     arrays = {"tokens": stream.tokens, "ends": stream.ends}

@@ -24,8 +24,9 @@ class DataConfig:
         chat_template: ``auto``: the model's own, or where that renders earlier turns anew with every answer, what it
             says with every turn kept (``chat.py``); ``model``: the model's own; else a file with a Jinja template, or
             the template itself.
-        turns: of a chat with several answers, ``together``: one document; ``apart``: a document for each answer, after
-            what a server would show the model at that turn, which any template can render.
+        turns: documents of a chat with several answers. ``together``: one; ``apart``: one for each answer, after the
+            prompt that a server would give the model at that turn, which any template can render; ``auto``: one where
+            the template renders a conversation as the continuation of its beginning, else one for each answer.
         date: the day, such as ``2026-01-31``, that chat templates take for today; empty: the one on which the run
             begins. A run that goes on keeps it.
         weights: for each entry of ``train`` its share of the tokens of an epoch; empty: each document once. Shares are
@@ -46,7 +47,7 @@ class DataConfig:
     columns: dict[str, str] = field(default_factory=dict, hash=False)
     on_bad_row: Literal["stop", "skip"] = "stop"
     chat_template: str = "auto"
-    turns: Literal["together", "apart"] = "together"
+    turns: Literal["auto", "together", "apart"] = "auto"
     date: str = ""
     weights: tuple[float, ...] = ()
     streaming: bool = False

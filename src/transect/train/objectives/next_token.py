@@ -35,7 +35,7 @@ class NextToken(Objective):
         tell = self._described.append
         reading: dict[str, Any] = {
             "skip": config.data.on_bad_row == "skip",
-            "apart": config.data.turns == "apart",
+            "turns": config.data.turns,
             "columns": config.data.columns,
             "tell": tell,
         }
