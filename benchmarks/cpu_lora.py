@@ -240,7 +240,7 @@ def step_flops(model: str, folder: Path) -> dict[str, float]:
     """FLOPs a token that the work needs: products forward and for the gradient of x, adapters thrice, attention 3.5
     times; the head only where there are labels. The first layer's inputs need no gradient."""
     from transect.checkpoints.resolve import resolve
-    from transect.models.cost import Row, step_cost
+    from transect.costs.model import Row, step_cost
     from transect.train.data import Loader, load_stream
     from transect.train.model import build
 

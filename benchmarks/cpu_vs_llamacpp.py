@@ -118,8 +118,8 @@ def floors(model: str, threads: int) -> dict[str, float]:
     import torch
 
     from transect.checkpoints.resolve import resolve
+    from transect.costs.model import Row, floor, step_cost
     from transect.hardware.device import detect
-    from transect.models.cost import Row, floor, step_cost
     from transect.ops.cpu.ceilings import device_measurement
 
     torch.set_num_threads(threads)
@@ -137,7 +137,7 @@ def floors(model: str, threads: int) -> dict[str, float]:
 
 def storage(source: Any) -> Any:
     """Bits per weight as the GGUF file has them; float32 activations, K and V in bfloat16."""
-    from transect.models.cost import Storage
+    from transect.costs.storage import Storage
 
     tensors = source.gguf.tensors
     table = tensors["token_embd.weight"]

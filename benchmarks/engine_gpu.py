@@ -5,7 +5,7 @@
 
 Sections: startup, decode, prefill, trace, throughput, deterministic, ablation. Random weights of true shapes. Decode:
 prompts of 512 tokens, 256 steps, so 640 tokens of context on average; the time of a step is wall time as seen by the
-caller of ``LLM.step``. Floors as in ``transect.bench.floors``, with the rates below. A section is kept as soon as it is
+caller of ``LLM.step``. Floors as in ``transect.costs.floors``, with the rates below. A section is kept as soon as it is
 measured, with its commit, and one that fails does not stop the others.
 """
 
@@ -37,11 +37,11 @@ import record
 from engine_ablation import ablation
 from engine_trace import TIMED, WARM, traced_steps
 from transect.bench.energy import EnergyMeter, Nvml
-from transect.bench.floors import Rates, batch_floor, step_floor
 from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
+from transect.costs.floors import Rates, batch_floor, step_floor
+from transect.costs.model import Row
 from transect.engine.llm import LLM
-from transect.models.cost import Row
 from transect.spec.shapes import PRESETS
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")

@@ -32,10 +32,10 @@ from transect.bench.offline import decode_steps, run_all
 from transect.bench.scaling import JOB, SIZES, Links, batch_rank_floor, predicted_batch, predicted_step, rank_floor
 from transect.bench.scaling import sum_times as links_of
 from transect.bench.workload import throughput_protocol
+from transect.costs.model import Row
 from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
-from transect.models.cost import Row
 from transect.parallel.launch import Ranks
 from transect.spec.shapes import PRESETS
 

@@ -29,16 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 from engine_gpu import PROMPT, RATES, Kept, engine, prompts, release
 from engine_trace import traced_steps
-from transect.bench.floors import batch_floor, step_floor
 from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
 from transect.checkpoints import load
 from transect.checkpoints.dummy import dummy_weights
+from transect.costs.floors import batch_floor, step_floor
+from transect.costs.model import Row
+from transect.costs.storage import Storage, storage_for
 from transect.engine.gpu import build
 from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
-from transect.models.cost import Row
-from transect.models.storage import Storage, storage_for
 from transect.models.stored import BlockCodes, Stored
 from transect.models.weights.kinds import kinds_for
 from transect.ops.linear.packed.gguf.gguf_matmul import random_blocks

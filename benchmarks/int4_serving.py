@@ -3,7 +3,7 @@
     python benchmarks/int4_serving.py [--model llama-3.1-8b] [--batches 1,8,64] [--runs 3] [--quality smollm2-135m]
 
 Decode: random weights of a true shape, prompts of 512 tokens, 256 steps, so 640 tokens of context on average; wall time
-of a step as the caller of ``LLM.step`` sees it. Floors as in ``transect.bench.floors``, with the rates of
+of a step as the caller of ``LLM.step`` sees it. Floors as in ``transect.costs.floors``, with the rates of
 ``engine_gpu.py`` and the bits that each engine's weights take. For each engine also where the time of a step of one
 sequence goes, kernel by kernel. Quality: perplexity of a fixed text by the model's own weights, by its weights in 4
 bits on the GPU, and by the values that these stand for on plain torch in float32, with the text that each continues
@@ -26,12 +26,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 from engine_gpu import RATES, STEPS, engine, prompts, release
 from engine_trace import traced_steps
-from transect.bench.floors import step_floor
 from transect.bench.offline import decode_steps
+from transect.costs.floors import step_floor
+from transect.costs.model import Row, weight_bytes
+from transect.costs.storage import storage_for
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
-from transect.models.cost import Row, weight_bytes
-from transect.models.storage import storage_for
 from transect.spec.shapes import PRESETS
 from transect.train.perplexity import score_tokens
 

@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import record
 from popular_shapes import SHAPES
 from serve_load import model_folder
-from transect.bench.floors import Rates, step_floor
 from transect.bench.offline import prefill_seconds
+from transect.costs.floors import Rates, step_floor
+from transect.costs.model import Row
 from transect.engine.llm import LLM
-from transect.models.cost import Row
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.opset import resolve_ops
 from transect.spec.hf import from_hf

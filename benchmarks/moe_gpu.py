@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 from engine_gpu import RATES, engine, prompts, release
 from engine_trace import traced_steps
-from transect.bench.floors import step_floor
 from transect.bench.offline import decode_steps, prefill_seconds
+from transect.costs.floors import step_floor
+from transect.costs.model import Row
 from transect.costs.work import touched
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
-from transect.models.cost import Row
 from transect.models.moe import MoE
 from transect.ops.moe.ordering import draw
 from transect.ops.registry import get

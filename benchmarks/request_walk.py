@@ -154,9 +154,10 @@ def floors(walk: Walk, threads: int) -> Callable[[list[tuple[int, int]]], float]
     """From (new, length) rows to the floor of a step in seconds."""
     import torch
 
-    from transect.bench.floors import Rates, step_floor, storage_of
+    from transect.checkpoints.layouts import storage_of
+    from transect.costs.floors import Rates, step_floor
+    from transect.costs.model import Row
     from transect.hardware.device import detect
-    from transect.models.cost import Row
     from transect.ops.cpu.ceilings import device_measurement
 
     torch.set_num_threads(threads)

@@ -3,7 +3,7 @@
     python benchmarks/shapes_gpu.py [NAME ...] [--rows 1,16,48,200] [--limit SECONDS] [--out FILE]
 
 Random weights; prompts of 256 tokens, then steps in which all sequences decode. The time of a step is wall time as seen
-by the caller of ``LLM.step``. Floors are as in ``transect.bench.floors``: the matrices of all layers together, and the
+by the caller of ``LLM.step``. Floors are as in ``transect.costs.floors``: the matrices of all layers together, and the
 head, take as long as their bytes or their FLOPs, whichever takes longer, and reading keys and values comes on top.
 Clock and power of the GPU are read meanwhile, and medians kept. A shape is kept as soon as it is measured.
 """
@@ -28,10 +28,10 @@ import record
 from popular_shapes import SHAPES
 from serve_load import model_folder
 from transect.bench.energy import Nvml
-from transect.bench.floors import Rates, step_floor
 from transect.bench.offline import decode_steps
+from transect.costs.floors import Rates, step_floor
+from transect.costs.model import Row
 from transect.engine.llm import LLM
-from transect.models.cost import Row
 from transect.spec.hf import from_hf
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")

@@ -142,7 +142,7 @@ def predicted(work: str, way: str, ranks: int) -> dict[str, float] | None:
 
     from transect.costs.machine import Machine
     from transect.costs.presets import preset
-    from transect.plan.step import predict
+    from transect.costs.training import predict
     from transect.train.config import TrainConfig
     from transect.train.memory import fit, plan_of, spread_of
     from transect.train.model import source_of

@@ -6,7 +6,7 @@
 Random weights in the shape of Qwen2.5-32B, in bfloat16. The engine may fill ``--memory-gb`` (10^9 bytes) of each GPU.
 Decode: ``--batch`` sequences; prefill: steps of 8192 tokens. The link is measured in the same run, of several ranks all
 at once. The floor of a step is the larger of two times: bytes that stream by the link's rate, and the floor
-of the rest (``transect.bench.floors``). What is measured is kept at once, in ``DIR/zero_inference.json``.
+of the rest (``transect.costs.floors``). What is measured is kept at once, in ``DIR/zero_inference.json``.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import record
 from engine_gpu import RATES, Kept
 from transect.bench import host_link
-from transect.bench.floors import step_floor
 from transect.bench.offline import decode_steps, prefill_seconds
 from transect.checkpoints.resolve import resolve
+from transect.costs.floors import step_floor
+from transect.costs.model import Row, weight_bytes
+from transect.costs.storage import Storage
 from transect.engine.decisions import read_records
 from transect.engine.llm import LLM
-from transect.models.cost import Row, weight_bytes
-from transect.models.storage import Storage
 from transect.parallel.launch import Ranks
 
 STEP_TOKENS = 8192

@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 from transect import LLM, SamplingParams
-from transect.bench.floors import Rates, step_floor
 from transect.checkpoints.resolve import resolve
+from transect.costs.floors import Rates, step_floor
+from transect.costs.model import Row
 from transect.explain import Explain
 from transect.explain.program import Explanation, machine_ceilings
 from transect.hardware.environment import environment
-from transect.models.cost import Row
 from transect.spec.hf import to_hf
 from transect.spec.shapes import PRESETS
 

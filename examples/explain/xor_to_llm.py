@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from transect import LLM, SamplingParams
-from transect.bench.floors import Rates
 from transect.costs.ceilings import Ceilings
+from transect.costs.floors import Rates
 from transect.explain import Explain
 from transect.explain.log import build
 from transect.explain.op_floor import cost

@@ -2,7 +2,6 @@
 
 import pytest
 
-from transect.bench.floors import Rates, step_floor
 from transect.bench.scaling import (
     Links,
     batch_rank_floor,
@@ -13,7 +12,8 @@ from transect.bench.scaling import (
     predicted_step,
     rank_floor,
 )
-from transect.models.cost import Row
+from transect.costs.floors import Rates, step_floor
+from transect.costs.model import Row
 from transect.spec.shapes import PRESETS
 
 RATES = Rates(4e12, 700e12)

@@ -12,14 +12,13 @@ from tiny_checkpoints import make_model, save_mxfp4, write_gguf
 from tiny_llm import save_tiny_llm
 
 from transect import LLM, SamplingParams
-from transect.bench.floors import storage_of
-from transect.checkpoints.layouts import held_layouts
+from transect.checkpoints.layouts import held_layouts, storage_of
 from transect.checkpoints.load import allocated, fill, load_model, stored_weights
 from transect.checkpoints.resolve import resolve
+from transect.costs.storage import storage_for, storage_held
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.native import packed_matrices
-from transect.models.storage import storage_for, storage_held
 from transect.models.weights import int4_serving
 from transect.models.weights.as_stored import AsStored
 from transect.models.weights.kinds import kinds_for

@@ -9,11 +9,11 @@ from tiny_llm import save_tiny_llm
 from transect import LLM, SamplingParams
 from transect.checkpoints.load import fill, load_model, stored_weights
 from transect.checkpoints.resolve import resolve
+from transect.costs.storage import storage_for
 from transect.engine.config import EngineConfig
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
-from transect.models.storage import storage_for
 from transect.models.weights.int4_serving import ServingInt4
 from transect.models.weights.kinds import kinds_for
 from transect.models.weights.measure import storage_of_model

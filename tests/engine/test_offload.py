@@ -7,14 +7,14 @@ from tiny_checkpoints import FAMILIES, make_model
 from tiny_llm import save_tiny_llm_text
 
 from transect import LLM, SamplingParams
+from transect.costs.memory.serving import smallest_layout
+from transect.costs.memory.streaming import plan_stream
+from transect.costs.storage import storage_for
 from transect.engine import offload
 from transect.engine.config import EngineConfig
 from transect.engine.decisions import read_records
 from transect.engine.gpu.setup import _check_weights, plan_of, without_graphs
 from transect.engine.vllm_arguments import engine_settings
-from transect.models.storage import storage_for
-from transect.models.streaming.plan import plan_stream
-from transect.parallel.memory import smallest_layout
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.model import ModelConfig
 

@@ -6,15 +6,15 @@ from array import array
 import numpy as np
 import pytest
 
-from transect.bench.floors import Rates, step_floor
 from transect.costs.fitting import FittedSteps, errors
+from transect.costs.floors import Rates, step_floor
+from transect.costs.model import Row
+from transect.costs.storage import Storage
 from transect.engine.decisions import Done, Header, Planned
 from transect.engine.gpu.step_sizes import row_bucket, token_bucket
 from transect.explain.calibration import calibrated, followed, known_steps, measured_steps, spread
 from transect.explain.log import build
 from transect.explain.work import Padding, StepWork
-from transect.models.cost import Row
-from transect.models.storage import Storage
 from transect.spec.shapes import PRESETS
 
 LIMITS = {"block_size": 16, "max_num_seqs": 64, "max_model_len": 2048, "num_blocks": 64}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from planted_faults import ceilings
 
+from transect.costs.storage import Storage
 from transect.engine.decision_setup import _plain
 from transect.engine.decisions import DecisionRing, Done, Header, Planned, _framed
 from transect.explain.doing import doing_of
@@ -15,7 +16,6 @@ from transect.explain.program import Explain
 from transect.explain.sampler import Frame
 from transect.explain.split import PARTS, Split
 from transect.explain.trace import Trace
-from transect.models.storage import Storage
 from transect.spec.shapes import PRESETS
 
 LIMITS = {"num_blocks": 8}

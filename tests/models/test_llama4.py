@@ -10,9 +10,9 @@ from transect.checkpoints.hf import stored_hf
 from transect.checkpoints.hf_out import save_hf
 from transect.checkpoints.load import load_model
 from transect.checkpoints.resolve import resolve
+from transect.costs.model import Row, least_attention
+from transect.costs.storage import Storage
 from transect.models.context import VarlenContext
-from transect.models.cost import Row, least_attention
-from transect.models.storage import Storage
 from transect.spec.hf import from_hf, from_hf_directory, to_hf
 from transect.train.flops import TrainingFlops
 

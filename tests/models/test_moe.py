@@ -11,8 +11,10 @@ from transect import LLM, SamplingParams
 from transect.checkpoints.hf_out import save_hf
 from transect.checkpoints.load import load_model
 from transect.checkpoints.resolve import resolve
+from transect.costs.model import Row, least_cost
+from transect.costs.storage import Storage
+from transect.costs.work import expert_cost
 from transect.models.context import PagedContext, VarlenContext
-from transect.models.cost import Row, Storage, expert_cost, least_cost
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.models.moe import SharedRouter

@@ -9,12 +9,12 @@ import torch
 
 from transect.checkpoints.dummy import dummy_weights
 from transect.checkpoints.load import allocated, fill
+from transect.costs.memory.streaming import layer_bytes, plan_stream
+from transect.costs.storage import Storage
 from transect.hardware import direct_file
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack, Fusions
-from transect.models.storage import Storage
-from transect.models.streaming.plan import layer_bytes, plan_stream
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4_serving import Int4Products, ServingInt4
 from transect.models.weights.kinds import kinds_for

@@ -10,11 +10,11 @@ import torch
 from allocated import shape_of, watched
 from training_runs import tiny_run
 
+from transect.costs.memory.fit import first_that_fits
+from transect.costs.memory.training import training
+from transect.costs.memory.training_plan import TrainingPlan
+from transect.costs.memory.training_ranks import estimator, training_ranks
 from transect.costs.units import parse_bytes
-from transect.models.memory.fit import first_that_fits
-from transect.models.memory.training import training
-from transect.models.memory.training_plan import TrainingPlan
-from transect.parallel.training_memory import estimator, training_ranks
 from transect.spec.layouts.ranks import owners
 from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS

@@ -6,9 +6,9 @@ import pytest
 
 from transect.cli import main
 from transect.costs.machine import Machine
+from transect.costs.memory.training_plan import TrainingPlan
+from transect.costs.memory.training_ranks import training_ranks
 from transect.costs.presets import preset
-from transect.models.memory.training_plan import TrainingPlan
-from transect.parallel.training_memory import training_ranks
 from transect.plan import layouts
 from transect.plan.layouts import rank, spreads, what_would
 from transect.spec.shapes import PRESETS

@@ -12,8 +12,8 @@ from effort import quick_first
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
-from transect.models.memory.fit import first_that_fits
-from transect.models.memory.training import training
+from transect.costs.memory.fit import first_that_fits
+from transect.costs.memory.training import training
 from transect.spec.shapes import PRESETS
 from transect.train import memory, trainer
 from transect.train.config import OptimizerConfig

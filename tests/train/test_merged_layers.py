@@ -9,8 +9,8 @@ from effort import proving, quick_first
 
 pytest.importorskip("triton")
 
+from transect.costs.memory.merged import merged_kept
 from transect.models.decoder import Decoder
-from transect.models.memory.merged import merged_kept
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from transect.ops.opset import resolve_ops

@@ -18,7 +18,6 @@ A server under load:
 An engine in this process:
 
 * ``offline.py``    latency at batch sizes, and throughput of a fixed set of sequences
-* ``floors.py``     the least time that a device needs for that work; MBU and MFU
 * ``scaling.py``    the same on several GPUs: floors of a rank, and predictions
 * ``host_link.py``  what the links to the host give, of several devices at the same time
 * ``collectives.py`` what ranks exchange, how fast, and whether it is right

@@ -20,16 +20,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from ..checkpoints.layouts import storage_of
 from ..checkpoints.resolve import resolve
+from ..costs.model import weight_bytes
 from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
-from ..models.cost import weight_bytes
 from ..spec.numbers.registry import file_formats, gguf_names, roundings
 from ..spec.weights import parameter_count
 from ..train.export import opened
 from ..train.perplexity import TextScore, score_file
 from ..train.quantize import Calibration, quantize_model, takes_calibration
-from .floors import storage_of
 
 PLAIN = "plain"
 """The model as its files hold it."""

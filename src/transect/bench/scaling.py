@@ -28,14 +28,15 @@ from typing import NamedTuple
 
 import torch
 
-from ..models.cost import Row, Storage
+from ..costs.floors import Floor, Rates, step_floor
+from ..costs.model import Row
+from ..costs.storage import Storage
 from ..ops.sampling.sampling import GROUP
 from ..parallel.mesh import Mesh
 from ..parallel.shared_sums import graph_seconds, shared_sums
 from ..parallel.world import World
 from ..spec.layouts.ranks import RankLayout
 from ..spec.model import ModelConfig
-from .floors import Floor, Rates, step_floor
 
 JOB = "transect.bench.scaling:sum_times"
 REPEATS = 20

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..models.cost import weight_bytes
+from ..costs.memory.streaming import StreamPlan
+from ..costs.model import weight_bytes
+from ..costs.storage import Storage
 from ..models.decoder import Decoder
 from ..models.fused_stack import FusedStack, Fusions
 from ..models.fused_stack import refusal as refusal_to_fuse
@@ -32,9 +34,7 @@ from ..models.native import (
     take_packed,
 )
 from ..models.staging import Staging, dense_values
-from ..models.storage import Storage
 from ..models.stored import ALL, Stored, StoredWeights, Values
-from ..models.streaming.plan import StreamPlan
 from ..models.streaming.stream import offload
 from ..models.weights.kinds import kinds_for, rounded_values
 from ..models.weights.weight import Kinds, Weight, part_of

@@ -83,12 +83,12 @@ def command(
 def _measure(
     about: Subject, batch: int, prompt_tokens: int, new_tokens: int, spare: int, runs: int, meters: Any
 ) -> dict[str, Any]:
-    from ..bench.floors import step_floor
     from ..bench.lengths import Lengths
     from ..bench.offline import decode_steps, prefill_seconds
     from ..bench.summary import percentile
     from ..bench.workload import random_work
-    from ..models.cost import Row
+    from ..costs.floors import step_floor
+    from ..costs.model import Row
 
     lengths = Lengths("uniform", prompt_tokens, prompt_tokens)
     prefills, decodes, joules = [], [], []

@@ -16,10 +16,10 @@ from .settings import output_file
 
 if TYPE_CHECKING:
     from ..bench.energy import EnergyMeter
-    from ..bench.floors import Rates
+    from ..costs.floors import Rates
+    from ..costs.storage import Storage
     from ..engine.config import EngineConfig
     from ..engine.llm import LLM
-    from ..models.cost import Storage
     from ..spec.model import ModelConfig
 
 ALONE = RankLayout()
@@ -72,9 +72,10 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
 
     import torch
 
-    from ..bench.floors import Rates, storage_of
+    from ..checkpoints.layouts import storage_of
     from ..checkpoints.load import in_blocks, kernels, kv_dtype
     from ..checkpoints.resolve import resolve
+    from ..costs.floors import Rates
     from ..engine.gpu.build import device_for
     from ..engine.llm import LLM
     from ..engine.offload import planned_stream

@@ -61,9 +61,9 @@ def command(
     256 sequences, prompts and outputs of 100 to 1024 tokens (142,827 in, 133,966 out), temperature 0.6, no early end.
     Take fewer or shorter ones on small machines.
     """
-    from ..bench.floors import batch_floor
     from ..bench.offline import run_all
     from ..bench.workload import throughput_protocol
+    from ..costs.floors import batch_floor
 
     if shortest > longest:
         raise ValueError(f"--shortest {shortest} is above --longest {longest}: exchange them")

@@ -11,12 +11,10 @@ from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
+    from ..costs.memory.serving import ServingPlan, StageEstimate
     from ..costs.presets import Preset
+    from ..costs.storage import Layouts, Storage
     from ..engine.config import EngineConfig
-    from ..models.cost import Storage
-    from ..models.memory.serving import ServingPlan
-    from ..models.storage import Layouts
-    from ..parallel.memory import StageEstimate
 
 SERVING = (
     *("context", "max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
@@ -257,10 +255,10 @@ def _serve(
     from dataclasses import asdict
     from functools import partial
 
+    from ..costs.memory.serving import smallest_layout, smallest_sharing, stages
     from ..costs.units import gib
     from ..engine.config import EngineConfig
     from ..engine.offload import planned_stream
-    from ..parallel.memory import smallest_layout, smallest_sharing, stages
     from .memory_tables import dump, show
 
     config = EngineConfig(model=source.name, **{k: v for k, v in settings.items() if v is not None})
@@ -316,11 +314,11 @@ def _serve(
 
 def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
     """What an engine of ``config`` holds on a device of ``kind`` with ``budget`` bytes, and how it stores weights."""
+    from ..costs.memory.serving import ServingPlan
+    from ..costs.model import weight_bytes
+    from ..costs.storage import storage_for, storage_held
     from ..engine.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
-    from ..models.cost import weight_bytes
-    from ..models.memory.serving import ServingPlan
-    from ..models.storage import storage_for, storage_held
     from ..spec.numbers.registry import cache_bits
 
     context, positions = config.max_model_len, source.config.max_position

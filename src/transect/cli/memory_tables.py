@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..models.memory.terms import Estimate
+    from ..costs.memory.terms import Estimate
 
 
 def dump(estimate: Estimate, facts: dict[str, Any]) -> None:

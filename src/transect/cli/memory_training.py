@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
-    from ..parallel.training_memory import StageMemory
+    from ..costs.memory.training_ranks import StageMemory
     from ..train.config import TrainConfig
 
 SETTINGS = {
@@ -92,9 +92,9 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
 
     import torch
 
+    from ..costs.memory.fit import first_that_fits, smallest_change
+    from ..costs.memory.training_ranks import estimator, for_rank, training_ranks
     from ..costs.units import gib, parse_bytes
-    from ..models.memory.fit import first_that_fits, smallest_change
-    from ..parallel.training_memory import estimator, for_rank, training_ranks
     from ..train.memory import check_length, plan_of, spread_of
     from .memory_tables import dump, show
 

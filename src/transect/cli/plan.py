@@ -58,9 +58,9 @@ def training(
 
     from ..checkpoints.resolve import described
     from ..costs.machine import Machine
+    from ..costs.memory.training_plan import check_base
     from ..costs.presets import preset
     from ..costs.units import parse_bytes
-    from ..models.memory.training_plan import check_base
     from ..plan.layouts import AXES
     from ..plan.layouts import rank as ranked
     from ..train.config import TrainConfig

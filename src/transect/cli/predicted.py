@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..costs.machine import Machine
-    from ..plan.step import StepTime
+    from ..costs.training import TrainingStep
     from ..train.samples import SampleRecord
     from ..train.trainer import EvalRecord, StepRecord, Trainer
 
@@ -58,11 +58,11 @@ def compared(trainer: Trainer, pace: Pace) -> str | None:
     return found
 
 
-def prediction(config: Any, model: Any, device: Any, fitted: Any = None) -> StepTime:
+def prediction(config: Any, model: Any, device: Any, fitted: Any = None) -> TrainingStep:
     """The step of a configuration on this machine; ``fitted``: what the trainer chose."""
     from dataclasses import replace
 
-    from ..plan.step import predict
+    from ..costs.training import predict
     from ..train.memory import plan_of, spread_of
 
     plan = plan_of(config, model, device)

@@ -1,11 +1,26 @@
 """Costs: work -> FLOPs and bytes -> seconds, for any device, in plain Python without torch.
 
-* ``units.py``     sizes of memory, read and written as people do
+Devices and links:
+
 * ``ceilings.py``  ``Ceilings``: bytes per second, FLOP/s for each dtype, cost of a launch, the link to the host
 * ``presets.py``   data sheets of devices, one file each in ``devices/``: for planning without them
-* ``work.py``      ``Cost``: FLOPs and bytes of a piece of work; keys that attention sees, experts that tokens touch
-* ``steps.py``     ``StepLoad``: the work of a serving step
-* ``learning.py``  step times learned while an engine runs; ``fitting.py``: step times fitted on measured steps
 * ``machine.py``   ``Machine``: devices and their links, and the shares of both that training reaches
 * ``links.py``     seconds of collectives between ranks, exposed and hidden
+
+Work:
+
+* ``work.py``      ``Cost``: FLOPs and bytes of a piece of work, of products; keys that attention sees, experts touched
+* ``storage.py``   ``Storage``: bits of a number of each part of a model
+* ``model.py``     the cost of a step of a model, by operator; bytes of its weights and of its KV cache
+
+Seconds:
+
+* ``floors.py``    ``Floor``: the least time of a step on a device; MBU and MFU
+* ``steps.py``     ``StepLoad``: the work of a serving step, in the numbers that its time depends on
+* ``learning.py``  step times learned while an engine runs; ``fitting.py``: step times fitted on measured steps
+* ``training.py``  ``TrainingStep``: seconds of a training step by part, on each rank of a layout
+
+Memory: ``memory/``, accounts of training and serving before anything is loaded
+
+* ``units.py``     sizes of memory, read and written as people do
 """

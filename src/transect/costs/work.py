@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -59,3 +60,45 @@ def visible_keys(new: int, length: int, window: int | None, chunk: int | None = 
 def touched(tokens: int, k: int, experts: int) -> float:
     """Estimate how many of ``experts`` get a token, if each of ``tokens`` goes to k different ones drawn evenly."""
     return experts * (1 - (1 - k / experts) ** tokens)
+
+
+def expert_cost(
+    tokens: float,
+    k: int,
+    experts: int,
+    outputs: Sequence[int],
+    inputs: int,
+    *,
+    bits: float,
+    activation: float,
+    bias: float = 0,
+    ordered: bool = True,
+    distinct: float | None = None,
+) -> Cost:
+    """One product by experts: k rows for each token. Each expert that is touched is read once.
+
+    Args:
+        ordered: the rows of a token are read as one, not as k.
+        outputs, inputs: of one expert, as in ``product_cost``.
+        distinct: how many experts are touched; by default as many as even routing touches on average.
+    """
+    distinct = touched(int(tokens), k, experts) if distinct is None else distinct
+    one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)
+    stored = sum(outputs) * (inputs * bits + bias) / 8
+    again = tokens * (k - 1) * inputs * activation / 8 if ordered else 0.0
+    return Cost(one.flops, one.bytes_read - again + (distinct - 1) * stored, one.bytes_written)
+
+
+def product_cost(
+    tokens: float, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
+) -> Cost:
+    """One product with matrices that share an input: each read once, input and output once.
+
+    Args:
+        outputs: rows of each matrix.
+        bits: of a number of the matrices. activation: of one of input and output. bias: of one of the bias; 0: none.
+    """
+    width = sum(outputs)
+    flops = tokens * width * (2 * inputs + bool(bias))
+    read = tokens * inputs * activation + width * inputs * bits + width * bias
+    return Cost(flops, read / 8, tokens * width * activation / 8)

@@ -11,9 +11,9 @@ from ..checkpoints.adapter import is_beside
 from ..checkpoints.kv_scales import take_scales
 from ..checkpoints.load import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers, load_model
 from ..checkpoints.resolve import ModelSource, resolve
-from ..models.cost import Storage, kv_bytes_per_token
-from ..models.storage import storage_for
-from ..models.streaming.plan import StreamPlan
+from ..costs.memory.streaming import StreamPlan
+from ..costs.model import kv_bytes_per_token
+from ..costs.storage import Storage, storage_for
 from ..models.weights.kinds import rounded_values
 from ..models.weights.measure import storage_of_model
 from ..ops.attention.paged.cache_codes import stored_bits

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..costs.storage import Storage
 from ..hardware.device import detect
 from ..hardware.measured import kept
-from ..models.storage import Storage
 from ..spec.model import ModelConfig
 from .config import EngineConfig
 from .decisions import FORMAT, DecisionLog, Header

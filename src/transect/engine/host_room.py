@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from ..checkpoints.layouts import held_layouts
 from ..checkpoints.resolve import ModelSource
-from ..models.cost import weight_bytes
-from ..models.storage import storage_for, storage_held
+from ..costs.model import weight_bytes
+from ..costs.storage import storage_for, storage_held
 from ..spec.numbers.registry import roundings
 from .config import EngineConfig
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 
-from ..models.storage import Storage
-from ..models.streaming.plan import GIB, StreamPlan, layer_bytes, plan_stream
+from ..costs.memory.streaming import GIB, StreamPlan, layer_bytes, plan_stream
+from ..costs.storage import Storage
 from ..spec.model import ModelConfig
 from .config import EngineConfig
 from .kv_size import free_memory

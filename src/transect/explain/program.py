@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..bench.floors import Rates
 from ..costs.ceilings import Ceilings
+from ..costs.floors import Rates
 from ..engine.decisions import DecisionRing
 from ..hardware.cores import usable_cores
 from ..hardware.device import detect

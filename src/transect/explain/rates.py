@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bench.floors import Rates
+from ..costs.floors import Rates
 from ..costs.presets import preset
 from ..engine.decisions import Header
 

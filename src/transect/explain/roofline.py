@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..costs.ceilings import Ceilings
-from ..models.cost import Row, step_cost
-from ..models.storage import Storage
+from ..costs.model import Row, step_cost
+from ..costs.storage import Storage
 from ..spec.model import ModelConfig
 from ..spec.numbers.int4 import int4_format
 from .op_floor import cost as op_cost

@@ -16,15 +16,15 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ..bench.floors import Rates
 from ..costs.fitting import FittedSteps
+from ..costs.floors import Rates
+from ..costs.storage import Storage, storage_for
 from ..engine.batch import Handle, ScheduledBatch, StepResult
 from ..engine.clock import VirtualClock
 from ..engine.core import EngineCore
 from ..engine.scheduler import Scheduler
 from ..engine.scheduler_config import SchedulerConfig
 from ..engine.waiting_queue import QueueFull
-from ..models.storage import Storage, storage_for
 from ..spec.numbers.registry import roundings
 from .log import Life, RunLog
 from .replay import Script

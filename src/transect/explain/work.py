@@ -1,28 +1,27 @@
-"""What the steps of a log had to compute: the cost model over the header of a decision log (no torch).
+"""The work of the steps of a decision log: the cost model over the header of the log (no torch).
 
-``StepWork`` turns rows into the numbers that step times are explained by: tokens, rows, keys read, pairs attended, and
-the floor on a device. A log without a model (a scheduler that was driven alone) has tokens and positions only.
+``StepWork`` turns rows into the numbers that step times depend on: tokens, rows, keys read, pairs attended, and the
+floor on a device. A log without a model (a scheduler that was driven alone) has tokens and positions only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
-from ..bench.floors import Floor, Rates
+from ..costs.floors import Floor, Rates, StepFloors
+from ..costs.model import Row
 from ..costs.steps import StepLoad
-from ..costs.work import Cost
+from ..costs.storage import Storage
 from ..engine.decisions import Header
 from ..engine.gpu.step_sizes import FEWEST_ROWS, mixed_size, row_bucket
-from ..models.cost import Row, least_attention, least_products
-from ..models.storage import Storage
 from ..spec.model import ModelConfig
 from .log import StepRow
 
 
 class Padding:
-    """What steps are filled up to on the device of a log (``engine/gpu/step_sizes.py``); on a CPU to nothing."""
+    """The padded sizes of steps on the device of a log (``engine/gpu/step_sizes.py``); a CPU pads nothing."""
 
     def __init__(self, header: Header) -> None:
         known, limits = header.device.get("padding") or {}, header.scheduler
@@ -33,7 +32,7 @@ class Padding:
         self.most = -(-limits.get("max_model_len", self.block_size) // self.block_size)
 
     def tokens(self, rows: Sequence[StepRow]) -> int:
-        """Tokens of a step with these rows, with padding."""
+        """Count the tokens of a step with these rows, padding included."""
         count, chunks = sum(row[2] for row in rows), sum(row[2] > 1 for row in rows)
         if not self.pads:
             return count
@@ -50,20 +49,19 @@ class StepWork:
     """The work of steps of one model on one device.
 
     Args:
-        config: None where the log does not say.
-        rates: what the device can do; None: floors are 0.
+        config: None if the log does not say.
+        rates: of the device; if None, floors are 0.
     """
 
     def __init__(
         self, config: ModelConfig | None, storage: Storage, rates: Rates | None, padding: Padding | None = None
     ) -> None:
         self.config, self.storage, self.rates, self.padding = config, storage, rates, padding
-        self._products: dict[tuple[int, int], Floor] = {}
-        """By (tokens, rows): they recur, and layers are many."""
+        self._floors = None if config is None or rates is None else StepFloors(config, rates, storage)
 
     @classmethod
     def of(cls, header: Header, rates: Rates | None) -> StepWork:
-        """For the model that a log's header describes."""
+        """Make the work of the model that a log's header describes."""
         if not header.model:
             return cls(None, Storage(), None, Padding(header))
         known = {field.name for field in fields(ModelConfig)}
@@ -80,26 +78,13 @@ class StepWork:
         return found._replace(padded=padded, floor=floor.seconds, flops=floor.flops, bytes=floor.bytes)
 
     def floor(self, rows: Sequence[StepRow]) -> Floor:
-        """The least time, FLOPs and bytes of a step; zeros where model or device is not known."""
-        if self.config is None or self.rates is None or not rows:
+        """Return the least time, FLOPs and bytes of a step; zeros if model or device are not known."""
+        if self._floors is None or not rows:
             return Floor()
-        size = sum(count for _, _, count in rows), len(rows)
-        products = self._products.get(size)
-        if products is None:
-            costs = least_products(self.config, *size, self.storage).values()
-            products = self._products[size] = sum((self._at_rates(cost) for cost in costs), Floor())
-        listed = [Row(count, start + count) for _, start, count in rows]
-        found = products + self._at_rates(least_attention(self.config, listed, self.storage))
-        if self.rates.host_bytes_per_second is None:
-            return found
-        return replace(found, seconds=max(found.seconds, self.storage.streamed / self.rates.host_bytes_per_second))
-
-    def _at_rates(self, cost: Cost) -> Floor:
-        assert self.rates is not None
-        return Floor(cost.flops, cost.bytes, cost.floor(*self.rates.both))
+        return self._floors([Row(count, start + count) for _, start, count in rows])
 
     def share(self, own: Sequence[StepRow], rows: Sequence[StepRow]) -> float:
-        """The part of a step that would be left without the other rows: by floors, else by tokens."""
+        """Return the share of a step that would remain without the other rows: by floors, else by tokens."""
         whole = self.floor(rows).seconds
         if whole:
             return min(1.0, self.floor(own).seconds / whole)

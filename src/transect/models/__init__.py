@@ -2,8 +2,6 @@
 
 Costs (no torch):
 
-* ``storage.py``: bits of a number, by kind of weight; ``cost.py``: FLOPs and bytes of a step; ``memory/``: the memory
-  that training and serving need, before they start
 
 The model (flat, token-major: ``x_TD`` is tokens by model dim):
 

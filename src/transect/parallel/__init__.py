@@ -1,6 +1,7 @@
 """Several ranks (processes, each with a device) that work together, and the ways to spread a model over them.
 
-``spec/layouts/`` describes layouts, shards and schedules without torch. Here they are carried out.
+``spec/layouts/`` describes layouts, shards and schedules without torch, ``costs/memory/`` the memory of each rank. Here
+layouts are carried out.
 
 Ranks, for serving and training alike:
 
@@ -15,7 +16,6 @@ Ranks, for serving and training alike:
 
 A model on them:
 
-* ``memory.py``: what each rank needs, and the smallest layout that fits (no torch)
 * ``experts.py``: ``ExpertRanks``, what a mixture of experts asks of the ranks that share it; ``exchange.py``: tokens
   that go to their experts alone, and back
 * ``tensor.py``: kinds of ``Weight`` that stand around a shard, and an embedding that is cut by the vocabulary
@@ -30,14 +30,13 @@ Training on them:
   which keys; ``ring_kernels.py``: the same by the attention kernels of a GPU
 * ``pulse.py``: what every rank is at, so that a run that hangs ends and says who waits for what
 * ``compressed.py``: sums of one bit a number, whose errors are made good
-* ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass; ``copy_memory.py``: in how much
-  memory (no torch); ``peer_pieces.py``: sharded weights that other ranks read by them
+* ``peer_copies.py``: sums of gradients by copy engines, beside the backward pass;
+  ``peer_pieces.py``: sharded weights that other ranks read by them
 * ``replicas.py``: every rank has the whole model: gradients summed in buckets, ZeRO 1 and 2; ``table_rows.py``: the
   gradient of a table that embedding and head share
 * ``sharded.py``: no rank has: ZeRO 3, layer by layer; ``sharded_unit.py``: what is gathered and given back at a time;
   ``tiled.py``: matrices that come in parts
 * ``part_names.py``: how ranks name parts of a tensor in files (no torch)
-* ``training_memory.py``: memory of each rank of a run (no torch)
 
 Beyond the memory of a device: ``offload/``, pinned host memory and files past the page cache
 """

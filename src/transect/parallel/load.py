@@ -14,12 +14,12 @@ import torch
 
 from ..checkpoints.load import allocated, fill, kernels, kv_dtype, progress, rounded_layers, stored_weights
 from ..checkpoints.resolve import ModelSource
+from ..costs.memory.streaming import StreamPlan
 from ..models.decoder import Decoder
 from ..models.embedding import Embedding
 from ..models.fused_stack import FusedStack, Fusions
 from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.stored import PackedValues, Stored, StoredWeights, Values, joined_codes, joined_rows, within
-from ..models.streaming.plan import StreamPlan
 from ..models.weights.dense import Dense
 from ..models.weights.kinds import ROUNDED, rounded_values
 from ..models.weights.packed import Packed, PackedEmbedding

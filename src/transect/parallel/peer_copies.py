@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..costs.memory.shared import ALIGN, CHUNK_BYTES, COPY_RANKS, SIGNALS, SLOTS, copies_bytes, part_bytes
 from ..ops.comm.add_twice import BLOCK, add_twice
 from ..ops.comm.copy_engine import Copies, EngineCopies
 from ..ops.comm.peer_memory import SharedMemory
-from .copy_memory import ALIGN, CHUNK_BYTES, MOST_RANKS, SIGNALS, SLOTS, memory_bytes, part_bytes
 from .group import Group
 from .shared_memory import free_memory, shared_memory
 from .world import World
@@ -70,7 +70,7 @@ class PeerCopies:
         self.fused = fused
         self.memory, self.rank, self.ranks = list(memory), rank, len(memory)
         self.copies, (self._push, self._pull) = copies, streams
-        self.part_bytes, self.nbytes = part_bytes(self.ranks, chunk_bytes), memory_bytes(self.ranks, chunk_bytes)
+        self.part_bytes, self.nbytes = part_bytes(self.ranks, chunk_bytes), copies_bytes(self.ranks, chunk_bytes)
         self._own = copies.view(self.memory[rank], self.nbytes)
         self._chunks = 0
         self._others = [(rank + step) % self.ranks for step in range(1, self.ranks)]
@@ -116,7 +116,7 @@ class PeerCopies:
 
     def _signal(self, on: int, kind: int, slot: int, by: int) -> int:
         """Where rank ``by`` posts to rank ``on``."""
-        return self.memory[on] + 4 * ((kind * SLOTS + slot) * MOST_RANKS + by)
+        return self.memory[on] + 4 * ((kind * SLOTS + slot) * COPY_RANKS + by)
 
     def _inbox(self, rank: int, slot: int, source: int) -> int:
         """Where in the memory of ``rank`` the part from ``source`` lies, from its beginning; its own place is its
@@ -184,8 +184,8 @@ def shared_copies(
 ) -> PeerCopies | str:
     """Make the copies of a group, or say why there are none. Every rank of the world calls this, and all get copies or
     none does."""
-    nbytes = memory_bytes(group.size, chunk_bytes)
-    refusal = f"copies are for {MOST_RANKS} ranks at most" if group.size > MOST_RANKS else None
+    nbytes = copies_bytes(group.size, chunk_bytes)
+    refusal = f"copies are for {COPY_RANKS} ranks at most" if group.size > COPY_RANKS else None
     memory = shared_memory(world, group, nbytes, refusal)
     if isinstance(memory, str):
         return memory

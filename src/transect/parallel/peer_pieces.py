@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..costs.memory.shared import ALIGN, COPY_RANKS
 from ..ops.comm.copy_engine import Copies
-from .copy_memory import ALIGN, MOST_RANKS
 from .group import Group
 from .peer_copies import Copied, engine_copies
 from .shared_memory import shared_memory
@@ -82,7 +82,7 @@ def room(nbytes: int) -> int:
 def shared_pieces(world: World, group: Group, nbytes: int) -> PeerPieces | str:
     """Memory for pieces of so many bytes, or why there is none. Every rank of the world calls this, and all get memory
     or none does."""
-    refusal = f"copies are for {MOST_RANKS} ranks at most" if group.size > MOST_RANKS else None
+    refusal = f"copies are for {COPY_RANKS} ranks at most" if group.size > COPY_RANKS else None
     memory = shared_memory(world, group, SIGNALS + nbytes, refusal)
     if isinstance(memory, str):
         return memory

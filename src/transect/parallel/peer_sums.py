@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..costs.memory.shared import MOST_BYTES
 from ..ops.comm.all_reduce import Peers
-from ..ops.comm.lines import MOST_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ..costs.memory.shared import MOST_BYTES, lines_for, sums_bytes
 from ..ops.comm.all_reduce import MOST_RANKS, Peers
-from ..ops.comm.lines import MOST_BYTES, lines_for, memory_bytes
 from .group import Group
 from .peer_sums import PeerSums, Timed
 from .shared_memory import free_memory, shared_memory
@@ -30,7 +30,7 @@ def shared_sums(world: World, group: Group) -> PeerSums | str:
     sums or none does."""
     lines = lines_for(group.size, MOST_BYTES)
     refusal = f"our kernels are for {MOST_RANKS} ranks at most" if group.size > MOST_RANKS else None
-    memory = shared_memory(world, group, memory_bytes(lines), refusal)
+    memory = shared_memory(world, group, sums_bytes(lines), refusal)
     if isinstance(memory, str):
         return memory
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)

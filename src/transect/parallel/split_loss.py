@@ -25,7 +25,7 @@ from .group import Group
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits held at a time: on a CPU what caches may hold, on a GPU so many that launches do not count. The account of
-memory knows them (``models/memory/training.SPLIT_ELEMENTS``)."""
+memory knows them (``costs/memory/training.SPLIT_ELEMENTS``)."""
 
 
 def split_cross_entropy(

@@ -1,6 +1,5 @@
 """Plans made before anything runs, from the cost model and the figures of a machine. No torch.
 
-* ``step.py``: how long a step of training takes, in parts: compute, exposed communication, bubbles, optimizer, host
 * ``layouts.py``: every way to spread a run over some devices, ranked by tokens per second, with reasons
 """
 

@@ -10,16 +10,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..costs.machine import Machine
+from ..costs.memory.fit import PLANS
+from ..costs.memory.terms import Estimate
+from ..costs.memory.training_plan import TrainingPlan
+from ..costs.memory.training_ranks import estimator, for_rank
+from ..costs.training import TrainingStep, predict
 from ..costs.units import gib
-from ..models.memory.fit import PLANS
-from ..models.memory.terms import Estimate
-from ..models.memory.training_plan import TrainingPlan
-from ..parallel.training_memory import estimator, for_rank
 from ..spec.layouts.refusals import reasons
 from ..spec.layouts.schedule import Name
 from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
-from .step import StepTime, predict
 
 MOST_GPUS = 4096
 SEQUENCES = (1, 2, 4, 8, 16)
@@ -35,7 +35,7 @@ class Candidate:
 
     spread: Spread
     plan: TrainingPlan
-    time: StepTime
+    time: TrainingStep
     estimate: Estimate
 
     @property
@@ -95,7 +95,7 @@ class Ranking:
         return found
 
 
-def _difference(best: StepTime, other: StepTime) -> str:
+def _difference(best: TrainingStep, other: TrainingStep) -> str:
     """The parts in which ``other`` takes longer."""
     more = {name: value - best.parts[name] for name, value in other.parts.items()}
     shown = sorted(((value, name) for name, value in more.items() if value > 0.002 * best.seconds), reverse=True)[:2]

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from ..costs.model import Row, step_cost
 from ..costs.work import visible_pairs
-from ..models.cost import Row, step_cost
 from ..spec.model import ModelConfig
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from ..costs.memory.fit import first_that_fits, refusal
+from ..costs.memory.kept import Kept
+from ..costs.memory.terms import Estimate
+from ..costs.memory.training_plan import TrainingPlan
+from ..costs.memory.training_ranks import estimator
 from ..costs.units import gib, parse_bytes
 from ..engine.kv_size import free_memory
-from ..models.memory.fit import first_that_fits, refusal
-from ..models.memory.kept import Kept
-from ..models.memory.terms import Estimate
-from ..models.memory.training_plan import TrainingPlan
-from ..parallel.training_memory import estimator
 from ..parallel.world import World
 from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig

@@ -32,7 +32,7 @@ def quantize_layers(model: Decoder, config: LoRAConfig) -> None:
     """Replace every matrix of the layers by its 4-bit form, one at a time.
 
     Raises:
-        ValueError: a matrix has no whole groups; a run asks ``models.memory`` before, which says what fits.
+        ValueError: a matrix has no whole groups; a run asks ``costs.memory`` before, which says what fits.
     """
     for name, weight in list(model.weights()):
         if name != "head":

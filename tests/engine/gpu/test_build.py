@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from transect.checkpoints.resolve import resolve
+from transect.costs.storage import Storage
 from transect.engine.batch import Draw, ScheduledBatch, ScheduledRow
 from transect.engine.config import EngineConfig
 from transect.engine.gpu import setup
 from transect.engine.gpu.build import build_gpu
 from transect.engine.gpu.load import check_triton_cache
 from transect.engine.sampling_params import SamplingParams
-from transect.models.cost import Storage
 from transect.ops import opset
 from transect.ops.lang import jit
 from transect.ops.opset import OpSet, resolve_ops

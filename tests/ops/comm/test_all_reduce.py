@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from transect.costs.memory.shared import ONE_SHOT_BYTES, in_two_shots, lines_for
 from transect.ops.comm.all_reduce import Peers, cuda_all_reduce, played_by_one, reference, refusal
-from transect.ops.comm.lines import ONE_SHOT_BYTES, in_two_shots, lines_for
 from transect.ops.linear.few_rows.cuda import CudaRows, CudaTiling
 from transect.ops.registry import Unavailable
 

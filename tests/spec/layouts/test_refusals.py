@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 from training_runs import tiny_run
 
-from transect.models.memory.training_plan import TrainingPlan
-from transect.parallel.training_memory import training_ranks
+from transect.costs.memory.training_plan import TrainingPlan
+from transect.costs.memory.training_ranks import training_ranks
 from transect.spec.layouts.refusals import Run, nearest, reasons, refusal
 from transect.spec.layouts.spread import Spread
 from transect.spec.moe import MoEConfig

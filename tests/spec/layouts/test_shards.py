@@ -11,16 +11,15 @@ from tiny_checkpoints import save_mxfp4
 from transect.checkpoints.layouts import held_layouts
 from transect.checkpoints.load import fill, load_model, stored_weights
 from transect.checkpoints.resolve import resolve
-from transect.models.cost import weight_bytes
+from transect.costs.memory.serving import ServingPlan, smallest_layout, stages
+from transect.costs.model import weight_bytes
+from transect.costs.storage import storage_for
 from transect.models.decoder import Decoder
-from transect.models.memory.serving import ServingPlan
-from transect.models.storage import storage_for
 from transect.models.stored import BlockCodes, Codes4, Codes8, Stored
 from transect.models.weights.kinds import kinds_for
 from transect.ops.opset import resolve_ops
 from transect.parallel.group import Group
 from transect.parallel.load import part_of, shard_embedding, shard_weights
-from transect.parallel.memory import smallest_layout, stages
 from transect.parallel.tensor import sharded_kinds
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.layouts.shards import Shard, WeightPart, vocabulary_part

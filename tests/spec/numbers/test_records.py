@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from transect.checkpoints import quantized_out
+from transect.costs.storage import storage_for
 from transect.engine.config import EngineConfig
 from transect.models.quantized_layouts import byte_values, listed_values, to_listed
 from transect.models.staging import Staging
-from transect.models.storage import storage_for
 from transect.models.weights.kinds import ROUNDED, kinds_for
 from transect.models.weights.packed import Packed, refuses
 from transect.ops.cpu.library import KV_DTYPES

@@ -13,7 +13,7 @@ import torch
 
 from ...checkpoints.layouts import held_layouts
 from ...checkpoints.resolve import ModelSource
-from ...models.storage import Storage
+from ...costs.storage import Storage
 from ...parallel.load import shard_of
 from ...parallel.mesh import Mesh
 from ..config import EngineConfig

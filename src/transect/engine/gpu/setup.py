@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ...checkpoints.load import cache_dtype, kv_dtype
-from ...models.cost import kv_bytes_per_token, weight_bytes
-from ...models.memory.serving import ServingPlan
-from ...models.storage import Layouts, Storage, storage_for, storage_held
-from ...models.streaming.plan import StreamPlan
+from ...costs.memory.serving import ServingPlan, smallest_layout
+from ...costs.memory.streaming import StreamPlan
+from ...costs.model import kv_bytes_per_token, weight_bytes
+from ...costs.storage import Layouts, Storage, storage_for, storage_held
 from ...ops.attention.paged.cache_codes import refusal as cache_refusal
 from ...ops.attention.paged.cache_codes import stored_bits
 from ...ops.attention.paged.paged_attention import PagedTriton
@@ -24,7 +24,6 @@ from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet, resolve_ops, with_dependent_launch
 from ...ops.registry import get
-from ...parallel.memory import smallest_layout
 from ...spec.layouts.ranks import RankLayout
 from ...spec.layouts.shards import Shard
 from ...spec.model import ModelConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...models.memory.serving import kept_for_graphs
+from ...costs.memory.serving import kept_for_graphs
 from ..kv_size import KVSize, kv_size
 from .load import Loaded
 from .measure import Measured

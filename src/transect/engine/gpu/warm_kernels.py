@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from ...checkpoints.load import allocated
+from ...costs.storage import Layouts
 from ...models.decoder import Decoder
 from ...models.fused_stack import FusedStack, Fusions, refusal
-from ...models.storage import Layouts
 from ...models.weights.kinds import kinds_for
 from ...ops.lang.collecting import CollectedKernel, collected
 from ...ops.lang.jit import INTERPRETED

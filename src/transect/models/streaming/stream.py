@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...costs.memory.streaming import SLOTS, StreamPlan
 from ..weights.weight import Weight
 from .homes import FileHomes, Homes, HostHomes
 from .placed import PlacedLayer
-from .plan import SLOTS, StreamPlan
 
 Part = TypeVar("Part")
 

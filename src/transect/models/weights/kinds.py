@@ -8,12 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ...costs.storage import Layouts
 from ...ops.opset import OpSet
 from ...spec.numbers.int4 import INT4
 from ...spec.numbers.layouts import MatrixLayout
 from ...spec.numbers.number_format import NumberFormat
 from ...spec.numbers.registry import rounding
-from ..storage import Layouts
 from .as_stored import AsStored
 from .dense import Dense
 from .gguf_blocks import BlockHolder

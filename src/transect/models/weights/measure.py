@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from ...costs.storage import Storage
 from ..decoder import Decoder
-from ..storage import Storage
 
 
 def storage_of_model(model: Decoder, *, activation: float = 16, kv: float = 16) -> Storage:

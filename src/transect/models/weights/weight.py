@@ -34,14 +34,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...costs.work import Cost
+from ...costs.work import Cost, product_cost
 from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
 from ...ops.moe.triton import triton_grouped_linear
 from ...ops.opset import OpSet
 from ...spec.numbers.layouts import MatrixLayout
 from ...spec.numbers.number_format import NumberFormat, WeightFormat
-from ..cost import product_cost
 from ..staging import Staging
 from ..stored import Values
 

@@ -31,12 +31,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...costs.memory.shared import STATE, in_two_shots, lines_for, sums_bytes
 from ...costs.work import Cost
 from ..lang.cuda import available, bind
 from ..norm import add_rms_norm
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Implementation, Op, register
-from .lines import STATE, in_two_shots, lines_for, memory_bytes
 from .peer_memory import Push
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -188,7 +188,7 @@ class Peers:
 
 def played_by_one(ranks: int, device: torch.device, lines: int) -> tuple[Peers, list[Tensor]]:
     """Ranks that are all this GPU, and their memory, which must stay."""
-    memory = [torch.full((memory_bytes(lines),), 255, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    memory = [torch.full((sums_bytes(lines),), 255, dtype=torch.uint8, device=device) for _ in range(ranks)]
     for each in memory:
         each[:STATE] = 0
     stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)

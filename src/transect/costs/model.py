@@ -8,7 +8,7 @@ are two accounts of a step:
   the model operator by operator, and equals what the operators declare themselves.
 * ``least_cost`` is the work that no way to run the model can avoid: matrices, with what goes into each projection once
   and comes out of it, keys and values, the head. Norms, rotations, additions and sampling are left out.
-  ``bench/floors.py`` makes the floors of it that measured times stand beside.
+  ``floors.py`` makes the floors of it that measured times stand beside.
 
 An embedding table is gathered: its rows count, the table does not; the output head, though it may share that table, is
 read whole. Decode is bound by reading weights and cache, prefill by arithmetic: ``Cost.intensity`` of a step says
@@ -22,11 +22,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..costs.work import Cost, touched, visible_keys, visible_pairs
 from ..spec.model import ModelConfig
 from ..spec.moe import MoEConfig
 from ..spec.weights import EXPERTS, linear_shapes, projection_shapes, router_shapes, weight_shapes
 from .storage import Storage
+from .work import Cost, expert_cost, product_cost, touched, visible_keys, visible_pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,48 +119,6 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
     if moe is not None:
         found += product_cost(tokens, [moe.experts], config.dim, bits=storage.norm, activation=32)
     return found
-
-
-def expert_cost(
-    tokens: float,
-    k: int,
-    experts: int,
-    outputs: Sequence[int],
-    inputs: int,
-    *,
-    bits: float,
-    activation: float,
-    bias: float = 0,
-    ordered: bool = True,
-    distinct: float | None = None,
-) -> Cost:
-    """One product by experts: k rows for each token. Each expert that is touched is read once.
-
-    Args:
-        ordered: the rows of a token are read as one, not as k.
-        outputs, inputs: of one expert, as in ``product_cost``.
-        distinct: how many experts are touched; by default as many as even routing touches on average.
-    """
-    distinct = touched(int(tokens), k, experts) if distinct is None else distinct
-    one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)
-    stored = sum(outputs) * (inputs * bits + bias) / 8
-    again = tokens * (k - 1) * inputs * activation / 8 if ordered else 0.0
-    return Cost(one.flops, one.bytes_read - again + (distinct - 1) * stored, one.bytes_written)
-
-
-def product_cost(
-    tokens: float, outputs: Sequence[int], inputs: int, *, bits: float, activation: float, bias: float = 0
-) -> Cost:
-    """One product with matrices that share an input: each read once, input and output once.
-
-    Args:
-        outputs: rows of each matrix.
-        bits: of a number of the matrices. activation: of one of input and output. bias: of one of the bias; 0: none.
-    """
-    width = sum(outputs)
-    flops = tokens * width * (2 * inputs + bool(bias))
-    read = tokens * inputs * activation + width * inputs * bits + width * bias
-    return Cost(flops, read / 8, tokens * width * activation / 8)
 
 
 def total(costs: dict[str, Cost] | Iterable[Cost]) -> Cost:

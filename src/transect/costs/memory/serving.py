@@ -6,13 +6,18 @@ from the shapes, to plan with on machines one does not have.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...costs.units import gib
+from ...spec.layouts.ranks import RankLayout
+from ...spec.layouts.shards import Shard, vocabulary_share
 from ...spec.model import ModelConfig
-from ..cost import Storage, kv_bytes_per_token
-from ..streaming.plan import StreamPlan
+from ..model import kv_bytes_per_token, weight_bytes
+from ..storage import Storage
+from ..units import gib
 from .kept import Backend
+from .shared import MOST_BYTES, lines_for, sums_bytes
+from .streaming import StreamPlan
 from .terms import Estimate, Phase, Term
 
 GRAPH_BYTES = 4 * 2**20
@@ -144,3 +149,90 @@ def _change(config: ModelConfig, plan: ServingPlan, budget: int, room: int, per_
             return f"lower max_num_batched_tokens to 512, max_num_seqs to 16 and the context to {found.cache_tokens}"
     advice = f"take a smaller model or one with fewer bits a weight (the weights take {gib(plan.weights)})"
     return advice if plan.stream is not None else f"{advice}, or let layers stream (--cpu-offload-gb)"
+
+
+# ---- several ranks --------------------------------------------------------------------------------------------------
+
+MOST_RANKS = 64
+Streams = Callable[[Mapping[str, tuple[int, ...]]], StreamPlan | None]
+
+
+@dataclass(frozen=True, slots=True)
+class StageEstimate:
+    """One stage of a layout: what its first rank has, and needs."""
+
+    shard: Shard
+    estimate: ServingEstimate
+    stream: StreamPlan | None = None
+
+
+def stages(
+    config: ModelConfig,
+    layout: RankLayout,
+    plan: ServingPlan,
+    storage: Storage,
+    budget: int | None,
+    streams: Streams = lambda shapes: None,
+) -> list[StageEstimate]:
+    """The account of a rank of each stage.
+
+    Args:
+        plan: of the whole model; its ``weights`` are shared out as ``storage`` says.
+        budget: bytes of one device that are free.
+        streams: the layers that stream of a rank with these shapes of weights.
+
+    Raises:
+        ValueError: the model cannot be cut so.
+    """
+    whole = weight_bytes(config, storage)
+    shared = shared_bytes(config.vocab_size, layout.tensor, plan)
+    found = []
+    for stage in range(layout.pipeline):
+        sharing = layout.tensor * layout.data if layout.expert else 1
+        shard = Shard(config, 0, layout.tensor, stage, layout.pipeline, 0, sharing)
+        shapes = shard.shapes()
+        share = weight_bytes(config, storage, shapes) / whole
+        own = replace(plan, weights=int(plan.weights * share), stream=streams(shapes), shared=shared)
+        found.append(StageEstimate(shard, serving(shard.local, own, budget), own.stream))
+    return found
+
+
+def shared_bytes(vocab: int, tensor: int, plan: ServingPlan) -> int:
+    """What a GPU shares with the others of its tensor group: memory for sums, and its logits."""
+    if tensor == 1 or plan.backend != "gpu":
+        return 0
+    logits = plan.max_num_seqs * vocabulary_share(vocab, tensor) * plan.element
+    return sums_bytes(lines_for(tensor, MOST_BYTES)) + logits
+
+
+def smallest_sharing(
+    config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
+) -> RankLayout | None:
+    """The layout with the fewest ranks that share the experts, and of these with the fewest that cut the rest, in which
+    every rank fits."""
+    for ranks in range(2, most + 1):
+        for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            layout = RankLayout(tensor, 1, ranks // tensor, True)
+            try:
+                found = stages(config, layout, plan, storage, budget)
+            except ValueError:  # it cannot be cut so
+                continue
+            if all(stage.estimate.fits for stage in found):
+                return layout
+    return None
+
+
+def smallest_layout(
+    config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
+) -> RankLayout | None:
+    """The layout with the fewest ranks, and of these with the fewest stages, in which every rank fits."""
+    for ranks in range(1, most + 1):
+        for pipeline in (n for n in range(1, ranks + 1) if ranks % n == 0):
+            layout = RankLayout(ranks // pipeline, pipeline)
+            try:
+                found = stages(config, layout, plan, storage, budget)
+            except ValueError:  # it cannot be cut so
+                continue
+            if all(stage.estimate.fits for stage in found):
+                return layout
+    return None

@@ -10,9 +10,9 @@ import pytest
 
 from transect.costs.links import Axis, beside
 from transect.costs.machine import Machine, Shares
+from transect.costs.memory.training_plan import TrainingPlan
 from transect.costs.presets import preset
-from transect.models.memory.training_plan import TrainingPlan
-from transect.plan.step import predict
+from transect.costs.training import predict
 from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
 

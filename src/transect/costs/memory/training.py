@@ -16,10 +16,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ...costs.units import gib
 from ...spec.model import ModelConfig
 from ...spec.numbers.registry import base_formats
 from ...spec.weights import largest_matrix
+from ..units import gib
 from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
 from .part import Gradients, Part, by_module, count, module_of

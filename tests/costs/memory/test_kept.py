@@ -6,11 +6,11 @@ import pytest
 import torch
 from effort import proving, quick_first
 
+from transect.costs.memory.part import Part
+from transect.costs.memory.training import Account
+from transect.costs.memory.training_plan import TrainingPlan
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
-from transect.models.memory.part import Part
-from transect.models.memory.training import Account
-from transect.models.memory.training_plan import TrainingPlan
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import get
@@ -126,7 +126,7 @@ def test_adapters_on_some_matrices_keep_less():
 
 
 def test_constants_are_those_of_the_operators():
-    from transect.models.memory import merged, part, training, training_plan
+    from transect.costs.memory import merged, part, training, training_plan
     from transect.ops.loss import linear_cross_entropy, linear_cross_entropy_torch
     from transect.parallel import replicas
     from transect.train import logprobs, merged_products

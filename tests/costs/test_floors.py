@@ -4,11 +4,13 @@ import json
 
 import pytest
 
-from transect.bench.floors import Floor, Rates, batch_floor, step_floor, storage_of
 from transect.bench.workload import throughput_protocol
+from transect.checkpoints.layouts import storage_of
 from transect.checkpoints.resolve import resolve
 from transect.costs.ceilings import Ceilings
-from transect.models.cost import Row, Storage
+from transect.costs.floors import Floor, Rates, batch_floor, step_floor
+from transect.costs.model import Row
+from transect.costs.storage import Storage
 from transect.spec.hf import to_hf
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS

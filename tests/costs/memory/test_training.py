@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from transect.costs.memory.fit import PLANS, first_that_fits, refusal, smallest_change
+from transect.costs.memory.training import training
+from transect.costs.memory.training_plan import TrainingPlan, state_bytes, trained_shapes
 from transect.costs.units import GIB, parse_bytes
-from transect.models.memory.fit import PLANS, first_that_fits, refusal, smallest_change
-from transect.models.memory.training import training
-from transect.models.memory.training_plan import TrainingPlan, state_bytes, trained_shapes
 from transect.spec.shapes import PRESETS
 from transect.train.config import OptimizerConfig
 from transect.train.optim import build as build_optimizer

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from ...costs.units import gib
 from ...spec.model import ModelConfig
 from ...spec.numbers.registry import base_formats
+from ..units import gib
 from .kept import Kept
 from .terms import Estimate
 from .training import training

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from transect.costs.memory.serving import ServingPlan, kept_for_graphs, largest_step, serving
+from transect.costs.model import weight_bytes
 from transect.costs.units import GIB
-from transect.models.cost import weight_bytes
-from transect.models.memory.serving import ServingPlan, kept_for_graphs, largest_step, serving
 from transect.spec.shapes import PRESETS
 
 LLAMA_8B = PRESETS["llama-3.1-8b"]

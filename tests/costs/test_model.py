@@ -11,9 +11,10 @@ from collections import defaultdict
 import pytest
 import torch
 
+from transect.costs.model import Row, floor, kv_bytes_per_token, step_cost, total, weight_bytes
+from transect.costs.storage import Storage
 from transect.costs.work import Cost
 from transect.models.context import PagedContext
-from transect.models.cost import Row, Storage, floor, kv_bytes_per_token, step_cost, total, weight_bytes
 from transect.models.decoder import Decoder
 from transect.ops.opset import OPERATORS, resolve_ops
 from transect.ops.registry import get
@@ -118,5 +119,5 @@ def test_row_that_cannot_be_is_refused() -> None:
 
 
 def test_cost_needs_no_torch() -> None:
-    program = "import sys, transect.models.cost; sys.exit('torch' in sys.modules)"
+    program = "import sys, transect.costs.model; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,6 +1,6 @@
 """What each rank needs to train a model that is spread over several. Plain arithmetic, no torch.
 
-The account is that of one device (``models/memory/training.py``) over the part of the model that the rank has. Ranks of
+The account is that of one device (``training.py``) over the part of the model that the rank has. Ranks of
 one stage need the same but for a few numbers, so the first of each stage stands for all.
 """
 
@@ -11,17 +11,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..models.memory.part import Part
-from ..models.memory.terms import Estimate
-from ..models.memory.training import training
-from ..models.memory.training_plan import TrainingPlan, trained_shapes
-from ..spec.layouts.ranks import owners
-from ..spec.layouts.refusals import refusal
-from ..spec.layouts.schedule import most_kept
-from ..spec.layouts.shards import Shard
-from ..spec.layouts.spread import Spread
-from ..spec.model import ModelConfig
-from .copy_memory import MOST_RANKS, memory_bytes
+from ...spec.layouts.ranks import owners
+from ...spec.layouts.refusals import refusal
+from ...spec.layouts.schedule import most_kept
+from ...spec.layouts.shards import Shard
+from ...spec.layouts.spread import Spread
+from ...spec.model import ModelConfig
+from .part import Part
+from .shared import COPY_RANKS, copies_bytes
+from .terms import Estimate
+from .training import training
+from .training_plan import TrainingPlan, trained_shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ def training_ranks(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> l
 
 
 def estimator(spread: Spread) -> Callable[[ModelConfig, TrainingPlan], Estimate]:
-    """What ``models.memory.fit`` asks: the account of the rank that needs most."""
+    """What ``fit.py`` asks: the account of the rank that needs most."""
 
     def of(config: ModelConfig, plan: TrainingPlan) -> Estimate:
         return max((s.estimate for s in training_ranks(config, plan, spread)), key=lambda found: found.needed)
@@ -107,7 +107,7 @@ def _shared(plan: TrainingPlan, spread: Spread) -> int:
     """Memory in which GPUs sum gradients by copy engines, as far as all of them may be on one host."""
     ranks = spread.data * spread.context
     copies = spread.copies and spread.zero != 2 and not spread.host_state
-    return memory_bytes(ranks) if copies and plan.backend == "gpu" and 1 < ranks <= MOST_RANKS else 0
+    return copies_bytes(ranks) if copies and plan.backend == "gpu" and 1 < ranks <= COPY_RANKS else 0
 
 
 @lru_cache(maxsize=256)

@@ -1,6 +1,6 @@
 """How long a step of training takes on each rank of a layout, in parts, before it runs.
 
-Operators are counted by ``models/cost.py`` on the sizes that a rank has. Forward and backward of a product are three
+Operators are counted by ``model.py`` on the sizes that a rank has. Forward and backward of a product are three
 products (two where the weight is frozen), of attention 3.5 times the forward pass; what only moves bytes moves them
 three times. Each is divided by the rate of the machine and the share of it that training reaches. What a rank
 does besides is the same for every layout: it steps the optimizer over what it owns, and exchanges what its axes ask.
@@ -19,23 +19,23 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, fields
 
-from ..costs.links import Axis, Traffic, beside
-from ..costs.machine import Machine
-from ..models.cost import Row, step_cost
-from ..models.memory.part import Part
-from ..models.memory.training_plan import TrainingPlan, trained_shapes
-from ..models.storage import Storage
-from ..parallel.training_memory import check, for_rank, part_of
 from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 from ..spec.weights import linear_shapes
+from .links import Axis, Traffic, beside
+from .machine import Machine
+from .memory.part import Part
+from .memory.training_plan import TrainingPlan, trained_shapes
+from .memory.training_ranks import check, for_rank, part_of
+from .model import Row, step_cost
+from .storage import Storage
 
 ROUNDS = 5
 """Newton-Schulz iterations of Muon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepTime:
+class TrainingStep:
     """Seconds of one step by part; they add up to the step.
 
     Attributes:
@@ -96,7 +96,7 @@ class Pass:
     """Forward pass of attention alone."""
 
 
-def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Machine) -> StepTime:
+def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Machine) -> TrainingStep:
     """The step of ``plan``, whose ``accumulate`` micro-batches the data ranks share. Documents are as long as may be.
 
     Raises:
@@ -116,7 +116,7 @@ def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Ma
     optimizer, host = _optimizer(part, plan, spread, machine, owned)
     # The slowest stage waits while the first micro-batch comes to it, and the last one goes back from it.
     others = sum(each.forward + each.backward + each.again for i, each in enumerate(passes) if i != slow)
-    return StepTime(
+    return TrainingStep(
         compute=micro * (one.forward + one.backward),
         recompute=micro * one.again,
         gradients=_gradients(part, plan, machine, micro, owned),
