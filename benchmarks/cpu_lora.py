@@ -88,7 +88,7 @@ def write_data(folder: Path) -> None:
 def write_model(name: str, folder: Path) -> None:
     """The model in float32 and Hugging Face layout, for both sides to load."""
     from transect.train.config import TrainConfig
-    from transect.train.model import build
+    from transect.train.model.build import build
 
     trainable = build(TrainConfig(model=name, device="cpu"))
     trainable.snapshot()(folder)
@@ -116,7 +116,7 @@ def config_of(work: str, folder: Path, threads: int) -> Any:
 
 def ours(work: str, folder: Path, threads: int) -> tuple[Callable[[], tuple[float, int]], str]:
     """One step of the trainer: (loss, tokens)."""
-    from transect.train.trainer import Trainer
+    from transect.train.loop.trainer import Trainer
 
     trainer = Trainer(config_of(work, folder, threads))
 
@@ -133,8 +133,8 @@ def peer(work: str, way: str, folder: Path, threads: int) -> Callable[[], tuple[
     import torch
     import transformers
 
-    from transect.train.data import Loader, load_stream
-    from transect.train.model import build
+    from transect.train.data.loader import Loader, load_stream
+    from transect.train.model.build import build
 
     torch.set_num_threads(threads)
     config = config_of(work, folder, threads)
@@ -241,8 +241,8 @@ def step_flops(model: str, folder: Path) -> dict[str, float]:
     times; the head only where there are labels. The first layer's inputs need no gradient."""
     from transect.checkpoints.resolve import resolve
     from transect.costs.model import Row, step_cost
-    from transect.train.data import Loader, load_stream
-    from transect.train.model import build
+    from transect.train.data.loader import Loader, load_stream
+    from transect.train.model.build import build
 
     shape = resolve(model).config
     flops = {}

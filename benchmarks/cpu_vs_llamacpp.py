@@ -245,8 +245,8 @@ def compare(options: argparse.Namespace, best: dict[str, dict[str, Any]]) -> dic
 
 def write_formats(options: argparse.Namespace) -> None:
     """One result file of several formats of a model."""
-    from transect.train.export import opened
-    from transect.train.quantize import quantize_model
+    from transect.train.export.quantize import quantize_model
+    from transect.train.export.write import opened
 
     began, found, left_out = time.perf_counter(), {}, []
     best: dict[str, dict[str, Any]] | None = None

@@ -134,7 +134,7 @@ def main() -> None:
 
     from transect.text.chat_template import ChatTemplate
     from transect.text.tokenizer import Tokenizer
-    from transect.train.checks import check_files
+    from transect.train.data.checks import check_files
 
     found = []
     with tempfile.TemporaryDirectory() as place:

@@ -66,7 +66,7 @@ def main() -> None:
     import torch
 
     from transect.bench.compare_formats import formats_of, measure_all
-    from transect.train.quantize import Calibration
+    from transect.train.export.quantize import Calibration
 
     threads = torch.get_num_threads()  # an engine on the C++ kernels leaves torch one
     began, rows, left_out = time.perf_counter(), [], []

@@ -33,7 +33,7 @@ from transect.costs.storage import storage_for
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 from transect.spec.shapes import PRESETS
-from transect.train.perplexity import score_tokens
+from transect.train.evaluation.perplexity import score_tokens
 
 TEXT = (
     "The Amazon is the largest river of the world by the water that it carries. It begins high in the mountains "

@@ -21,12 +21,12 @@ import record
 
 sys.path.insert(0, str(record.ROOT / "src"))
 
-from transect.train.checkpoint import list_steps, read
+from transect.train.loop.checkpoint import list_steps, read
 
 WRITER = """
 import sys, torch
 from pathlib import Path
-from transect.train.checkpoint import Snapshot, Writer
+from transect.train.loop.checkpoint import Snapshot, Writer
 run, size, first = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 values = torch.empty(size)
 with Writer(run, keep=2) as writer:

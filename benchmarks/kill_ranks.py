@@ -33,8 +33,8 @@ import torch
 from byte_model import Shape, write_model
 from safetensors.torch import load_file
 
-from transect.train.checkpoint import list_steps, newest, read
-from transect.train.report import read_log
+from transect.train.loop.checkpoint import list_steps, newest, read
+from transect.train.loop.report import read_log
 
 STEPS = 60
 ENDS_S = 30.0

@@ -30,10 +30,10 @@ sys.path.insert(0, str(record.ROOT / "examples" / "pretrain"))
 import torch
 from byte_model import Shape, write_model
 
-from transect.train.checkpoint import newest
 from transect.train.config import TrainConfig
-from transect.train.report import RunLog, read_log
-from transect.train.trainer import Trainer
+from transect.train.loop.checkpoint import newest
+from transect.train.loop.report import RunLog, read_log
+from transect.train.loop.trainer import Trainer
 
 STEPS = 14
 EXACT = ("loss", "gradient_norm", "reward", "ratio", "kl", "clipped")

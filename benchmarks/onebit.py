@@ -86,7 +86,7 @@ def configuration(folder: Path, name: str, steps: int) -> dict[str, Any]:
 def measure(ranks: Any, folder: Path, name: str, steps: int) -> dict[str, Any]:
     """One run."""
     from transect.parallel.compressed import full_sum_bytes
-    from transect.train.follow import JOB, Run
+    from transect.train.loop.follow import JOB, Run
     from transect.train.optim import OneBitAdam
 
     run = Run(configuration(folder, name, steps))

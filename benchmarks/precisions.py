@@ -45,7 +45,7 @@ def prepare(folder: Path) -> None:
 def measure(folder: Path, contender: dict[str, Any], steps: int, seed: int) -> dict[str, float]:
     """Train once."""
     from transect.train.config import TrainConfig
-    from transect.train.trainer import Trainer
+    from transect.train.loop.trainer import Trainer
 
     optimizer = {"learning_rate": 1e-3, "beta2": 0.99, "weight_decay": 0.1, **contender.get("optimizer", {})}
     config = TrainConfig.from_dict(

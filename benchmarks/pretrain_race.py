@@ -59,8 +59,8 @@ def prepare(folder: Path, text: bytes, device: str, layers: int, dim: int) -> No
     from byte_model import ROWS, Shape, write_model
 
     from transect.checkpoints.hf_out import save_hf
-    from transect.train.model import build
-    from transect.train.tokens import token_dtype, write_meta
+    from transect.train.data.tokens import token_dtype, write_meta
+    from transect.train.model.build import build
 
     write_model(folder / "model", Shape(dim, layers, heads=dim // 64, ffn=-(-dim // 24) * 64, context=SEQUENCE))
     (folder / "model" / "tokenizer.json").unlink()  # the rows are bytes already
@@ -77,7 +77,7 @@ def prepare(folder: Path, text: bytes, device: str, layers: int, dim: int) -> No
 
 def transect(config: Any) -> Run:
     """This trainer. Its first weights follow from the seed."""
-    from transect.train.trainer import Trainer
+    from transect.train.loop.trainer import Trainer
 
     def run(steps: int) -> list[tuple[float, float]]:
         trainer = Trainer(config)
@@ -92,8 +92,8 @@ def peer(config: Any, folder: Path, *, compiled: bool) -> Run:
     import torch
     import transformers
 
-    from transect.train.data import Loader, load_stream
-    from transect.train.schedule import factor
+    from transect.train.data.loader import Loader, load_stream
+    from transect.train.loop.schedule import factor
 
     device = torch.device(config.device)
     model = transformers.AutoModelForCausalLM.from_pretrained(

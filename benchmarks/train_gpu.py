@@ -108,8 +108,8 @@ def trainer(work: str, **changes: Any) -> Any:
     import numpy as np
 
     from transect.train.config import TrainConfig
-    from transect.train.tokens import token_dtype, write_meta
-    from transect.train.trainer import Trainer
+    from transect.train.data.tokens import token_dtype, write_meta
+    from transect.train.loop.trainer import Trainer
 
     shape, task = WORK[work]
     folder = Path(tempfile.mkdtemp()) / "random.tokens"
@@ -347,7 +347,7 @@ def memory(work: str) -> list[dict[str, Any]]:
 def useful_flops(shape: str, task: str) -> float:
     """FLOPs of a step."""
     from transect.spec.hf import from_hf
-    from transect.train.flops import flops_per_token
+    from transect.train.loop.flops import flops_per_token
 
     return SEQUENCE * ROWS * flops_per_token(from_hf(config_of(shape)), SEQUENCE, frozen=task != "pretrain")
 

@@ -124,7 +124,7 @@ def random_tokens(folder: str, length: int) -> str:
     """Documents of ``length`` tokens, in the format of ``transect data``."""
     import numpy as np
 
-    from transect.train.tokens import token_dtype, write_meta
+    from transect.train.data.tokens import token_dtype, write_meta
 
     path = Path(folder) / "random.tokens"
     path.mkdir()
@@ -144,8 +144,8 @@ def predicted(work: str, way: str, ranks: int) -> dict[str, float] | None:
     from transect.costs.presets import preset
     from transect.costs.training import predict
     from transect.train.config import TrainConfig
-    from transect.train.memory import fit, plan_of, spread_of
-    from transect.train.model import source_of
+    from transect.train.loop.memory import fit, plan_of, spread_of
+    from transect.train.model.build import source_of
 
     if way.startswith("fsdp2"):
         return None
@@ -174,7 +174,7 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
         step = fsdp2(given["work"], compiled="compiled" in given["way"])
     else:
         from transect.train.config import TrainConfig
-        from transect.train.trainer import Trainer
+        from transect.train.loop.trainer import Trainer
 
         tokens = given["config"]["data"]["micro_batch"] * given["config"].get("accumulate", 1)
         trainer = Trainer(TrainConfig.from_dict(given["config"]), world=world)

@@ -32,12 +32,12 @@ from transect.engine.sampling_params import SamplingParams
 from transect.models.decoder import Decoder
 from transect.spec.model import ModelConfig
 from transect.train.config import DataConfig, OptimizerConfig, ScheduleConfig
-from transect.train.data import Loader
-from transect.train.loss import batch_loss, evaluate, token_loss
+from transect.train.data.loader import Loader
+from transect.train.data.tokens import TokenStream
+from transect.train.loop.schedule import factor
+from transect.train.objectives.loss import batch_loss, evaluate, token_loss
+from transect.train.objectives.rollout import roll_out
 from transect.train.optim import build as build_optimizer
-from transect.train.rollout import roll_out
-from transect.train.schedule import factor
-from transect.train.tokens import TokenStream
 
 CONFIG = ModelConfig(
     architecture="llama", vocab_size=256, dim=128, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=352,

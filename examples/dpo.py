@@ -25,7 +25,7 @@ from curve import show
 from lora_smollm2 import CAPITALS, NEW, answers, question
 
 from transect.train.config import TrainConfig
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
 
 
 def write_pairs(path: Path) -> Path:

@@ -21,7 +21,7 @@ from pathlib import Path
 from curve import show
 
 from transect.train.config import TrainConfig
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "pretrain"))
 

@@ -30,9 +30,9 @@ from torch import Tensor
 
 from transect.engine.sampling_params import SamplingParams
 from transect.train.config import TrainConfig
-from transect.train.model import Trainable
-from transect.train.rollout import roll_out
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
+from transect.train.model.build import Trainable
+from transect.train.objectives.rollout import roll_out
 
 CAPITALS = {
     "France": "Paris", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima", "Canada": "Ottawa", "Kenya": "Nairobi",

@@ -19,7 +19,7 @@ from pathlib import Path
 from curve import show
 from lora_smollm2 import NEW, answers, is_right, question, run_config
 
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
 
 
 def main() -> None:

@@ -115,9 +115,9 @@ def engine(model: str, dummy: bool, ceilings: Ceilings, device: str) -> list[dic
 def training(model: str, ceilings: Ceilings) -> dict[str, Any]:
     """Steps of pretraining a shape in bfloat16 on random tokens."""
     from transect.train.config import TrainConfig
-    from transect.train.flops import flops_per_token
-    from transect.train.tokens import token_dtype, write_meta
-    from transect.train.trainer import Trainer
+    from transect.train.data.tokens import token_dtype, write_meta
+    from transect.train.loop.flops import flops_per_token
+    from transect.train.loop.trainer import Trainer
 
     tokens = torch.randint(0, 10_000, (20 * ROWS * SEQUENCE,)).numpy()
     with tempfile.TemporaryDirectory() as temporary:

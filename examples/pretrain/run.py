@@ -185,7 +185,7 @@ def bits_by_file(model: Path, files: list[Path], settings: Any) -> dict[str, flo
     """Bits per byte of a checkpoint on each token file, in windows of the training's length that see nothing else."""
     import dataclasses
 
-    from transect.train.model import build
+    from transect.train.model.build import build
     from transect.train.objectives.next_token import NextToken
 
     found = {}
@@ -225,7 +225,7 @@ def main() -> None:
 
     from transect.hardware.environment import environment
     from transect.train.config import TrainConfig
-    from transect.train.report import read_log
+    from transect.train.loop.report import read_log
 
     name = f"{options.task}-{options.preset}"
     settings = TrainConfig.from_toml(HERE / f"{name}.toml")

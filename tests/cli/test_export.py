@@ -8,8 +8,8 @@ from training_runs import tiny_run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from transect.models.context import VarlenContext
-from transect.train import checkpoint
-from transect.train.trainer import Trainer
+from transect.train.loop import checkpoint
+from transect.train.loop.trainer import Trainer
 
 
 @torch.no_grad()

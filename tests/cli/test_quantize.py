@@ -20,8 +20,8 @@ from transect.formats.gguf_file import GGUFFile
 from transect.models.context import VarlenContext
 from transect.models.quantized_layouts import codes_to_words, words_to_codes
 from transect.text.tokenizer import Tokenizer
-from transect.train.export import opened
-from transect.train.quantize import Calibration, windows_of
+from transect.train.export.quantize import Calibration, windows_of
+from transect.train.export.write import opened
 
 TOKENS = [5, 9, 77, 42, 13, 8]
 

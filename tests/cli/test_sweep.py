@@ -4,9 +4,9 @@ import pytest
 from commands import run_here
 from training_runs import tiny_run
 
-from transect.train.checkpoint import newest
-from transect.train.report import read_log
-from transect.train.sweep import read_grid, sweep
+from transect.train.loop.checkpoint import newest
+from transect.train.loop.report import read_log
+from transect.train.loop.sweep import read_grid, sweep
 
 
 def write(tmp_path, grid, **base):

@@ -14,8 +14,8 @@ from commands import run_here
 from effort import proving
 from training_runs import tiny_run
 
-from transect.train import checkpoint, follow
-from transect.train.report import read_log
+from transect.train.loop import checkpoint, follow
+from transect.train.loop.report import read_log
 
 TOML = """
 model = "{folder}/model"
@@ -125,7 +125,7 @@ def test_sigterm_writes_a_checkpoint_and_resume_needs_no_argument(folder) -> Non
 def test_a_second_ctrl_c_and_a_closed_terminal_save_too(tmp_path, capsys, numbers) -> None:
     """In this process, so that the signals come exactly where they should: while a step is on its way."""
     from transect.cli.train import _run
-    from transect.train.trainer import Trainer
+    from transect.train.loop.trainer import Trainer
 
     trainer = Trainer(tiny_run(tmp_path))
     step = trainer.step

@@ -36,7 +36,7 @@ from transect.parallel.spread_logits import spread_logits
 from transect.parallel.world import Failure
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.layouts.shards import vocabulary_part
-from transect.train.follow import follow
+from transect.train.loop.follow import follow
 from transect.train.objectives.base import StepFailed
 from transect.train.objectives.next_token import NextToken
 

@@ -4,8 +4,8 @@ import torch
 from effort import proving
 from safetensors.torch import load_file
 
-from transect.train import checkpoint
-from transect.train.follow import JOB, Run
+from transect.train.loop import checkpoint
+from transect.train.loop.follow import JOB, Run
 
 STEPS = 50 if proving() else 8
 """So many are compared with those of one rank."""

@@ -13,7 +13,7 @@ from transect.models.weights.weight import Weight
 from transect.ops.cpu.training import kernels
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
 
 
 @pytest.fixture

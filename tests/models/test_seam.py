@@ -20,8 +20,8 @@ from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import OPERATORS, resolve_ops, with_dependent_launch
 from transect.ops.registry import Unavailable, get
 from transect.spec.model import ModelConfig
-from transect.train.activations import stack_with
-from transect.train.merged_layers import MergedLayers
+from transect.train.model.activations import stack_with
+from transect.train.model.merged_layers import MergedLayers
 
 BLOCK = 16
 CONFIG = ModelConfig(

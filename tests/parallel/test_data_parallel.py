@@ -30,15 +30,15 @@ from transect.parallel.launch import Ranks
 from transect.parallel.replicas import Replicas
 from transect.parallel.sharded import Sharded
 from transect.parallel.world import SharedValueError
-from transect.train import checkpoint
 from transect.train.config import TrainConfig
-from transect.train.crew import Crew
-from transect.train.follow import JOB, Run, follow, started_again
-from transect.train.health import TrainingStopped, first_bad_number
+from transect.train.loop import checkpoint
+from transect.train.loop.crew import Crew
+from transect.train.loop.follow import JOB, Run, follow, started_again
+from transect.train.loop.health import TrainingStopped, first_bad_number
+from transect.train.loop.stored_state import StoredTensors, write_tensors
+from transect.train.loop.trainer import Trainer
 from transect.train.objectives.base import StepFailed
-from transect.train.share import Share
-from transect.train.stored_state import StoredTensors, write_tensors
-from transect.train.trainer import Trainer
+from transect.train.objectives.share import Share
 
 torch.set_num_threads(1)
 HOW = {"steps": STEPS, "accumulate": 4, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 64}}

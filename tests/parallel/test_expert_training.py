@@ -7,7 +7,7 @@ from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm_text
 from training_runs import tiny_run
 
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
 
 torch.set_num_threads(1)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from training_runs import tiny_run
 
-from transect.train.follow import JOB, Run
+from transect.train.loop.follow import JOB, Run
 
 pytestmark = [
     pytest.mark.gpu,

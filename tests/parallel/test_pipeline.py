@@ -7,8 +7,8 @@ from parallel_runs import STEPS, curve, same_runs
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
-from transect.train.crew import check
-from transect.train.follow import Run
+from transect.train.loop.crew import check
+from transect.train.loop.follow import Run
 
 torch.set_num_threads(1)
 HOW = {"steps": STEPS, "accumulate": 4, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 64}}

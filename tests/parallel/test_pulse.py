@@ -111,7 +111,7 @@ def test_the_end_is_asked_for_once_and_not_after_the_run():
 SLEEPER = """
 import sys, time, json
 from transect.parallel.launch import Ranks
-from transect.train.follow import Run
+from transect.train.loop.follow import Run
 import sleeper
 
 if __name__ == "__main__":

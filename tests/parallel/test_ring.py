@@ -10,7 +10,7 @@ from transect.parallel.ring_pairs import own_tokens, visible
 from transect.spec.layouts.refusals import Run, refusal
 from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
-from transect.train.crew import check
+from transect.train.loop.crew import check
 
 torch.set_num_threads(1)
 HOW = {"steps": STEPS, "accumulate": 2, "eval_every": STEPS // 2, "data": {"seq_len": 64, "micro_batch": 130}}

@@ -7,7 +7,7 @@ from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
 from transect.parallel import split_loss
-from transect.train.crew import check
+from transect.train.loop.crew import check
 
 torch.set_num_threads(1)
 HOW = {"steps": STEPS, "accumulate": 2, "eval_every": STEPS // 2, "data": {"seq_len": 32, "micro_batch": 65}}

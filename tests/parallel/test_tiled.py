@@ -6,8 +6,8 @@ from allocated import shape_of, watched
 from parallel_runs import curve, same_runs
 from training_runs import tiny_run
 
-from transect.train.follow import Run
-from transect.train.trainer import Trainer
+from transect.train.loop.follow import Run
+from transect.train.loop.trainer import Trainer
 
 torch.set_num_threads(1)
 

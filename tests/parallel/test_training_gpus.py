@@ -6,7 +6,7 @@ from tiny_checkpoints import make_model
 from tiny_llm import VOCAB, save_tiny_llm, save_tiny_llm_text
 from training_runs import tiny_run
 
-from transect.train.follow import JOB, Run
+from transect.train.loop.follow import JOB, Run
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,8 +20,8 @@ from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
 from transect.spec.weights import parameter_count
 from transect.train.config import TrainConfig
-from transect.train.follow import JOB, Run
-from transect.train.memory import plan_of, spread_of
+from transect.train.loop.follow import JOB, Run
+from transect.train.loop.memory import plan_of, spread_of
 
 LLAMA_1B, LLAMA_8B = PRESETS["llama-3.2-1b"], PRESETS["llama-3.1-8b"]
 PLAN = TrainingPlan(precision="mixed", micro_batch=8192, seq_len=4096, accumulate=8)

@@ -10,7 +10,7 @@ from tiny_llm import save_tiny_llm
 
 from transect.text.chat_template import ChatTemplate
 from transect.train.config import TrainConfig
-from transect.train.rewards import Judge
+from transect.train.objectives.rewards import Judge
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

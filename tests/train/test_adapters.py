@@ -17,11 +17,11 @@ from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 from transect.models.weights.adapted import Adapted
 from transect.spec.layouts.ranks import RankPlace
-from transect.train import checkpoint
 from transect.train.config import TrainConfig
-from transect.train.crew import Crew
-from transect.train.model import build
-from transect.train.trainer import Trainer
+from transect.train.loop import checkpoint
+from transect.train.loop.crew import Crew
+from transect.train.loop.trainer import Trainer
+from transect.train.model.build import build
 
 TABLES = {"targets": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head", "norm"]}
 VARIANTS = {
@@ -185,7 +185,7 @@ def test_dropout_knows_which_tokens_a_rank_has(tmp_path, monkeypatch) -> None:
     crew, trainable = Crew(config, None), build(config)
     crew.mesh = SimpleNamespace(place=RankPlace(0, 0, 0, context=1))
     monkeypatch.setattr(
-        "transect.train.crew.parallelize", lambda model, *_: SimpleNamespace(model=model, parameters={})
+        "transect.train.loop.crew.parallelize", lambda model, *_: SimpleNamespace(model=model, parameters={})
     )
     crew.cut(trainable)
     assert {each.dropout.moment.slice for _, each in trainable.model.weights() if isinstance(each, Adapted)} == {1}

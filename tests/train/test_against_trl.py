@@ -14,7 +14,7 @@ import transformers
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run, write_chats
 
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
 
 pytestmark = pytest.mark.prove
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install trl")

@@ -14,11 +14,11 @@ from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
 from transect.spec.model import ModelConfig
 from transect.spec.moe import MoEConfig
-from transect.train.activations import stack_with
-from transect.train.balance import Balance, balance_loss, z_loss
 from transect.train.config import RouterConfig
-from transect.train.model import training_ops
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
+from transect.train.model.activations import stack_with
+from transect.train.model.build import training_ops
+from transect.train.objectives.balance import Balance, balance_loss, z_loss
 
 CONFIG = ModelConfig(
     architecture="qwen2_moe", vocab_size=61, dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, ffn_dim=48,
@@ -133,8 +133,8 @@ def test_adapters_on_experts_are_refused_with_what_to_do(tmp_path):
     from safetensors.torch import save_file
 
     from transect.checkpoints.adapter_peft import read_adapter
+    from transect.train.adapters.lora import attach
     from transect.train.config import LoRAConfig
-    from transect.train.lora import attach
 
     plain = dataclasses.replace(CONFIG, moe=MoEConfig(6, 2, 16))
     for targets in (("q", "gate"), ("up_proj",)):

@@ -14,11 +14,11 @@ from transect.text.inert import chat_tokens as served_tokens
 from transect.text.tokenizer import Tokenizer
 from transect.text.tools.generic import taught
 from transect.text.tools.spec import tool_use
-from transect.train import checkpoint
-from transect.train.chat import continues, run_template
 from transect.train.config import DataConfig, TrainConfig
-from transect.train.documents import answers_apart, chat_tokens
-from transect.train.trainer import Trainer
+from transect.train.data.chat import continues, run_template
+from transect.train.data.documents import answers_apart, chat_tokens
+from transect.train.loop import checkpoint
+from transect.train.loop.trainer import Trainer
 
 THINKS = """{%- set ns = namespace(last_query_index=0) %}
 {%- for m in messages %}{% if m.role == 'user' %}{% set ns.last_query_index = loop.index0 %}{% endif %}{% endfor %}
@@ -304,8 +304,8 @@ def test_a_template_without_tools_is_taught_as_a_server_does(tokenizer) -> None:
 
 
 def test_tokenizing_keeps_the_day_on_which_it_began(tmp_path, monkeypatch) -> None:
-    from transect.train.tokenize import tokenize
-    from transect.train.tokens import open_tokens
+    from transect.train.data.tokenize import tokenize
+    from transect.train.data.tokens import open_tokens
 
     with_template(tmp_path, "{{ strftime_now('%Y') }}" + CHAT_TEMPLATE)
     chats = write_chats(tmp_path / "chats.jsonl", 2)

@@ -11,13 +11,13 @@ import pytest
 import torch
 from effort import proving
 
-from transect.train import checkpoint
-from transect.train.checkpoint import Snapshot, Writer, list_steps, newest, read
+from transect.train.loop import checkpoint
+from transect.train.loop.checkpoint import Snapshot, Writer, list_steps, newest, read
 
 WRITES_FOR_EVER = """
 import sys, torch
 from pathlib import Path
-from transect.train.checkpoint import Snapshot, Writer
+from transect.train.loop.checkpoint import Snapshot, Writer
 run, size = Path(sys.argv[1]), int(sys.argv[2])
 with Writer(run, keep=2) as writer:
     print("ready", flush=True)
@@ -156,7 +156,7 @@ def test_a_real_full_file_system(tmp_path) -> None:
 import resource, signal, sys
 import torch
 from pathlib import Path
-from transect.train.checkpoint import Snapshot, Writer
+from transect.train.loop.checkpoint import Snapshot, Writer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 run = Path(sys.argv[1])
 make = lambda step, size: Snapshot(step, lambda folder: None, {"t": torch.ones(size)}, {})

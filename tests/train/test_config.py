@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transect.train.config import ScheduleConfig, TrainConfig
-from transect.train.schedule import factor
+from transect.train.loop.schedule import factor
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-from transect.train.curves import _bits_per_nat, draw, smoothed
+from transect.train.loop.curves import _bits_per_nat, draw, smoothed
 
 
 def write_run(folder, losses):

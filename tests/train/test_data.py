@@ -16,13 +16,13 @@ from training_runs import write_chats, write_text
 
 from transect.text.chat_template import ChatTemplate
 from transect.text.tokenizer import Tokenizer
-from transect.train import tokenize as tokenizing
-from transect.train.batches import IGNORE, DocumentPlan, WindowPlan
 from transect.train.config import DataConfig
-from transect.train.data import Loader, Position, load_stream
-from transect.train.documents import chat_tokens
-from transect.train.identity import stream_identity
-from transect.train.tokens import TokenStream, join, open_tokens
+from transect.train.data import tokenize as tokenizing
+from transect.train.data.batches import IGNORE, DocumentPlan, WindowPlan
+from transect.train.data.documents import chat_tokens
+from transect.train.data.identity import stream_identity
+from transect.train.data.loader import Loader, Position, load_stream
+from transect.train.data.tokens import TokenStream, join, open_tokens
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=40)
 

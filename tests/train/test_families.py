@@ -9,11 +9,11 @@ from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm_text
 from training_runs import tiny_run
 
-from transect.train.batches import pack
-from transect.train.loss import batch_loss, token_loss
-from transect.train.model import build, teacher_of
-from transect.train.tokens import TokenStream
-from transect.train.trainer import Trainer
+from transect.train.data.batches import pack
+from transect.train.data.tokens import TokenStream
+from transect.train.loop.trainer import Trainer
+from transect.train.model.build import build, teacher_of
+from transect.train.objectives.loss import batch_loss, token_loss
 
 VOCAB, HALF = 300, 20
 

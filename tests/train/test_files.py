@@ -11,11 +11,11 @@ from tiny_llm import save_tiny_llm
 from transect.checkpoints.resolve import resolve
 from transect.text.chat_template import ChatTemplate
 from transect.text.tokenizer import Tokenizer
-from transect.train.checks import check_files
-from transect.train.data import load_stream
-from transect.train.documents import chat_tokens
-from transect.train.files import find
-from transect.train.layouts import Chat, Completion, Preference, Text, detect
+from transect.train.data.checks import check_files
+from transect.train.data.documents import chat_tokens
+from transect.train.data.files import find
+from transect.train.data.layouts import Chat, Completion, Preference, Text, detect
+from transect.train.data.loader import load_stream
 
 CHAT = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]}
@@ -259,7 +259,7 @@ def test_a_dataset_whose_offsets_lie_is_refused(tools, tmp_path) -> None:
 
 
 def test_a_file_without_rows_is_told_of(tmp_path) -> None:
-    from transect.train.checks import check_files
+    from transect.train.data.checks import check_files
 
     path = tmp_path / "empty.jsonl"
     path.write_text("\n")

@@ -9,14 +9,14 @@ import torch
 from training_runs import tiny_run
 
 from transect.models.context import VarlenContext
-from transect.train import checkpoint
-from transect.train.answers import advantages
-from transect.train.data import Position
-from transect.train.drawn import Cut, drawn_from
-from transect.train.logprobs import KeptTokens, token_logprobs
+from transect.train.data.loader import Position
+from transect.train.loop import checkpoint
+from transect.train.loop.trainer import Trainer
+from transect.train.objectives.answers import advantages
 from transect.train.objectives.base import StepFailed
-from transect.train.rewards import Judge
-from transect.train.trainer import Trainer
+from transect.train.objectives.drawn import Cut, drawn_from
+from transect.train.objectives.logprobs import KeptTokens, token_logprobs
+from transect.train.objectives.rewards import Judge
 
 
 @pytest.fixture(autouse=True)

@@ -50,7 +50,7 @@ def log_probability(model, context, continuation):
 
 @installed
 def test_multiple_choice(tiny, offline):
-    from transect.train.harness import run_tasks
+    from transect.train.evaluation.harness import run_tasks
 
     model, llm = tiny
     found = run_tasks(llm, "tiny", ["transect_choose"], include=TASKS)["transect_choose"]
@@ -67,7 +67,7 @@ def test_multiple_choice(tiny, offline):
 
 @installed
 def test_rolling_log_likelihood(tiny, offline):
-    from transect.train.harness import run_tasks
+    from transect.train.evaluation.harness import run_tasks
 
     model, llm = tiny
     found = run_tasks(llm, "tiny", ["transect_predict"], include=TASKS)["transect_predict"]
@@ -84,7 +84,7 @@ def test_rolling_log_likelihood(tiny, offline):
 def test_what_the_harness_asks_one_by_one(tiny):
     from lm_eval.api.instance import Instance
 
-    from transect.train.harness import HarnessModel
+    from transect.train.evaluation.harness import HarnessModel
 
     model, llm = tiny
     adapter = HarnessModel(llm, "tiny")
@@ -130,8 +130,8 @@ def test_what_the_harness_asks_one_by_one(tiny):
 
 @installed
 def test_generation_and_mistakes(tiny, offline, monkeypatch):
-    from transect.train import harness
-    from transect.train.harness import run_tasks, sampling_params
+    from transect.train.evaluation import harness
+    from transect.train.evaluation.harness import run_tasks, sampling_params
 
     if not proving():  # reading the harness's own thousands of tasks takes seconds
         few = functools.partial(harness.TaskManager, include_defaults=False)
@@ -151,6 +151,6 @@ def test_generation_and_mistakes(tiny, offline, monkeypatch):
 
 def test_without_the_harness_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "transect.train.harness", raising=False)
+    monkeypatch.delitem(sys.modules, "transect.train.evaluation.harness", raising=False)
     with pytest.raises(ValueError, match=r"pip install 'transect\[eval\]'"):
-        import transect.train.harness  # noqa: F401
+        import transect.train.evaluation.harness  # noqa: F401

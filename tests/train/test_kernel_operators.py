@@ -15,11 +15,11 @@ from transect.ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import get
 from transect.spec.model import ModelConfig
-from transect.train.activations import stack_with
-from transect.train.batches import Batch
+from transect.train.adapters.lora import attach
 from transect.train.config import LoRAConfig
-from transect.train.lora import attach
-from transect.train.loss import batch_loss
+from transect.train.data.batches import Batch
+from transect.train.model.activations import stack_with
+from transect.train.objectives.loss import batch_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYERS = 2 if proving() or DEVICE == "cuda" else 1

@@ -6,8 +6,8 @@ import pytest
 import torch
 from training_runs import tiny_run
 
-from transect.train.layer_drop import dropping, kept_layers, share_kept
-from transect.train.trainer import Trainer
+from transect.train.loop.trainer import Trainer
+from transect.train.model.layer_drop import dropping, kept_layers, share_kept
 
 
 def test_shares_fall_to_what_is_asked_for():

@@ -7,9 +7,9 @@ from training_runs import tiny_run
 from transect import LLM, SamplingParams
 from transect.models.context import VarlenContext
 from transect.ops.opset import resolve_ops
-from transect.train import logprobs as module
-from transect.train.batches import Batch
-from transect.train.trainer import Trainer
+from transect.train.data.batches import Batch
+from transect.train.loop.trainer import Trainer
+from transect.train.objectives import logprobs as module
 
 
 @pytest.mark.parametrize("chunk", [1, 2**20])
@@ -86,7 +86,7 @@ def _use(model, ops) -> None:
 
 
 def test_rollouts_report_the_log_probabilities_that_the_trainer_computes(tmp_path) -> None:
-    from transect.train.rollout import roll_out
+    from transect.train.objectives.rollout import roll_out
 
     torch.set_num_threads(1)
     trainer = Trainer(tiny_run(tmp_path))

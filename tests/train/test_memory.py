@@ -15,10 +15,10 @@ from training_runs import tiny_run
 from transect.costs.memory.fit import first_that_fits
 from transect.costs.memory.training import training
 from transect.spec.shapes import PRESETS
-from transect.train import memory, trainer
 from transect.train.config import OptimizerConfig
+from transect.train.loop import memory, trainer
+from transect.train.loop.trainer import Trainer
 from transect.train.optim import adamw8bit
-from transect.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 LLAMA_8B = PRESETS["llama-3.1-8b"]

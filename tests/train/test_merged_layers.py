@@ -15,13 +15,13 @@ from transect.ops.lang.jit import INTERPRETED
 from transect.ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from transect.ops.opset import resolve_ops
 from transect.spec.model import ModelConfig
-from transect.train.batches import Batch
+from transect.train.adapters.lora import attach
+from transect.train.adapters.qlora import quantize_layers
 from transect.train.config import LoRAConfig
-from transect.train.lora import attach
-from transect.train.loss import batch_loss
-from transect.train.merged_layers import MergedLayers, Packed, Step, refusal
-from transect.train.model import training_ops
-from transect.train.qlora import quantize_layers
+from transect.train.data.batches import Batch
+from transect.train.model.build import training_ops
+from transect.train.model.merged_layers import MergedLayers, Packed, Step, refusal
+from transect.train.objectives.loss import batch_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CONFIG = ModelConfig(

@@ -20,8 +20,8 @@ from transect.parallel.parallelize import Parallel, ParallelPlan
 from transect.parallel.sharded import Sharded
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.model import ModelConfig
-from transect.train import merged_products
-from transect.train.merged_layers import MergedLayers
+from transect.train.model import merged_products
+from transect.train.model.merged_layers import MergedLayers
 
 pytestmark = [
     pytest.mark.prove,

@@ -11,15 +11,15 @@ from training_runs import tiny_run
 from transect.checkpoints.resolve import resolve
 from transect.text.chat_template import ChatTemplate
 from transect.text.tokenizer import Tokenizer
-from transect.train.checks import check_files
 from transect.train.config import TrainConfig
-from transect.train.data import load_stream
-from transect.train.documents import answers_apart, chat_tokens
-from transect.train.layouts import form_of
-from transect.train.rewards import read_prompts
-from transect.train.tokenize import tokenize
-from transect.train.tokens import open_tokens
-from transect.train.trainer import Trainer
+from transect.train.data.checks import check_files
+from transect.train.data.documents import answers_apart, chat_tokens
+from transect.train.data.layouts import form_of
+from transect.train.data.loader import load_stream
+from transect.train.data.tokenize import tokenize
+from transect.train.data.tokens import open_tokens
+from transect.train.loop.trainer import Trainer
+from transect.train.objectives.rewards import read_prompts
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

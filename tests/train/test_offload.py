@@ -8,11 +8,11 @@ from training_runs import tiny_run
 from transect.parallel.offload.groups import Piece, cut
 from transect.parallel.offload.pieces import FilePieces, FileUpload
 from transect.parallel.offload.states import DiskStates, HostStates
-from transect.train import checkpoint
 from transect.train.config import OptimizerConfig
-from transect.train.health import LEAST
+from transect.train.loop import checkpoint
+from transect.train.loop.health import LEAST
+from transect.train.loop.trainer import Trainer
 from transect.train.optim import AdamW, Offload, OffloadedAdamW
-from transect.train.trainer import Trainer
 
 torch.set_num_threads(1)
 SIZES = {"norm": 5, "table": 3000, "middle": 1024, "last": 1}
@@ -281,7 +281,7 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path, changes, message):
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_is_named(tmp_path):
-    from transect.train.health import TrainingStopped
+    from transect.train.loop.health import TrainingStopped
 
     trainer = Trainer(tiny_run(tmp_path, parallel={"offload": "optimizer"}, optimizer={"clip": 0.0}))
     trainer.step()

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file
 
 from transect.parallel.part_names import parse, part_name
-from transect.train import parts
-from transect.train.checkpoint import Snapshot, Writer, list_steps, newest
-from transect.train.stored_state import Below, StoredTensors, write_tensors
+from transect.train.loop import parts
+from transect.train.loop.checkpoint import Snapshot, Writer, list_steps, newest
+from transect.train.loop.stored_state import Below, StoredTensors, write_tensors
 
 WHOLE = torch.arange(35.0).view(5, 7)
 

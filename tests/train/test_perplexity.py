@@ -7,7 +7,7 @@ import torch
 from tiny_llm import CONTEXT, save_tiny_llm
 
 from transect import LLM
-from transect.train.perplexity import score_file, windows
+from transect.train.evaluation.perplexity import score_file, windows
 
 TEXT = "".join(f"{i} ships and {i * i % 97} sails went by. Ærø, naïve — {i}?\n" for i in range(9))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from training_runs import tiny_run
 
-from transect.train import checkpoint
-from transect.train.data import Position
-from transect.train.trainer import Trainer
+from transect.train.data.loader import Position
+from transect.train.loop import checkpoint
+from transect.train.loop.trainer import Trainer
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ from transect.checkpoints.resolve import resolve
 from transect.models.weights.dense import Dense
 from transect.models.weights.int4 import Int4, quantize
 from transect.ops.opset import resolve_ops
-from transect.train import checkpoint
-from transect.train.export import export_model, opened
-from transect.train.trainer import Trainer
+from transect.train.export.write import export_model, opened
+from transect.train.loop import checkpoint
+from transect.train.loop.trainer import Trainer
 
 
 def linear(outputs=24, inputs=128):

@@ -6,8 +6,8 @@ import signal
 
 from rich.console import Console
 
-from transect.train.report import MatrixRate, RunLog, Terminal, read_log
-from transect.train.trainer import StepRecord
+from transect.train.loop.report import MatrixRate, RunLog, Terminal, read_log
+from transect.train.loop.trainer import StepRecord
 
 RATE = MatrixRate(1e9, "float32", "measured on 2026-01-02 with torch 2.0 while the machine was 85% busy")
 

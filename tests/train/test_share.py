@@ -2,7 +2,7 @@
 
 import pytest
 
-from transect.train.share import Share
+from transect.train.objectives.share import Share
 
 
 @pytest.mark.parametrize("batches", [0, 1, 2, 3, 7])

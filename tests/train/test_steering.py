@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from training_runs import tiny_run, write_chats
 
-from transect.train import checkpoint
-from transect.train.best import Best
 from transect.train.config import TrainConfig
-from transect.train.report import RunLog, read_log
-from transect.train.trackers import trackers
-from transect.train.trainer import EvalRecord, StepRecord, Trainer
+from transect.train.loop import checkpoint
+from transect.train.loop.best import Best
+from transect.train.loop.report import RunLog, read_log
+from transect.train.loop.trackers import trackers
+from transect.train.loop.trainer import EvalRecord, StepRecord, Trainer
 
 
 class Heard:

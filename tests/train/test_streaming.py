@@ -13,12 +13,12 @@ from training_runs import tiny_run, write_chats
 
 from transect.text.chat_template import ChatTemplate
 from transect.text.tokenizer import Tokenizer
-from transect.train import checkpoint
 from transect.train.config import DataConfig, TrainConfig
-from transect.train.data import Position, load_stream
+from transect.train.data.loader import Position, load_stream
+from transect.train.data.streaming import StreamingLoader
+from transect.train.loop import checkpoint
+from transect.train.loop.trainer import Trainer
 from transect.train.objectives.base import StepFailed
-from transect.train.streaming import StreamingLoader
-from transect.train.trainer import Trainer
 
 SMALL = 4000 / 2**20
 """MiB of a section: a few to each of the files below."""

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run, write_chats
 
-from transect.train import checkpoint
 from transect.train.config import TrainConfig
-from transect.train.data import Loader, Position
-from transect.train.health import LossWatch, TrainingStopped
-from transect.train.identity import check_settings
-from transect.train.tokenize import tokenize
-from transect.train.trainer import Trainer, _dated
+from transect.train.data.identity import check_settings
+from transect.train.data.loader import Loader, Position
+from transect.train.data.tokenize import tokenize
+from transect.train.loop import checkpoint
+from transect.train.loop.health import LossWatch, TrainingStopped
+from transect.train.loop.trainer import Trainer, _dated
 
 
 @pytest.fixture(autouse=True)

@@ -27,9 +27,9 @@ from ..engine.llm import LLM
 from ..engine.sampling_params import SamplingParams
 from ..spec.numbers.registry import file_formats, gguf_names, roundings
 from ..spec.weights import parameter_count
-from ..train.export import opened
-from ..train.perplexity import TextScore, score_file
-from ..train.quantize import Calibration, quantize_model, takes_calibration
+from ..train.evaluation.perplexity import TextScore, score_file
+from ..train.export.quantize import Calibration, quantize_model, takes_calibration
+from ..train.export.write import opened
 
 PLAIN = "plain"
 """The model as its files hold it."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from ..text.tokenizer import Tokenizer
-    from ..train.batches import Batch
+    from ..train.data.batches import Batch
 
 MARKS = ("[[", "]]")
 """Around what is trained on, where colours cannot show it."""
@@ -45,7 +45,7 @@ def tokenize(
 
     from ..train.config import DataConfig
     from ..train.config.parse import build
-    from ..train.tokenize import tokenize
+    from ..train.data.tokenize import tokenize
 
     chats = build(DataConfig, {"chat_template": chat_template, "turns": turns, "columns": _named(columns)}, "--")
     console = Console(stderr=True)
@@ -76,9 +76,9 @@ def check(
 
     from ..checkpoints.resolve import resolve
     from ..text.tokenizer import Tokenizer
-    from ..train.chat import run_template
-    from ..train.checks import check_files
     from ..train.config import DataConfig
+    from ..train.data.chat import run_template
+    from ..train.data.checks import check_files
 
     source = resolve(model)
     tokenizer = Tokenizer.from_source(source)
@@ -112,11 +112,11 @@ def show(
     from rich.console import Console
 
     from ..text.tokenizer import Tokenizer
-    from ..train.chat import run_template
     from ..train.config import TrainConfig
-    from ..train.data import Loader, Position, load_stream
-    from ..train.model import source_of
-    from ..train.streaming import StreamingLoader
+    from ..train.data.chat import run_template
+    from ..train.data.loader import Loader, Position, load_stream
+    from ..train.data.streaming import StreamingLoader
+    from ..train.model.build import source_of
 
     settings = TrainConfig.from_toml(config)
     if settings.objective != "next_token":
@@ -163,7 +163,7 @@ def _documents(batch: Batch, tokenizer: Tokenizer, before: str, after: str) -> l
     """The documents of a micro-batch; what is trained on is bold green, and between ``before`` and ``after``."""
     from rich.text import Text
 
-    from ..train.batches import IGNORE
+    from ..train.data.batches import IGNORE
 
     bounds = batch.cu_seqlens.tolist()
     made = []

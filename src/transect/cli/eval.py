@@ -57,7 +57,7 @@ def command(
         raise ValueError("say what to measure: --text FILE, or --tasks NAME,...")
     names = [name.strip() for name in tasks.split(",")] if tasks else []
     if names:
-        from ..train import harness  # noqa: F401  (says what is missing before a model is loaded)
+        from ..train.evaluation import harness  # noqa: F401  (says what is missing before a model is loaded)
     for path in text or ():
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
@@ -92,7 +92,7 @@ def command(
     if text:
         found["text"] = _texts(llm, text, window, stride)
     if names:
-        from ..train.harness import run_tasks
+        from ..train.evaluation.harness import run_tasks
 
         found["tasks"] = run_tasks(llm, model, names, include=include, few_shot=few_shot, limit=limit, chat=chat)
     if json:
@@ -118,7 +118,7 @@ def _formats(
     from dataclasses import asdict
 
     from ..bench.compare_formats import draw, formats_of, measure_all
-    from ..train.quantize import Calibration, takes_calibration
+    from ..train.export.quantize import Calibration, takes_calibration
 
     if not text or len(text) > 1:
         raise ValueError("--formats compares on one text: give one --text FILE")
@@ -155,7 +155,7 @@ def _formats(
 
 
 def _texts(llm: LLM, paths: list[Path], window: int | None, stride: int | None) -> dict[str, dict[str, float]]:
-    from ..train.perplexity import score_file
+    from ..train.evaluation.perplexity import score_file
 
     scores = {str(path): score_file(llm, path, window=window, stride=stride) for path in paths}
     if len(scores) > 1:

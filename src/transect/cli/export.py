@@ -28,7 +28,7 @@ def command(
     ] = "auto",
 ) -> None:
     """Write an adapter in PEFT's layout, a plain model in Hugging Face layout (--merge), or a GGUF file (--gguf)."""
-    from ..train.export import export_adapter, export_gguf, export_model, opened
+    from ..train.export.write import export_adapter, export_gguf, export_model, opened
 
     if type_ is not None and not gguf:
         raise ValueError("--type is the type of a GGUF file: give --gguf, or --dtype for a directory")

@@ -214,7 +214,7 @@ def _device(name: str, memory: str | None) -> str:
 def _free(kind: str) -> int:
     import torch
 
-    from ..train.memory import free_bytes
+    from ..train.loop.memory import free_bytes
 
     free = free_bytes(torch.device(kind))
     if free is None:

@@ -49,7 +49,7 @@ def run_of(model: str, options: Mapping[str, Any], given: Collection[str], chang
         ValueError: the file is no run's, or what it asks for cannot be.
     """
     from ..train.config import TrainConfig
-    from ..train.crew import check
+    from ..train.loop.crew import check
 
     of_file = is_run(model)
     wanted = {name: options[name] for name in SETTINGS if options[name] is not None and (name in given or not of_file)}
@@ -95,7 +95,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     from ..costs.memory.fit import first_that_fits, smallest_change
     from ..costs.memory.training_ranks import estimator, for_rank, training_ranks
     from ..costs.units import gib, parse_bytes
-    from ..train.memory import check_length, plan_of, spread_of
+    from ..train.loop.memory import check_length, plan_of, spread_of
     from .memory_tables import dump, show
 
     check_length(config, source.config)

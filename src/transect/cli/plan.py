@@ -64,7 +64,7 @@ def training(
     from ..plan.layouts import AXES
     from ..plan.layouts import rank as ranked
     from ..train.config import TrainConfig
-    from ..train.memory import check_length
+    from ..train.loop.memory import check_length
 
     card = preset(gpu)
     machine = Machine.of(card)
@@ -114,7 +114,7 @@ def _plan(config: Any, model: Any) -> Any:
     """The memory plan on a GPU."""
     import torch
 
-    from ..train.memory import plan_of
+    from ..train.loop.memory import plan_of
 
     return plan_of(config, model, torch.device("cuda"))
 

@@ -19,7 +19,7 @@ def command(
     ] = None,
 ) -> None:
     """Draw losses and speeds of runs."""
-    from ..train.curves import draw
+    from ..train.loop.curves import draw
 
     for line in draw(runs, output, window=window, by=by, bits=bits, levels=dict(map(_level, level or ()))):
         print(line)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..costs.machine import Machine
     from ..costs.training import TrainingStep
-    from ..train.samples import SampleRecord
-    from ..train.trainer import EvalRecord, StepRecord, Trainer
+    from ..train.loop.samples import SampleRecord
+    from ..train.loop.trainer import EvalRecord, StepRecord, Trainer
 
 WARM_UP = 2
 """Steps at the start that are not counted."""
@@ -63,7 +63,7 @@ def prediction(config: Any, model: Any, device: Any, fitted: Any = None) -> Trai
     from dataclasses import replace
 
     from ..costs.training import predict
-    from ..train.memory import plan_of, spread_of
+    from ..train.loop.memory import plan_of, spread_of
 
     plan = plan_of(config, model, device)
     if fitted is not None:

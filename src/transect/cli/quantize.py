@@ -47,8 +47,8 @@ def command(
     ] = False,
 ) -> None:
     """Round the matrices of a model's layers and write it as safetensors or GGUF."""
-    from ..train.export import opened
-    from ..train.quantize import Calibration, quantize_model
+    from ..train.export.quantize import Calibration, quantize_model
+    from ..train.export.write import opened
 
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} is there already: name another output, or remove it")

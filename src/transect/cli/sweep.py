@@ -12,7 +12,7 @@ import typer
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..train.sweep import Outcome
+    from ..train.loop.sweep import Outcome
 
 
 def command(
@@ -21,7 +21,7 @@ def command(
     """Train a run for each point of a grid, one after another; a table at the end, the best first. Run it again to go
     on after an interruption. Exit 1 if a run failed."""
     from ..parallel.gathering import under_torchrun
-    from ..train.sweep import read_grid, sweep
+    from ..train.loop.sweep import read_grid, sweep
 
     if under_torchrun():
         raise ValueError("a sweep starts the ranks of each run by itself: start it once, without torchrun")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from ..train.report import MatrixRate
-    from ..train.trainer import Trainer
+    from ..train.loop.report import MatrixRate
+    from ..train.loop.trainer import Trainer
 
 
 def command(
@@ -30,9 +30,9 @@ def command(
     ] = "",
 ) -> int:
     """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume goes on as if nothing had happened."""
-    from ..train import checkpoint
     from ..train.config import TrainConfig
-    from ..train.follow import Run, crew, follow, started_again
+    from ..train.loop import checkpoint
+    from ..train.loop.follow import Run, crew, follow, started_again
 
     changes = [*(settings_ or []), *([] if steps is None else [f"steps={steps}"])]
     found = None
@@ -96,8 +96,8 @@ def _asked_to_stop() -> Iterator[list[int]]:
 
 def _run(trainer: Trainer) -> int:
     """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
-    from ..train.report import RunLog, Terminal
-    from ..train.trackers import trackers
+    from ..train.loop.report import RunLog, Terminal
+    from ..train.loop.trackers import trackers
     from .predicted import Pace, compared
 
     settings = trainer.config
@@ -131,7 +131,7 @@ def matrix_rate(trainer: Trainer) -> MatrixRate | None:
     """The rate that MFU is a share of: of products in the run's dtype on its device; None where it is not known."""
     from ..hardware.device import detect
     from ..ops.cpu.ceilings import device_measurement
-    from ..train.report import MatrixRate
+    from ..train.loop.report import MatrixRate
 
     measured = device_measurement(detect(trainer.device.type))
     dtype = "float32" if trainer.config.precision == "float32" else "bfloat16"
@@ -145,7 +145,7 @@ def matrix_rate(trainer: Trainer) -> MatrixRate | None:
 
 def newest_run(folder: Path) -> Path:
     """The run whose checkpoint was written last. ValueError if there is none."""
-    from ..train.checkpoint import list_steps
+    from ..train.loop.checkpoint import list_steps
 
     runs = [(steps[-1].stat().st_mtime, path) for path in folder.glob("*") if (steps := list_steps(path))]
     if not runs:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..train.batches import pack
 from ..train.config import TrainConfig
-from ..train.loss import batch_loss, token_loss
-from ..train.model import build
-from ..train.tokens import TokenStream
+from ..train.data.batches import pack
+from ..train.data.tokens import TokenStream
+from ..train.model.build import build
+from ..train.objectives.loss import batch_loss, token_loss
 from .backward import Backward, ForwardRecord, check, explain, leaves_of
 
 RUN_NAME = "__explain__"

@@ -125,7 +125,7 @@ class MoE(Half):
     ``experts_gate``, ``experts_up`` ``[E F, D]`` and ``experts_down`` ``[E D, F]``.
 
     ``watch``, where it is set, is told the router's logits ``[T, E]`` and the experts ``[T, k]`` of each call: the
-    losses that balance experts are made of them (``train/balance.py``).
+    losses that balance experts are made of them (``train/objectives/balance.py``).
 
     ``spread``, where it is set: other ranks have the rest of the experts (``MoEConfig.ranks``), or of each of them.
     """

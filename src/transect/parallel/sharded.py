@@ -201,7 +201,7 @@ class Sharded:
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
-    # What merged layers ask (``train/merged_layers.py``)
+    # What merged layers ask (``train/model/merged_layers.py``)
 
     @contextmanager
     def whole(self, number: int) -> Iterator[None]:

@@ -15,10 +15,10 @@ from transect.ops.lang.jit import INTERPRETED
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import get
 from transect.spec.model import ModelConfig
-from transect.train.activations import stack_with
+from transect.train.adapters.lora import attach
+from transect.train.adapters.qlora import quantize_layers
 from transect.train.config import LoRAConfig
-from transect.train.lora import attach
-from transect.train.qlora import quantize_layers
+from transect.train.model.activations import stack_with
 
 TOKENS, RANK = 64, 3
 SHAPES = {
@@ -129,7 +129,8 @@ def test_constants_are_those_of_the_operators():
     from transect.costs.memory import merged, part, training, training_plan
     from transect.ops.loss import linear_cross_entropy, linear_cross_entropy_torch
     from transect.parallel import replicas
-    from transect.train import logprobs, merged_products
+    from transect.train.model import merged_products
+    from transect.train.objectives import logprobs
     from transect.train.optim import adamw, adamw8bit
 
     assert training_plan.WIDE == adamw.AdamW.WIDE and merged.ROUND == merged_products.ROUND

@@ -14,8 +14,8 @@ from transect.models.weights.dense import Dense
 from transect.models.weights.nf4 import NF4, NF4State, dequantize, dynamic_map, quantize
 from transect.ops.opset import resolve_ops
 from transect.spec.numbers.nf4 import BITS, CODES
-from transect.train import checkpoint
-from transect.train.trainer import Trainer
+from transect.train.loop import checkpoint
+from transect.train.loop.trainer import Trainer
 
 
 def kept():

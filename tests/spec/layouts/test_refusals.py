@@ -12,7 +12,7 @@ from transect.spec.layouts.refusals import Run, nearest, reasons, refusal
 from transect.spec.layouts.spread import Spread
 from transect.spec.moe import MoEConfig
 from transect.spec.shapes import PRESETS
-from transect.train.crew import check
+from transect.train.loop.crew import check
 
 LLAMA = PRESETS["llama-3.2-1b"]
 SMALL = replace(LLAMA, n_heads=4, n_kv_heads=2, ffn_dim=96, n_layers=6)

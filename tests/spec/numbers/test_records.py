@@ -19,8 +19,8 @@ from transect.spec.numbers.codebook import codebook_format
 from transect.spec.numbers.gguf import BLOCK_TYPES, UNITS
 from transect.spec.numbers.layouts import BlockLayout, GroupLayout, ListedLayout, ScaledLayout
 from transect.spec.numbers.number_format import Codebook
+from transect.train.adapters.qlora import BASES
 from transect.train.config.adapters import LoRAConfig
-from transect.train.qlora import BASES
 
 TERNARY = Codebook((-1.0, 0.0, 1.0), 32)
 

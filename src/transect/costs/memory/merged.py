@@ -1,4 +1,4 @@
-"""What a layer keeps, and holds meanwhile, where training runs it as one node (``train/merged_layers.py``).
+"""What a layer keeps, and holds meanwhile, where training runs it as one node (``train/model/merged_layers.py``).
 
 Numbers of the compute dtype for each token; names as there. R is the ranks of the adapters of the matrices that share
 an input, rounded up to 64: so many columns lie beside the product's input, its output and their gradients.

@@ -127,7 +127,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPart:
-    """What a weight brings to a merged training product (``train/merged_products.py``)."""
+    """What a weight brings to a merged training product (``train/model/merged_products.py``)."""
 
     outputs: int
     inputs: int

@@ -16,14 +16,16 @@ class DataConfig:
 
     Attributes:
         train, validation: files, by their endings: text, rows (JSON, JSON lines, CSV, parquet), directories of Hugging
-            Face ``datasets``, or a ``.tokens`` directory that ``transect data tokenize`` wrote (``files.py``). Rows may
-            be in any layout of ``layouts.py``; of a chat the assistant's tokens are trained on.
-        columns: the names that the files have for columns of ``layouts.py``, such as ``{question = "Frage"}``.
+            Face ``datasets``, or a ``.tokens`` directory that ``transect data tokenize`` wrote
+            (``train/data/files.py``). Rows may be in any layout of ``train/data/layouts.py``; of a chat the assistant's
+            tokens are trained on.
+        columns: the names that the files have for columns of ``train/data/layouts.py``, such as ``{question =
+            "Frage"}``.
         on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
             (``skip``) and counted.
         chat_template: ``auto``: the model's own, or where that renders earlier turns anew with every answer, what it
-            says with every turn kept (``chat.py``); ``model``: the model's own; else a file with a Jinja template, or
-            the template itself.
+            says with every turn kept (``train/data/chat.py``); ``model``: the model's own; else a file with a Jinja
+            template, or the template itself.
         turns: documents of a chat with several answers. ``together``: one; ``apart``: one for each answer, after the
             prompt that a server would give the model at that turn, which any template can render; ``auto``: one where
             the template renders a conversation as the continuation of its beginning, else one for each answer.

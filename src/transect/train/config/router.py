@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How strongly experts are kept equally busy, and router logits small (``train/balance.py``).
+    """How strongly experts are kept equally busy, and router logits small (``train/objectives/balance.py``).
 
     Attributes:
         balance: factor of the load-balancing loss; 0: none.

@@ -53,8 +53,8 @@ class TrainConfig:
         layer_keep: the share of the last layers that is kept towards the end of a run; less than 1 leaves layers out of
             steps, more of them the later they are in the model and the run (progressive layer dropping). Layers then
             run operator by operator.
-        merged: run each layer on a GPU as one node with a hand-written backward pass (``merged_layers.py``), where the
-            model is of that kind; false: operator by operator.
+        merged: run each layer on a GPU as one node with a hand-written backward pass
+            (``train/model/merged_layers.py``), where the model is of that kind; false: operator by operator.
         on_spike: what happens when the loss jumps and the model, not the batch, is the cause: ``warn`` and go on,
             ``skip`` the update, or ``stop`` the run. An unusual batch alone is only told of, or skipped where that is
             asked for.

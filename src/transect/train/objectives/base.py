@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..batches import Batch
-from ..data import Position
-from ..share import WHOLE, Share, Sums
+from ..data.batches import Batch
+from ..data.loader import Position
+from .share import WHOLE, Share, Sums
 
 
 class StepFailed(ValueError):
@@ -84,7 +84,7 @@ class Objective:
         return max(1, math.ceil(round(count, 6) / accumulate))
 
     def identity(self) -> dict[str, str]:
-        """Digests by part (``identity.py``): where they are the same, the same position means the same batches."""
+        """Digests by part (``data/identity.py``): where they are the same, the same position means the same batches."""
         raise NotImplementedError
 
     def state(self) -> Mapping[str, Tensor]:

@@ -18,15 +18,15 @@ from ...checkpoints.resolve import ModelSource
 from ...models.context import VarlenContext
 from ...models.decoder import Decoder
 from ...text.tokenizer import Tokenizer
-from ..batches import Batch
 from ..config import TrainConfig
-from ..divergence import Divergence, distillation_loss
-from ..identity import base_identity
-from ..logprobs import batch_hidden
-from ..model import DTYPES, Trainable, teacher_of, training_ops
-from ..share import WHOLE, Share, Sums
+from ..data.batches import Batch
+from ..data.identity import base_identity
+from ..model.build import DTYPES, Trainable, teacher_of, training_ops
 from .base import Evaluation
+from .divergence import Divergence, distillation_loss
+from .logprobs import batch_hidden
 from .next_token import NextToken
+from .share import WHOLE, Share, Sums
 
 
 class Distillation(NextToken):

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from ...text.chat_template import ChatTemplate
 from ...text.tokenizer import Tokenizer
-from ..batches import Batch, best_fit, pack
 from ..config import DataConfig
-from ..documents import Forms, answers_apart
-from ..files import find
-from ..identity import stream_identity
-from ..layouts import Form, Preference, Rated
-from ..logprobs import batch_logprobs, document_sums
-from ..messages import Messages
-from ..model import Trainable
-from ..tokens import TokenStream
+from ..data.batches import Batch, best_fit, pack
+from ..data.documents import Forms, answers_apart
+from ..data.files import find
+from ..data.identity import stream_identity
+from ..data.layouts import Form, Preference, Rated
+from ..data.messages import Messages
+from ..data.tokens import TokenStream
+from ..model.build import Trainable
+from .logprobs import batch_logprobs, document_sums
 
 Side = tuple[list[int], list[bool]]
 """A document, and which of its tokens are the answer."""
@@ -104,7 +104,7 @@ class Examples:
             self.reference[documents] = sums.float().cpu()
 
     def identity(self) -> dict[str, str]:
-        """Digests; see ``identity.py``."""
+        """Digests; see ``data/identity.py``."""
         sizes = f"{self.config.seq_len} {self.config.micro_batch} {self.seed} pairs"
         found = stream_identity(self.stream)
         if not bool(self.good.all()):

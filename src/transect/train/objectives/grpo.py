@@ -37,21 +37,21 @@ from torch import Tensor
 
 from ...engine.sampling_params import SamplingParams
 from ...text.inert import chat_tokens
-from ..answers import AnswerBatch, Rollout, advantages, token_weights
-from ..batches import IGNORE, Batch, best_fit
 from ..config import TrainConfig
-from ..data import Position
-from ..drawn import Cut, kept_tokens
-from ..identity import base_identity
-from ..logprobs import batch_hidden, token_logprobs
-from ..messages import Messages
-from ..model import Trainable
-from ..reference import Reference
-from ..rewards import Judge, read_prompts
-from ..rollout import Answer, roll_out
-from ..share import WHOLE, Share, Sums
-from ..tokens import check_ids
+from ..data.batches import IGNORE, Batch, best_fit
+from ..data.identity import base_identity
+from ..data.loader import Position
+from ..data.messages import Messages
+from ..data.tokens import check_ids
+from ..model.build import Trainable
+from .answers import AnswerBatch, Rollout, advantages, token_weights
 from .base import Evaluation, Objective
+from .drawn import Cut, kept_tokens
+from .logprobs import batch_hidden, token_logprobs
+from .reference import Reference
+from .rewards import Judge, read_prompts
+from .rollout import Answer, roll_out
+from .share import WHOLE, Share, Sums
 
 log = logging.getLogger(__name__)
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..balance import Balance
-from ..batches import IGNORE, Batch
 from ..config import TrainConfig
-from ..data import Loader, Position, load_stream
-from ..loss import batch_loss, evaluate, token_loss
-from ..model import Trainable
-from ..share import WHOLE, Share, Sums
-from ..streaming import StreamingLoader
+from ..data.batches import IGNORE, Batch
+from ..data.loader import Loader, Position, load_stream
+from ..data.streaming import StreamingLoader
+from ..model.build import Trainable
+from .balance import Balance
 from .base import Evaluation, Objective, StepFailed
+from .loss import batch_loss, evaluate, token_loss
+from .share import WHOLE, Share, Sums
 
 
 class NextToken(Objective):

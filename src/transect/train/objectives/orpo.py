@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..batches import IGNORE
-from ..logprobs import batch_hidden, document_sums, token_logprobs
+from ..data.batches import IGNORE
 from .examples import ExampleBatch
+from .logprobs import batch_hidden, document_sums, token_logprobs
 from .preferences import Preferences
 
 CLOSEST_TO_CERTAIN = -1e-6

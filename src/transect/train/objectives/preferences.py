@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..batches import IGNORE, Batch
 from ..config import TrainConfig
-from ..data import Position
-from ..identity import base_identity
-from ..logprobs import batch_logprobs, document_sums
-from ..model import Trainable
-from ..share import WHOLE, Share, Sums
-from ..tokens import check_ids
+from ..data.batches import IGNORE, Batch
+from ..data.identity import base_identity
+from ..data.loader import Position
+from ..data.tokens import check_ids
+from ..model.build import Trainable
 from .base import Evaluation, Objective
 from .examples import ExampleBatch, Examples, read_pairs
+from .logprobs import batch_logprobs, document_sums
+from .share import WHOLE, Share, Sums
 
 
 class Preferences(Objective):

@@ -1,0 +1,94 @@
+"""A check of files before a run: each one's layout, rows and tokens, rows that cannot be used, keys that are unread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...text.chat_template import ChatTemplate
+from ...text.tokenizer import Tokenizer
+from .documents import Forms, RenderedAnewError, answers_apart, chat_tokens, completion_tokens, text_tokens
+from .files import DataFile, find
+from .layouts import Chat, Completion, Form, Preference, Rated, Text
+
+
+@dataclass(slots=True)
+class Found:
+    """The content of a file. ``problems``: reasons why rows, or the whole file, cannot be used, with a count.
+    ``unread``: keys that nothing reads."""
+
+    name: str
+    layout: str = ""
+    trained: str = ""
+    rows: int = 0
+    tokens: int = 0
+    problems: list[str] = field(default_factory=list)
+    unread: str = ""
+
+
+def check_files(
+    names: Sequence[str],
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    columns: Mapping[str, str] | None = None,
+) -> Iterator[Found]:
+    """One ``Found`` for each file; a fault of one does not stop the check of the others. ``columns``: of ``Forms``."""
+    for name in names:
+        try:
+            files = find([name])
+        except ValueError as error:
+            yield Found(name, problems=[str(error)])
+            continue
+        for file in files:
+            yield _check(file, tokenizer, template, columns)
+
+
+def _check(
+    file: DataFile, tokenizer: Tokenizer, template: ChatTemplate | None, columns: Mapping[str, str] | None
+) -> Found:
+    found = Found(str(file.path), layout=file.kind, trained="every token")
+    forms = Forms(skip=True, some=False, columns=columns, template=template)
+    try:
+        if file.kind == "text":
+            text = file.text()
+            if not text.strip():
+                raise ValueError(f"{found.name} holds no text")
+            found.rows, found.tokens = 1, len(text_tokens(text, tokenizer))
+        elif file.kind != "tokens":
+            for size in forms.read(found.name, file.rows(), lambda form: _tokens(form, tokenizer, template)):
+                found.tokens += size
+    except ValueError as error:
+        found.problems.append(str(error))
+    for tally in forms.tallies:
+        found.layout, found.trained, found.rows = tally.layout or file.kind, tally.trained, tally.read
+        found.problems += tally.problems()
+        found.unread = tally.unread()
+    if not found.rows and not found.problems and file.kind != "tokens":
+        found.problems.append(f"{found.name} holds no rows")
+    return found
+
+
+def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> int:
+    """Count the tokens of a row. ValueError if it cannot be used."""
+    if isinstance(form, Text):
+        return len(text_tokens(form.text, tokenizer))
+    if isinstance(form, Completion):
+        return len(completion_tokens(form, tokenizer)[0])
+    if template is None:
+        raise ValueError("this is a chat and the model brings no chat template")
+    if isinstance(form, Preference | Rated):
+        answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
+        sides = [[*form.prompt, *answer] for answer in answers]
+        return sum(
+            len(ids)
+            for side in sides
+            for ids, _ in answers_apart(side, tokenizer, template, tools=form.tools, first=len(side) - 1)
+        )
+    assert isinstance(form, Chat)
+    chat = form.messages, tokenizer, template
+    options: dict[str, Any] = {"tools": form.tools, "first": form.first, "masked": form.masked}
+    try:
+        return len(chat_tokens(*chat, **options)[0])
+    except RenderedAnewError:
+        return sum(len(ids) for ids, _ in answers_apart(*chat, **options))

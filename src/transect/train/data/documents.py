@@ -1,0 +1,381 @@
+"""Rows and text to documents: token ids, and which of them are trained on.
+
+A chat is tokenized as the model will meet it when it serves. Trained on is what the assistant says, up to and with the
+token that ends it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...text.chat_template import ChatTemplate
+from ...text.inert import ChatRendering
+from ...text.tokenizer import Tokenizer
+from ...text.tools.registry import for_template
+from .files import DataFile, Row
+from .layouts import Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
+from .messages import USED
+
+Document = tuple[list[int], list[bool] | None]
+"""Token ids, and a mask of those that are trained on; None if all are."""
+MOST_PLACES = 5
+THOUGHTS, THOUGHTS_END = "reasoning_content", "</think>"
+
+
+@dataclass(slots=True)
+class Tally:
+    """What was found in a file: its layout, rows that were read, and rows that were left out by reason."""
+
+    name: str
+    layout: str = ""
+    trained: str = ""
+    read: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    """The places of the first ``MOST_PLACES`` rows that were left out for a reason."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Rows by keys that they have and that nothing reads."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Entries of ``data.columns`` that no row so far has."""
+    apart: int = 0
+    """Chats of which each answer became a document, because the template renders earlier turns anew."""
+
+    def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
+        """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
+        if not skip:
+            raise ValueError(f'{where}: {why}; data.on_bad_row = "skip" leaves such rows out and counts them') from None
+        self.left_out[str(why)] += 1
+        places = self.places.setdefault(str(why), [])
+        if len(places) < MOST_PLACES:
+            places.append(where)
+
+    def problems(self) -> list[str]:
+        """A line for each reason for which rows were left out, with the places of the first."""
+        return [self._problem(why, count) for why, count in self.left_out.items()]
+
+    def _problem(self, why: str, count: int) -> str:
+        first, *others = self.places[why]
+        places = ", ".join([first, *(place.removeprefix(f"{self.name}, ") for place in others)])
+        return f"{count} row{'s' * (count > 1)}: {why} (first: {places})"
+
+    def unread(self) -> str:
+        """Keys that nothing reads, and columns that no row has, as one line; empty if there are none."""
+        parts = [f"{key} ({count} row{'s' * (count > 1)})" for key, count in self.ignored.items()]
+        found = [f"ignored keys: {', '.join(parts)}"] if parts else []
+        if self.absent:
+            names = ", ".join(f"{own!r} (data.columns.{key})" for key, own in self.absent.items())
+            found.append(f"no row has the column {names}")
+        return "; ".join(found)
+
+    def __str__(self) -> str:
+        what = f"{self.read} rows, {self.layout}; trained on: {self.trained}" if self.layout else "one text"
+        what = "no row that can be used" if self.left_out and not self.read else what
+        parts = [f"{self.name}: {what}", *(f"left out {problem}" for problem in self.problems()), self.unread()]
+        if self.apart:
+            why = "since the chat template renders earlier turns anew"
+            parts.append(f"{self.apart} chats become a document for each answer, {why}")
+        return "; ".join(filter(None, parts))
+
+
+class Forms:
+    """The rows of files in their forms.
+
+    Args:
+        skip: leave rows out that cannot be used, and count them; False: the first one is an error.
+        some: where rows are left out, some of them must be usable; False: they may be a bad stretch of a file.
+        columns: a file's name of a column by the name that layouts know.
+        template: that will render chats; keys of messages that it does not mention count as ignored.
+
+    Raises:
+        ValueError: ``columns`` names a column that no layout reads.
+    """
+
+    def __init__(
+        self,
+        *,
+        skip: bool = False,
+        some: bool = True,
+        columns: Mapping[str, str] | None = None,
+        template: ChatTemplate | None = None,
+    ) -> None:
+        self._skip, self._some, self._columns = skip, some, columns or {}
+        check_columns(self._columns)
+        self._template = "" if template is None else template.sources
+        self.tallies: list[Tally] = []
+
+    def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
+        """What ``use`` makes of each row.
+
+        Raises:
+            ValueError: a row that cannot be used, or one in another layout than those before it; the place is named.
+        """
+        tally = Tally(name, absent=dict(self._columns))
+        self.tallies.append(tally)
+        layout: Layout | None = None
+        for where, row in rows:
+            try:
+                if isinstance(row, ValueError):
+                    raise row
+                tally.absent = {key: own for key, own in tally.absent.items() if own not in row}
+                row = renamed(row, self._columns)
+                found, form = form_of(row)
+                if layout is not None and found is not layout:
+                    raise ValueError(f"this row is {found.name}, and those before are {layout.name}")
+                made = use(form)
+            except ValueError as error:
+                tally.leave_out(where, error, skip=self._skip)
+                continue
+            if layout is None:
+                layout = found
+                tally.layout, tally.trained = layout.name, layout.trained
+            tally.read += 1
+            tally.ignored.update(found.ignored(row))
+            tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template))
+            yield made
+        if layout is None and tally.left_out and self._some:
+            raise ValueError(str(tally))
+
+
+def unread_keys(form: Form, template: str) -> set[str]:
+    """Keys of a form's messages that hold something, and that a template of this text does not print."""
+    if isinstance(form, Text | Completion):
+        return set()
+    if isinstance(form, Chat):
+        messages = form.messages
+    else:
+        answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
+        messages = [*form.prompt, *(message for answer in answers for message in answer)]
+    keys = {key for message in messages for key, value in message.items() if value not in (None, "", [], {})} - USED
+    return {key for key in keys if key not in template and not (key == THOUGHTS and prints_thoughts(template))}
+
+
+def prints_thoughts(template: str) -> bool:
+    """True if a template of this text prints thoughts: under a name of its own, or as the beginning of the content."""
+    return any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
+
+
+def with_thoughts(messages: Any, template: str) -> Any:
+    """The messages with thoughts at the beginning of the content, where the template looks for them there."""
+    if THOUGHTS in template or "thinking" in template or THOUGHTS_END not in template or not isinstance(messages, list):
+        return messages
+    return [
+        {**message, "content": f"<think>\n{message[THOUGHTS]}\n{THOUGHTS_END}\n\n{message.get('content') or ''}"}
+        if isinstance(message, Mapping) and message.get(THOUGHTS) and isinstance(message.get("content"), str | None)
+        else message
+        for message in messages
+    ]
+
+
+class Reader:
+    """Documents of files for next-token prediction, with a model's tokenizer and chat template.
+
+    ``skip``, ``some`` and ``columns`` are those of ``Forms``, ``turns`` that of ``DataConfig``. ``tallies`` has the
+    rows that were found, a file at a time.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        skip: bool = False,
+        some: bool = True,
+        turns: str = "auto",
+        columns: Mapping[str, str] | None = None,
+    ) -> None:
+        self._tokenizer, self._template, self._turns = tokenizer, template, turns
+        self._forms = Forms(skip=skip, some=some, columns=columns, template=template)
+
+    @property
+    def tallies(self) -> list[Tally]:
+        return self._forms.tallies
+
+    def file(self, file: DataFile) -> Iterator[Document]:
+        """Every document of a file that is no token file. ValueError where it cannot be read; the place is named."""
+        if file.kind == "text":
+            self.tallies.append(Tally(os.fspath(file.path), read=1))
+            yield text_tokens(file.text(), self._tokenizer), None
+        else:
+            yield from self.rows(os.fspath(file.path), file.rows())
+
+    def rows(self, name: str, rows: Iterable[Row]) -> Iterator[Document]:
+        """Documents of rows that were read already."""
+        for documents in self._forms.read(name, rows, self._documents):
+            yield from documents
+
+    def _documents(self, form: Form) -> Sequence[Document]:
+        if isinstance(form, Text):
+            return [(text_tokens(form.text, self._tokenizer), None)]
+        if isinstance(form, Completion):
+            return [completion_tokens(form, self._tokenizer)]
+        if isinstance(form, Preference):
+            raise ValueError('rows with "chosen" and "rejected" are preferences: set objective = "dpo"')
+        if isinstance(form, Rated):
+            raise ValueError(
+                'rows with a "label" of true or false are judged answers: set objective = "kto", or remove the label'
+            )
+        if self._template is None:
+            raise ValueError("this is a chat and the model brings no chat template: set data.chat_template")
+        chat = form.messages, self._tokenizer, self._template
+        options: dict[str, Any] = {"tools": form.tools, "first": form.first, "masked": form.masked}
+        if self._turns != "apart":
+            try:
+                return [chat_tokens(*chat, **options)]
+            except RenderedAnewError:
+                if self._turns == "together":
+                    raise
+                self.tallies[-1].apart += 1
+        return answers_apart(*chat, **options)
+
+
+def turns_key(turns: str) -> str:
+    """``data.turns`` for comparisons with what was made before there was ``auto``, which reads the same as ``together``
+    wherever that was possible."""
+    return "together" if turns == "auto" else turns
+
+
+class RenderedAnewError(ValueError):
+    """A template does not render a conversation as the continuation of its beginning."""
+
+
+def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """A document as the model expects it, closed by the end-of-text token if there is one."""
+    return [*tokenizer.encode(text, add_special_tokens=True), *tokenizer.eos_token_ids[:1]]
+
+
+def completion_tokens(form: Completion, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+    """A prompt and what follows it, without a chat template; the prompt is not trained on."""
+    prompt = tokenizer.encode(form.prompt, add_special_tokens=True)
+    answer = [*tokenizer.encode(form.completion), *tokenizer.eos_token_ids[:1]]
+    return prompt + answer, [False] * len(prompt) + [True] * len(answer)
+
+
+def chat_tokens(
+    messages: Any,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    tools: list[Any] | None = None,
+    first: int = 0,
+    masked: Collection[int] = (),
+) -> tuple[list[int], list[bool]]:
+    """A chat as the model will meet it when it serves, and a mask of the tokens that are trained on: those of the
+    assistant's messages from ``first`` on that are not among the ``masked``.
+
+    Each answer is tokenized on its own after the text that opens it, as it is when a server renders the prompt and the
+    model goes on. As there, only the template writes special tokens: their spellings in messages are text.
+
+    Raises:
+        ValueError: malformed messages, or none of the assistant's.
+        RenderedAnewError: the template does not render a conversation as a continuation of its beginning.
+    """
+    chat = _Rendered(messages, tokenizer, template, tools)
+    ids: list[int] = []
+    trained: list[bool] = []
+    done = ""
+    for turn in chat.answers:
+        opened, answered = chat.opened(turn), chat.answered(turn)
+        if not (opened.startswith(done) and answered.startswith(opened)):
+            raise RenderedAnewError(
+                "the chat template renders earlier turns anew with every answer, so answers cannot be told apart: set "
+                'data.turns = "auto" or "apart", or data.chat_template to a training template'
+            )
+        before, answer = chat.encode(opened[len(done) :]), chat.encode(answered[len(opened) :])
+        ids += before + answer
+        own = turn - chat.added
+        learns = own >= first and own not in masked
+        trained += [False] * len(before) + (said(answer, tokenizer) if learns else [False] * len(answer))
+        done = answered
+    chat.check(trained)
+    return ids, trained
+
+
+def answers_apart(
+    messages: Any,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    tools: list[Any] | None = None,
+    first: int = 0,
+    masked: Collection[int] = (),
+) -> list[tuple[list[int], list[bool]]]:
+    """A document for each answer that ``chat_tokens`` trains on, after what a server would show the model at that turn;
+    only the answer is trained on. ValueError as for ``chat_tokens``."""
+    chat = _Rendered(messages, tokenizer, template, tools)
+    made = []
+    for turn in chat.answers:
+        if turn - chat.added < first or turn - chat.added in masked:
+            continue
+        opened, answered = chat.opened(turn), chat.answered(turn)
+        if not answered.startswith(opened):
+            raise ValueError("the chat template does not render an answer as the continuation of its prompt")
+        before, answer = chat.encode(opened), chat.encode(answered[len(opened) :])
+        made.append((before + answer, [False] * len(before) + said(answer, tokenizer)))
+    chat.check(made)
+    return made
+
+
+class _Rendered:
+    """A chat whose messages can spell no special token, and the texts of its beginnings."""
+
+    def __init__(self, messages: Any, tokenizer: Tokenizer, template: ChatTemplate, tools: list[Any] | None) -> None:
+        source = template.tool_source if tools else template.source
+        messages = with_thoughts(messages, source)
+        told, variables = for_template(source, messages, {"tools": tools} if tools else {}, apart=False)
+        self.added = len(told) - len(messages) if told is not messages else 0
+        """Messages before the chat's own: one that describes its tools."""
+        self._inert = ChatRendering(tokenizer, told, variables)
+        self._template = template
+        self._messages: Any = self._inert.messages
+        turns = self._messages if isinstance(self._messages, list) else []
+        self.answers = [
+            turn for turn, each in enumerate(turns) if isinstance(each, Mapping) and each.get("role") == "assistant"
+        ]
+
+    def opened(self, turn: int) -> str:
+        """What stands before the answer ``turn``, up to where the model goes on."""
+        if turn:
+            return self._render(self._messages[:turn], add_generation_prompt=True)
+        return self._header(self._messages[0])
+
+    def answered(self, turn: int) -> str:
+        """The chat up to and with the answer ``turn``."""
+        return self._render(self._messages[: turn + 1], add_generation_prompt=False)
+
+    def encode(self, text: str) -> list[int]:
+        ids: list[int] = self._inert.encoder.encode(text, parse_special=True)
+        return ids
+
+    def check(self, found: Any) -> None:
+        """ValueError if there is nothing to learn from, with what is wrong with the messages, if that is it."""
+        if not any(found):
+            self._render(self._messages, add_generation_prompt=True)
+            raise ValueError("the chat has no message of the assistant to learn from")
+
+    def _render(self, messages: Any, *, add_generation_prompt: bool) -> str:
+        try:
+            return self._template.render(messages, add_generation_prompt, **self._inert.variables)
+        except ValueError as error:
+            raise ValueError(self._inert.shown(str(error))) from error
+
+    def _header(self, message: Mapping[str, Any]) -> str:
+        """What a template writes before the content of a first message: a default system prompt, say, and the role."""
+        texts = [
+            self._render([{**message, "content": content}], add_generation_prompt=False)
+            for content in (message.get("content"), "0", "1")
+            if isinstance(content, str)
+        ]
+        shared = zip(*texts, strict=False)
+        size = next((at for at, letters in enumerate(shared) if len(set(letters)) > 1), min(map(len, texts)))
+        return texts[0][:size]
+
+
+def said(answer: Sequence[int], tokenizer: Tokenizer) -> list[bool]:
+    """Which tokens of a rendered answer the assistant said: up to and with the last that ends one, or all."""
+    ends = [i + 1 for i, token in enumerate(answer) if token in tokenizer.eos_token_ids]
+    until = ends[-1] if ends else len(answer)
+    return [i < until for i in range(len(answer))]

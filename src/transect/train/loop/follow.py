@@ -1,0 +1,108 @@
+"""What every rank but the first does in a run: the same steps, with nothing shown, and only its part of checkpoints
+written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...parallel.children import RankFailure
+from ...parallel.gathering import under_torchrun
+from ...parallel.launch import Ranks
+from ...parallel.world import Failure, SharedError, World
+from ..config import TrainConfig
+from ..model.build import device_of
+from ..objectives.base import StepFailed
+from .checkpoint import NotWritten, list_steps, newest
+from .crew import check
+from .health import TrainingStopped
+from .trainer import Trainer
+
+JOB = "transect.train.loop.follow:follow"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as the first rank has it: the arguments of its ``Trainer``."""
+
+    config: dict[str, Any]
+    checkpoint: Path | None = None
+    allow_changed: list[str] = field(default_factory=list)
+
+    def trainer(self, world: World | None) -> Trainer:
+        """This rank's trainer. Raises as ``Trainer`` does; all ranks raise what one of them is at fault with."""
+        try:
+            found = self._trainer(world)
+        except SharedError:
+            raise
+        except ValueError as error:
+            if world is not None:
+                world.exchange(Failure(str(error), user=True))
+            raise
+        if world is not None:
+            world.exchange(None)
+        return found
+
+    def _trainer(self, world: World | None) -> Trainer:
+        first = world is None or world.rank == 0  # it looks at the files for all
+        found = None if self.checkpoint is None else newest(self.checkpoint, check=first)
+        config = TrainConfig.from_dict(self.config)
+        return Trainer(config, found, allow_changed=self.allow_changed, world=world)
+
+
+def started_again(config: TrainConfig) -> bool:
+    """Whether ``torchrun`` has started this command before. A host counts only the restarts that its own ranks have
+    caused, so all ranks ask each other.
+
+    Raises:
+        ValueError: there are fewer devices than ranks.
+        RankFailure: a rank has not come.
+    """
+    here = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if not under_torchrun():
+        return here
+    check(config)
+    return any(Ranks.join(device_of(config.device).type).world.exchange(here))
+
+
+@contextlib.contextmanager
+def crew(run: Run) -> Iterator[World | None]:
+    """The ranks that a run asks for: None where it is one, those of ``torchrun``, or children of this process.
+
+    Raises:
+        ValueError: there are not as many devices, or ``torchrun`` has started another number of ranks.
+        TrainingStopped: a rank has ended, and the others cannot go on without it.
+    """
+    config = TrainConfig.from_dict(run.config)
+    check(config)
+    size = config.parallel.layout.size
+    if size == 1 and not under_torchrun():
+        yield None
+        return
+    device = device_of(config.device).type
+    ranks = Ranks.join(device) if under_torchrun() else Ranks.start(size, device)
+    try:
+        if not under_torchrun():
+            ranks.call(JOB, run)
+        yield ranks.world
+    except Exception as error:
+        found = ranks.explain(error)
+        if isinstance(found, RankFailure):
+            steps = list_steps(config.run_dir)
+            whole = f"{steps[-1]} is whole" if steps else "no checkpoint was written yet"
+            raise TrainingStopped(f"{found}; {whole}") from error
+        raise
+    finally:
+        ranks.close()
+
+
+def follow(world: World, run: Run, should_stop: Callable[[], bool] = lambda: False) -> None:
+    """Train as the first rank does, until it stops, or all do because ``should_stop`` is true here after a step. What
+    all ranks know to be at fault with the run is the first one's to say; what only this one knows ends it, and thereby
+    the others."""
+    with contextlib.suppress(SharedError, StepFailed, TrainingStopped, NotWritten):
+        run.trainer(world).run(should_stop=should_stop)

@@ -1,0 +1,7 @@
+"""The model of a run.
+
+* ``build.py``: the model, built or loaded, and the parameters to train.
+* ``merged_layers.py``: a layer as one node with a hand-written backward pass, on a GPU; ``merged_products.py``: its
+  products, with adapters inside.
+* ``activations.py``: tensors that the backward pass keeps. ``layer_drop.py``: layers that are left out of steps.
+"""
