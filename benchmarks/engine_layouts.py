@@ -4,8 +4,8 @@
 
 ``stages``: ``pipeline_parallel_size=2``. ``shares``: one engine on each GPU with every second request, as a server with
 ``data_parallel_size=2`` has them; both begin at the same moment, and the last to end counts. Random weights of true
-shapes; tensor parallelism on the same work is ``engine_tp.py``. Predictions (``transect.bench.scaling``) are made of
-the figures of one GPU that are kept, and written down before an engine starts. Each section is kept as soon as it is
+shapes; tensor parallelism on the same work is ``engine_tp.py``. Predictions (``transect.costs.serving``) are made of
+recorded coefficients, and written down before an engine starts. Each section is kept as soon as it is
 measured, in ``DIRECTORY/layouts_llama-3.1-8b.json``.
 """
 
@@ -26,11 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import record
 from engine_gpu import RATES, Kept, engine
-from engine_tp import BASE, alone
+from engine_tp import BASE
 from transect.bench.offline import run_all
-from transect.bench.scaling import batch_rank_floor, predicted_shares, predicted_stages
 from transect.bench.workload import Work, throughput_protocol
+from transect.costs.floors import batch_floor
+from transect.costs.links import MeasuredLinks
+from transect.costs.serving import HOPPER, ServingSteps, batch_seconds
 from transect.engine.llm import LLM
+from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
 GPUS = 2
@@ -46,15 +49,20 @@ def drawn(work: list[Work]) -> int:
 
 def predictions() -> dict[str, float]:
     """Tokens a second of the protocol."""
-    work, share = throughput_protocol(), alone("throughput")["of_floor"]
-    ways = {"stages": predicted_stages, "shares": predicted_shares}
-    return {name: drawn(work) / way(PRESETS[BASE], lengths_of(work), RATES, GPUS, share) for name, way in ways.items()}
+    work, found = throughput_protocol(), {}
+    sums = json.loads((record.RESULTS / "h200" / f"tp_{BASE}.json").read_text())["sections"]["tp2 links"]["result"]
+    hops = MeasuredLinks({int(size): seconds for size, seconds in sums["library"].items()}).among(GPUS)
+    for name, layout in {"stages": RankLayout(pipeline=GPUS), "shares": RankLayout(data=GPUS)}.items():
+        steps = ServingSteps(PRESETS[BASE], RATES, HOPPER["bf16"], None, layout, hops=hops)
+        found[name] = drawn(work) / batch_seconds(steps, lengths_of(work))
+    return found
 
 
 def result(name: str, seconds: float, said: dict[str, float]) -> dict[str, Any]:
     """What the protocol gave, beside the prediction and the floor of two GPUs that share the work evenly."""
     work = throughput_protocol()
-    floor = sum(batch_rank_floor(PRESETS[BASE], lengths_of(work), RATES, GPUS))
+    parts = batch_floor(PRESETS[BASE], lengths_of(work), RATES, layout=RankLayout(tensor=GPUS))
+    floor = sum(part.seconds for part in parts)
     rate = drawn(work) / seconds
     print(
         f"  throughput {BASE}, {name}: {rate:,.0f} tok/s, floor {drawn(work) / floor:,.0f}, {floor / seconds:.1%}, "

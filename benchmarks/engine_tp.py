@@ -5,15 +5,14 @@
 Sections: links, predict, decode, throughput, trace, pushed. Random weights of true shapes; the work of
 ``engine_gpu.py``. ``pushed``: a second engine, whose products of few rows give their results to the other GPUs
 themselves; it must draw the tokens of the first.
-Predictions (``transect.bench.scaling``) are made of the figures of one GPU that are kept there and of the links, and
-written down before the engine starts; 4 and 8 GPUs are predicted from two. Each section is kept as soon as it is
+Predictions (``transect.costs.serving``) are made of recorded coefficients and of the measured links, and written down
+before the engine starts; 4 and 8 GPUs are predicted from two. Each section is kept as soon as it is
 measured, in ``DIRECTORY/tp_MODEL.json``. No new section begins after ``--seconds``.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -29,47 +28,39 @@ import record
 from engine_gpu import PROMPT, RATES, Kept, engine, prompts
 from engine_trace import traced_steps
 from transect.bench.offline import decode_steps, run_all
-from transect.bench.scaling import JOB, SIZES, Links, batch_rank_floor, predicted_batch, predicted_step, rank_floor
+from transect.bench.scaling import JOB, SIZES
 from transect.bench.scaling import sum_times as links_of
 from transect.bench.workload import throughput_protocol
+from transect.costs.floors import batch_floor, step_floor
+from transect.costs.links import MeasuredLinks
 from transect.costs.model import Row
+from transect.costs.serving import HOPPER, ServingSteps, batch_seconds
+from transect.costs.steps import StepLoad
 from transect.engine.gpu.options import GPUOptions
 from transect.engine.llm import LLM
 from transect.engine.sampling_params import SamplingParams
 from transect.parallel.launch import Ranks
+from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
 SECTIONS = ("links", "predict", "decode", "throughput", "trace", "pushed")
 BATCHES = {"llama-3.1-8b": (1, 32, 64, 128, 256), "llama-3.3-70b": (1, 32, 128)}
 BASE = "llama-3.1-8b"
-"""The model whose figures on one GPU predictions begin with."""
 PREDICTED = (2, 4, 8)
 
 
-def alone(section: str) -> dict[str, Any]:
-    """What one GPU reached on ``BASE``."""
-    kept = json.loads((record.RESULTS / "h200" / f"engine_{BASE}.json").read_text())
-    return kept["sections"][section]["result"]
-
-
-def rows_at_middle(batch: int, steps: int) -> list[Row]:
-    """The rows of a decode step half-way."""
-    return [Row(1, PROMPT + 1 + steps // 2)] * batch
-
-
-def predict(model: str, batches: list[int], steps: int, links: Links) -> dict[str, Any]:
+def predict(model: str, batches: list[int], steps: int, links: MeasuredLinks) -> dict[str, Any]:
     """Seconds of decode steps, and tokens a second of the protocol, by the number of GPUs."""
     config, work = PRESETS[model], throughput_protocol()
     lengths = [(len(each.prompt), each.output_tokens) for each in work]
     out = sum(new for _, new in lengths)
-    share = alone("throughput")["of_floor"]
     found: dict[str, Any] = {}
     for ranks in PREDICTED:
-        decode = {}
-        for batch in batches:
-            of_floor = alone(f"decode {batch}")["of_floor"]
-            decode[batch] = predicted_step(config, rows_at_middle(batch, steps), RATES, ranks, links, of_floor)
-        rate = out / predicted_batch(config, lengths, RATES, ranks, links, share)
+        layout = RankLayout(tensor=ranks)
+        model_steps = ServingSteps(config, RATES, HOPPER["bf16"], None, layout, links.among(ranks))
+        middle = PROMPT + steps // 2, 1
+        decode = {batch: model_steps.seconds(StepLoad.of([middle] * batch)) for batch in batches}
+        rate = out / batch_seconds(model_steps, lengths)
         found[str(ranks)] = {"decode_s": decode, "tokens_per_s": rate}
         shown = ", ".join(f"batch {batch} {seconds * 1e3:.2f} ms" for batch, seconds in decode.items())
         print(f"  predicted for {ranks} GPUs: {shown}; protocol {rate:,.0f} tok/s", flush=True)
@@ -81,7 +72,7 @@ def decode(llm: LLM, model: str, tp: int, batch: int, steps: int, runs: int, sai
     spare = -(-batch * PROMPT // 8192) + 2
     decode_steps(llm, prompts(min(batch, 16), 99), 8, spare)
     found = [decode_steps(llm, prompts(batch, seed), steps, spare) for seed in range(runs)]
-    floor = rank_floor(PRESETS[model], [Row(1, length) for length in found[0].middle], RATES, tp).seconds
+    floor = step_floor(PRESETS[model], [Row(1, length) for length in found[0].middle], RATES, ranks=tp).seconds
     times = record.summary([each.per_token for each in found])
     median = statistics.median(found[0].steps)
     expected = said.get(str(tp), {}).get("decode_s", {}).get(batch)
@@ -101,7 +92,9 @@ def throughput(llm: LLM, model: str, tp: int, runs: int, said: dict[str, Any]) -
     run_all(llm, [type(each)(each.prompt, 20) for each in work[:16]])
     found = [run_all(llm, work) for _ in range(runs)]
     times = record.summary([seconds for seconds, _ in found])
-    floor = sum(batch_rank_floor(PRESETS[model], [(len(w.prompt), w.output_tokens) for w in work], RATES, tp))
+    lengths = [(len(each.prompt), each.output_tokens) for each in work]
+    layout = RankLayout(tensor=tp)
+    floor = sum(part.seconds for part in batch_floor(PRESETS[model], lengths, RATES, layout=layout))
     rate = out / times["median"]
     expected = said.get(str(tp), {}).get("tokens_per_s")
     print(
@@ -154,7 +147,7 @@ def measure(options: argparse.Namespace) -> None:
                 print(f"  a sum in a graph, {way}: {', '.join(shown)}", flush=True)
             print(f"  {times.said}", flush=True)
             kept.put(f"tp{tp} links", times._asdict())
-            links = Links(times.library) if options.nccl else times.best()
+            links = MeasuredLinks(times.library) if options.nccl else times.best()
             if tp == 2:
                 said = (
                     kept.attempt(

@@ -50,6 +50,7 @@ import request_walk
 import scaling_tables
 import serve_load
 import serve_load_cpu
+import serving_steps
 import shapes_gpu
 import step_policy
 import step_prediction
@@ -362,6 +363,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "worked-recommender": lambda: explain_tables.recommender(_load("h200/explain_recommender.json")),
     "explain-sums-cpu": lambda: explain_sums.table(_load("cpu/explain_sums.json")),
     "large-trace": lambda: large_trace.table(_load("cpu/large_trace.json")),
+    "serving-steps": lambda: serving_steps.table(_load("h200/serving_steps.json")),
     "step-prediction": lambda: step_prediction.table(_load("h200/step_prediction.json")),
     "structured-cost": lambda: structured_cost.table(_load("h200/structured_cost.json")),
     "int4-variants": int4_variants,

@@ -18,7 +18,7 @@ A server under load:
 An engine in this process:
 
 * ``offline.py``    latency at batch sizes, and throughput of a fixed set of sequences
-* ``scaling.py``    the same on several GPUs: floors of a rank, and predictions
+* ``scaling.py``    sums between ranks, measured as a step has them
 * ``host_link.py``  what the links to the host give, of several devices at the same time
 * ``collectives.py`` what ranks exchange, how fast, and whether it is right
 * ``compare_formats.py``: one model in several number formats: perplexity, bits, speed, memory

@@ -17,6 +17,7 @@ Seconds:
 
 * ``floors.py``    ``Floor``: the least time of a step on a device; MBU and MFU
 * ``steps.py``     ``StepLoad``: the work of a serving step, in the numbers that its time depends on
+* ``serving.py``   ``ServingSteps``: seconds of a serving step from model, layout, machine and load, before it runs
 * ``learning.py``  step times learned while an engine runs; ``fitting.py``: step times fitted on measured steps
 * ``training.py``  ``TrainingStep``: seconds of a training step by part, on each rank of a layout
 

@@ -1,4 +1,7 @@
-"""Step times fitted on measured steps: a model over the cost model's floors, for prediction and simulation.
+"""Step times fitted on measured steps: ``FittedSteps``, a model of many terms over the floors of the cost model, for
+prediction and simulation of one engine; and ``fit_efficiency``, the few coefficients of ``serving.py``.
+
+``FittedSteps`` is linear:
 
 ``seconds = fixed + a * floor + b * rows + c * keys + d * pairs + e * chunks + f(computed tokens)``
 
@@ -12,13 +15,14 @@ steps which something else held up do not bend the model.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from .serving import Efficiency, ServingSteps
 from .steps import StepLoad
 
 FEWEST = 20
@@ -187,3 +191,61 @@ def _fit(features: np.ndarray, seconds: np.ndarray, weight: np.ndarray) -> np.nd
         if np.abs(found - before).max() < 1e-8:
             break
     return found / scale
+
+
+# ---- the coefficients of ``serving.py`` ------------------------------------------------------------------------------
+
+SHARES = ("few", "weights", "keys", "moved")
+"""Coefficients that are shares of a bandwidth: between ``LEAST`` and 1."""
+LEAST = 0.3
+HELD = 1e-2
+"""Weight of the coefficients' starting values beside the measured steps: it decides what no step determines."""
+Measured = tuple[Callable[[Efficiency], ServingSteps], StepLoad, float]
+"""A way to make the step times of a model, the work of a step, and its measured seconds."""
+
+
+def fit_efficiency(start: Efficiency, measured: Sequence[Measured], free: Sequence[str]) -> Efficiency:
+    """Fit the coefficients ``free`` of ``start`` to measured steps, by relative errors.
+
+    Method: Levenberg (1944) and Marquardt (1963), over logarithms of coefficients and logits of shares, which keeps
+    shares between ``LEAST`` and 1.
+
+    Raises:
+        ValueError: there are fewer steps than coefficients.
+    """
+    if len(measured) < len(free):
+        raise ValueError(f"{len(free)} coefficients need at least as many measured steps, not {len(measured)}")
+    first = np.array([_encoded(name, getattr(start, name)) for name in free])
+
+    def efficiency(place: np.ndarray) -> Efficiency:
+        changes: dict[str, Any] = {name: _decoded(name, value) for name, value in zip(free, place, strict=True)}
+        return replace(start, **changes)
+
+    def residuals(place: np.ndarray) -> np.ndarray:
+        known = efficiency(place)
+        errors = [np.log(make(known).seconds(load) / seconds) for make, load, seconds in measured]
+        return np.array([*errors, *(HELD * (place - first))])
+
+    place, damping = first.copy(), 1e-3
+    now = residuals(place)
+    for _ in range(100):
+        slopes = np.stack([(residuals(place + step) - now) / 1e-4 for step in 1e-4 * np.eye(len(free))], axis=1)
+        curve = slopes.T @ slopes
+        move = np.linalg.solve(curve + damping * np.eye(len(free)), -slopes.T @ now)
+        tried = residuals(place + np.clip(move, -0.5, 0.5))
+        if tried @ tried < now @ now:
+            place, now, damping = place + np.clip(move, -0.5, 0.5), tried, damping / 3
+        else:
+            damping *= 5
+        if damping > 1e8 or np.abs(move).max() < 1e-6:
+            break
+    return efficiency(place)
+
+
+def _encoded(name: str, value: float) -> float:
+    share = (value - LEAST) / (1 - LEAST)
+    return float(np.log(share / (1 - share)) if name in SHARES else np.log(value))
+
+
+def _decoded(name: str, value: float) -> float:
+    return float(LEAST + (1 - LEAST) / (1 + np.exp(-value)) if name in SHARES else np.exp(value))
