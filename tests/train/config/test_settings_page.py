@@ -7,7 +7,7 @@ from pathlib import Path
 from transect.train.config import TrainConfig
 from transect.train.config.page import meanings, page
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def settings(kind=TrainConfig, where=""):

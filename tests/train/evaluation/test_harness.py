@@ -14,8 +14,8 @@ from tiny_llm import EOS, greedy_tokens, save_tiny_llm
 
 from transect import LLM
 
-ROOT = Path(__file__).resolve().parents[2]
-TASKS = ROOT / "tests" / "train" / "tasks"
+ROOT = Path(__file__).resolve().parents[3]
+TASKS = Path(__file__).parent / "tasks"
 installed = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-eval is not installed: pip install 'transect[eval]'"
 )
