@@ -30,8 +30,10 @@ _DENSE = {"F32": (np.float32, torch.float32), "F16": (np.float16, torch.float16)
 
 @dataclass(frozen=True)
 class _Found:
-    """A weight ``[O, I]`` or ``[O]`` of a file: the tensor in so many dimensions, the rows of it (None: all), and what
-    its numbers are larger by."""
+    """A weight ``[O, I]`` or ``[O]`` of a file: its tensor in as many dimensions.
+
+    ``rows`` are its rows of the tensor, None if it has all; ``added`` is the number that the file adds to each.
+    """
 
     name: str
     tensor: QuantizedTensor

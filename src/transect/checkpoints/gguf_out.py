@@ -51,7 +51,7 @@ def gguf_type(name: str) -> str:
 
 
 def gguf_metadata(config: ModelConfig, type_name: str, name: str) -> dict[str, Any]:
-    """What a GGUF file says of a model; ``type_name`` of most matrices.
+    """Make the metadata of a GGUF file; ``type_name`` is that of most matrices.
 
     Raises:
         ValueError: llama.cpp has no such model, or not under a name that is known here.
@@ -110,11 +110,11 @@ def _scaling(rope: RopeConfig) -> dict[str, Any]:
 def gguf_tensors(
     weights: StoredWeights, config: ModelConfig, type_name: str, importance: Mapping[str, np.ndarray] | None = None
 ) -> Iterator[Planned]:
-    """The tensors of a GGUF file. They read ``weights`` when their turn comes: keep hold of it until then.
+    """Plan the tensors of a GGUF file. They read ``weights`` when they are written: keep it open until then.
 
     Args:
         importance: of the columns of matrices by name (``layers.0.attention.q``), as ``ggml_quantize.quantize`` takes
-            it; None: none.
+            it; None if there is none.
 
     Raises:
         ValueError: numbers that the type cannot hold (when a tensor is made).

@@ -1,4 +1,4 @@
-"""How a model's checkpoint packs its matrices, known before a weight is read."""
+"""Layouts of the matrices of a model's checkpoint, known before a weight is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .resolve import ModelSource
 
 
 def held_layouts(source: ModelSource, *, gguf: bool = True) -> Layouts:
-    """How the matrices of a source are packed, where kinds of weight hold them so; none for what is not packed.
+    """Find the layouts of a source's matrices that kinds of weight can hold; plain matrices have none.
+
     ``gguf``: look into a GGUF file too.
 
     Raises:

@@ -102,8 +102,10 @@ class QuantizedMatrix:
 def packed_reader(
     stored: StoredTensor, first: int, rows: int, transposed: bool
 ) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
-    """How a matrix of ``rows`` rows from ``first`` on of a quantized one is packed, and what reads it so; (None, None):
-    it is not packed, or not so that a kind of weight holds it."""
+    """Find the layout of ``rows`` rows from ``first`` on of a quantized matrix, and a reader of its codes.
+
+    Returns (None, None) if it is plain, or if no kind of weight holds it as it is packed.
+    """
     matrix = stored.file
     if not isinstance(matrix, QuantizedMatrix) or matrix.layout is None or matrix.packed is None or transposed:
         return None, None
@@ -120,8 +122,10 @@ def packed_reader(
 
 
 def experts_reader(stack: Sequence[StoredTensor], rows: int) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
-    """``packed_reader`` for the matrices of all experts, each a tensor of its own of ``rows`` rows, one below the
-    other. All must be packed alike, each for itself."""
+    """Do as ``packed_reader`` for the concatenated matrices of all experts, each a tensor of its own of ``rows`` rows.
+
+    All must be packed alike.
+    """
     readers = [packed_reader(one, 0, rows, False) for one in stack]
     layout = readers[0][0]
     if layout is None or not layout.stacks(rows):
@@ -144,8 +148,10 @@ def experts_reader(stack: Sequence[StoredTensor], rows: int) -> tuple[MatrixLayo
 def stack_reader(
     stored: StoredTensor, experts: int, first: int, step: int, rows: int
 ) -> tuple[BlockLayout, Callable[[slice, slice], BlockCodes]] | tuple[None, None]:
-    """``packed_reader`` for the matrices of all experts in one tensor, one below the other: each has ``rows / experts``
-    rows, every ``step``-th from ``first`` on."""
+    """Do as ``packed_reader`` for a tensor with the concatenated matrices of all experts.
+
+    Each expert has ``rows / experts`` rows, every ``step``-th from ``first`` on.
+    """
     matrix = stored.file
     if not isinstance(matrix, QuantizedMatrix) or not isinstance(matrix.layout, BlockLayout) or matrix.expert is None:
         return None, None

@@ -35,12 +35,12 @@ class _State(NamedTuple):
 
 
 def is_packed(found: Mapping[str, Any], name: str) -> bool:
-    """Whether the tensor ``name`` is such a matrix."""
+    """True if the tensor ``name`` is such a matrix."""
     return name.endswith(".weight") and f"{name}.quant_map" in found
 
 
 def is_side(name: str) -> bool:
-    """Whether a tensor belongs to such a matrix."""
+    """True if a tensor belongs to such a matrix."""
     return ".weight." in name and (name.rpartition(".")[2] in SIDES or _STATE in name)
 
 

@@ -33,7 +33,7 @@ NONE = (None, None)
 def codes_of(
     found: Mapping[str, Any], prefix: str, suffix: str, shape: tuple[int, ...], settings: Mapping[str, Any]
 ) -> tuple[MatrixLayout, Packed] | tuple[None, None]:
-    """How a matrix is packed, and what reads it so; (None, None) where no kind of weight holds it so.
+    """Find the layout of a matrix, and a reader of its codes; (None, None) if no kind of weight holds it so.
 
     Args:
         found: all tensors, by name.
@@ -118,7 +118,7 @@ def _packed_bytes(
 
 
 def _rounds_inputs(settings: Mapping[str, Any]) -> bool:
-    """Whether who serves the checkpoint is meant to round activations to 8 bits."""
+    """True if the checkpoint is made for activations that are rounded to 8 bits."""
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping):
         return True

@@ -31,7 +31,7 @@ class Grid:
 
     @classmethod
     def below(cls, grids: Sequence[Grid]) -> Grid:
-        """The grid of matrices one below the other."""
+        """Concatenate the grids of matrices along their rows."""
         return cls(torch.cat([each.scale for each in grids]), torch.cat([each.zero for each in grids]))
 
     def codes(self, values: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ Unpacked = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 """codes uint8 [M, b, block], scale float32 [M, b, g], minimum float32 [M, b, g] (None if symmetric)."""
 
 _CHUNK = 1 << 17
-"""How many values are dequantized at a time, so that the passes over them stay in the L2 cache."""
+"""Values dequantized at a time, so that the passes over them stay in the L2 cache."""
 
 
 def _half(x: np.ndarray, at: int) -> np.ndarray:

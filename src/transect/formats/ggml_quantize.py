@@ -16,7 +16,7 @@ from .ggml_k_types import K_TYPES, pack_k
 from .ggml_search import affine_scale, inverse, symmetric_scale
 
 _CHUNK = 1 << 17
-"""How many numbers are searched at a time, so that the passes over them stay in the L2 cache."""
+"""Numbers searched at a time, so that the passes over them stay in the L2 cache."""
 
 
 def quantize(array: np.ndarray, type_name: str, importance: np.ndarray | None = None) -> QuantizedTensor:
@@ -25,8 +25,8 @@ def quantize(array: np.ndarray, type_name: str, importance: np.ndarray | None = 
     Args:
         array: finite numbers, any float dtype; converted to float32 first.
         type_name: one of ``WRITABLE``.
-        importance: what the square error of each column counts, float ``[columns]``, at least 0 (the mean square of
-            the matrix's inputs); the types of 4 to 6 bits take heed of it. None: all the same.
+        importance: weights of the columns' square errors, float ``[columns]``, at least 0 (the mean square of the
+            matrix's inputs), used by the types of 4 to 6 bits. None if all weigh the same.
 
     Raises:
         ValueError: another type, a last dimension that is no multiple of the block, a number that is not finite, or one
@@ -52,7 +52,7 @@ def quantize(array: np.ndarray, type_name: str, importance: np.ndarray | None = 
 
 
 def _weights(importance: np.ndarray | None, columns: int) -> np.ndarray:
-    """What each column counts, float32 ``[columns]``, 1 on average."""
+    """Return the share of each column in the error, float32 ``[columns]``, 1 on average."""
     if importance is None:
         return np.ones(columns, np.float32)
     given = np.asarray(importance, np.float64)

@@ -1,4 +1,4 @@
-"""How other programs lay out quantized matrices in safetensors, as functions from their tensors to values and back.
+"""Quantized matrices in safetensors as other programs lay them out: functions from tensors to values and back.
 
 A matrix is ``[O, I]``: outputs, inputs. Values are float32. Groups are neighbouring inputs that share a scale.
 

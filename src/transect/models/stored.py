@@ -17,7 +17,7 @@ from ..formats.ggml_blocks import QuantizedTensor
 from ..spec.numbers.layouts import BlockLayout, GroupLayout, ListedLayout, MatrixLayout, ScaledLayout
 
 Values = Tensor | QuantizedTensor
-"""What a file holds for a matrix."""
+"""Values of a matrix in a file."""
 ALL = slice(None)
 
 
@@ -131,7 +131,7 @@ def read_all(weights: StoredWeights) -> Iterator[tuple[str, Values]]:
 
 
 def joined_rows(parts: Sequence[Values]) -> Values:
-    """Parts of one matrix, one below the other."""
+    """Concatenate parts of one matrix along its rows."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -142,7 +142,7 @@ def joined_rows(parts: Sequence[Values]) -> Values:
 
 
 def joined_codes(parts: Sequence[P]) -> P:
-    """Matrices that are packed alike, one below the other; those of 4 bits with the same order of their inputs."""
+    """Concatenate matrices that are packed alike along their rows; those of 4 bits share the order of their inputs."""
     first = parts[0]
     whole: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in first.ROWS}
     return replace(first, **whole)
@@ -156,5 +156,5 @@ def within(size: int, part: slice) -> slice:
 
 
 def is_whole(size: int, part: slice) -> bool:
-    """Whether a slice takes all of ``size``."""
+    """True if a slice takes all of ``size``."""
     return within(size, part) == slice(0, size)

@@ -87,7 +87,7 @@ class Adapted(Weight):
 
     @property
     def factors(self) -> LowRank:
-        """What files hold of it."""
+        """Its factors as files hold them."""
         return LowRank(self.a.detach(), self.b.detach(), self.scale, None if self.m is None else self.m.detach())
 
     @property
@@ -147,7 +147,7 @@ class Adapted(Weight):
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """What of it is trained."""
+        """Its trained parameters."""
         return [self.a, self.b] if self.m is None else [self.a, self.b, self.m]
 
     @property

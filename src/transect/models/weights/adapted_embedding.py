@@ -42,7 +42,7 @@ class AdaptedEmbedding(nn.Module):
 
     @property
     def factors(self) -> LowRank:
-        """What files hold of it."""
+        """Its factors as files hold them."""
         return LowRank(self.a.detach(), self.b.detach(), self.scale)
 
     @torch.no_grad()

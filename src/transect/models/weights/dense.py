@@ -163,7 +163,7 @@ class DenseStream:
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
-    """Matrices ``[O, I]``, or biases ``[O]``, one behind the other: where they are, if they lie so, or copied."""
+    """Concatenate matrices ``[O, I]`` or biases ``[O]``: a view if they are contiguous in one memory, or a copy."""
     first, at = weights[0], weights[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for weight in weights:

@@ -1,5 +1,5 @@
-"""Dropout whose masks are a function of a seed and the place in a run, so that a pass that is computed again, or a run
-that goes on from a checkpoint, draws the same ones.
+"""Dropout whose masks are a function of a seed and the place in a run: a recomputed pass and a resumed run draw the
+same ones.
 
 Ranks that share the tokens of a micro-batch (``context``) draw masks of their own: these are not those of one rank.
 """

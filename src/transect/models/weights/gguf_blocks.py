@@ -29,13 +29,13 @@ from .in_blocks import join_blocks
 from .weight import (
     Chain,
     Dimension,
-    Place,
     Product,
     StreamProduct,
     TrainingPart,
     Values,
     Weight,
     WeightKind,
+    WeightSite,
     by_expert,
     join_biases,
     part_of,
@@ -183,13 +183,13 @@ class GGUFBlocks(Weight):
 class BlockHolder:
     """Blocks of GGUF files, see ``Holder``. Nothing is rounded to them here."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, site: WeightSite) -> None:
+        self._site = site
 
     @cached_property
     def _products(self) -> gguf_matmul.Products:
-        place = self._place
-        return gguf_matmul.Products(place.device, dependent=place.dependent, chained=place.chained)
+        site = self._site
+        return gguf_matmul.Products(site.device, dependent=site.dependent, chained=site.chained)
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:
         return None
@@ -217,7 +217,7 @@ class BlockStream:
         return BlockStream
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
+        """True if the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
         return wanted is None and gguf_chain.takes(x, sizes)
 
     def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:

@@ -41,13 +41,13 @@ from .int4 import codes_of
 from .weight import (
     Chain,
     Dimension,
-    Place,
     Product,
     StreamProduct,
     TrainingPart,
     Values,
     Weight,
     WeightKind,
+    WeightSite,
     by_expert,
     join_biases,
     part_of,
@@ -63,7 +63,7 @@ BLOCK = 16
 
 @dataclass(frozen=True, slots=True)
 class Int4Products:
-    """How a model's products in 4 bits are computed: resolved once for a device."""
+    """Kernels of a model's products in 4 bits, resolved once for a device."""
 
     product: Callable[..., Tensor]
     """``(x, arranged weight, outputs, bias)``, as ``int4_matmul.reference``."""
@@ -111,7 +111,7 @@ class Int4Stream:
         return Int4Stream
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """Whether the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
+        """True if the kernel does a step on the stream x ``[M, D]`` with products of these sizes; all are wanted."""
         if wanted is not None or x.dtype != torch.bfloat16 or not 0 < len(x) <= int4_rows.ROWS[0]:
             return False
         gated = [(n, k) for n, k, gate in sizes if gate]
@@ -255,7 +255,7 @@ class ServingInt4(Weight):
 
     @property
     def chained(self) -> int4_chain.Int4Chain | None:
-        """What does a layer's last three products and the next layer's first in one launch, where something does."""
+        """The kernel of a layer's last three products and the next layer's first; None if there is none."""
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Int4Stream | None:
@@ -316,12 +316,12 @@ class ServingInt4(Weight):
 class Int4Holder:
     """4 bits in groups, see ``Holder``."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, site: WeightSite) -> None:
+        self._site = site
 
     @cached_property
     def _products(self) -> Int4Products:
-        return Int4Products.on(self._place.device, dependent=self._place.dependent)
+        return Int4Products.on(self._site.device, dependent=self._site.dependent)
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:
         return partial(ServingInt4, products=self._products) if form is INT4 else None

@@ -20,9 +20,9 @@ from .gguf_blocks import BlockHolder
 from .int4_serving import Int4Holder, rounded
 from .listed import ListedHolder
 from .scaled8 import Holder8
-from .weight import Holder, Kinds, Place, Weight, WeightKind
+from .weight import Holder, Kinds, Weight, WeightKind, WeightSite
 
-HOLDERS: tuple[Callable[[Place], Holder], ...] = (Int4Holder, Holder8, BlockHolder, ListedHolder)
+HOLDERS: tuple[Callable[[WeightSite], Holder], ...] = (Int4Holder, Holder8, BlockHolder, ListedHolder)
 """All ways to hold packed matrices on a GPU and in plain torch. Each says which formats and layouts are its own."""
 ROUNDED: Mapping[NumberFormat, Callable[[Tensor], Tensor]] = {INT4: rounded}
 """The values that a matrix has in the formats whose codes plain torch does not hold on a CPU."""
@@ -47,10 +47,10 @@ def kinds_for(
     Args:
         quantization: as ``EngineConfig`` names it: the layers' matrices are rounded when they are loaded, and the head
             stays dense.
-        dependent_launch, chained_blocks: as in ``Place``.
+        dependent_launch, chained_blocks: as in ``WeightSite``.
         layouts: those of a checkpoint that packs its matrices. Without ``quantization`` the layers stay so.
     """
-    holders = [holder(Place(device, dependent_launch, chained_blocks)) for holder in HOLDERS]
+    holders = [holder(WeightSite(device, dependent_launch, chained_blocks)) for holder in HOLDERS]
     form = rounding(quantization)
     if form is not None:
         own = next(kind for kind in (holder.rounded(form) for holder in holders) if kind is not None)

@@ -14,7 +14,7 @@ from ..quantized_layouts import byte_values, code_shape, listed_values, scale_sh
 from ..staging import Staging, dense_values
 from ..stored import ListedCodes
 from .rebuilt import rebuilt_product
-from .weight import Dimension, Place, Values, Weight, WeightKind, part_of, shard_bias
+from .weight import Dimension, Values, Weight, WeightKind, WeightSite, part_of, shard_bias
 
 
 class Listed(Weight):
@@ -100,7 +100,7 @@ class Listed(Weight):
 class ListedHolder:
     """Codes of a codebook, see ``Holder``."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, site: WeightSite) -> None:
         pass
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:

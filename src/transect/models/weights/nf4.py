@@ -92,7 +92,7 @@ def quantize(weight: Tensor) -> NF4State:
 
 
 def dequantize(state: NF4State, shape: tuple[int, int]) -> Tensor:
-    """What the codes stand for, ``[O, I]`` float32."""
+    """Return the values of the codes, ``[O, I]`` float32."""
     pairs = _table(CODES, state.codes)
     both = torch.stack([pairs.repeat_interleave(16), pairs.repeat(16)], 1)  # a byte's two numbers
     values = both[state.codes.int()].view(-1)

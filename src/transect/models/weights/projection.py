@@ -1,4 +1,4 @@
-"""``Projection``: named matrices that share an input, one below the other.
+"""``Projection``: named matrices that share an input, concatenated along their rows.
 
 ``qkv`` is q, k, v; ``gate_up`` is gate and up, or up alone. Its parts are children of the module that it belongs to, so
 a part keeps its own name in files, in an optimizer and in a checkpoint (``layers.0.attention.q.weight``), and is
@@ -76,7 +76,7 @@ class Projection(Weight):
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        """Those of the parts, one behind the other; zeros where a part has none."""
+        """The concatenated biases of the parts; zeros where a part has none."""
         parts = self.matrices
         given = [part.bias for part in parts if part.bias is not None]
         if not given:
@@ -139,7 +139,7 @@ class Projection(Weight):
         self._joined, self._joined_from, self._is_joined = (), (), False
 
     def _apply(self, fn: Callable[..., Tensor], recurse: bool = True) -> Any:
-        """The parts have moved, or changed their type, one by one: they are joined anew where they were."""
+        """Move the parts, or change their type, and join them again if they were joined."""
         joined = self._is_joined
         super()._apply(fn, recurse)
         if joined:

@@ -42,12 +42,12 @@ from ..stored import Codes8
 from .weight import (
     Chain,
     Dimension,
-    Place,
     Product,
     StreamProduct,
     Values,
     Weight,
     WeightKind,
+    WeightSite,
     by_expert,
     part_of,
     shard_bias,
@@ -60,8 +60,8 @@ OUTPUTS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Products8:
-    """How a model's products in 8 bits are computed: resolved once for a device. Without either kernel the codes are
-    decoded for each product."""
+    """Kernels of a model's products in 8 bits, resolved once for a device. Without either the codes are decoded for
+    each product."""
 
     few: scaled8_rows.CudaRows8 | None = None
     many: scaled8_tiles.Tiles8 | None = None
@@ -183,7 +183,7 @@ class Scaled8(Weight):
 
     @property
     def chained(self) -> scaled8_chain.CudaChain | None:
-        """What does a layer's last three products and the next layer's first in one launch, where something does."""
+        """The kernel of a layer's last three products and the next layer's first; None if there is none."""
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
@@ -209,7 +209,7 @@ class Scaled8(Weight):
 
     @property
     def workspace(self) -> int:
-        """What torch decodes at a time, where it does."""
+        """Bytes of the outputs that torch decodes at a time; 0 if a kernel runs."""
         return 0 if self._products.many is not None else 8 * min(OUTPUTS, self.out_features) * self.in_features
 
     def shard(self, dim: Dimension, rank: int, n: int) -> Scaled8:
@@ -281,7 +281,7 @@ class Stream8:
         return (Stream8, *self._rounding, self._many is None)
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """Whether a step on the stream x ``[M, D]`` with products of these sizes runs here, to its end for ``wanted``
+        """True if a step on the stream x ``[M, D]`` with products of these sizes runs here, to its end for ``wanted``
         rows."""
         if x.dtype != torch.bfloat16 or not len(x):
             return False
@@ -368,8 +368,8 @@ def _rows_of(stream: Stream) -> Tensor | Rounded:
 class Holder8:
     """8 bits with scales of rows or blocks, see ``Holder``."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, site: WeightSite) -> None:
+        self._site = site
         self._products: dict[bool, Products8] = {}
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:
@@ -382,5 +382,5 @@ class Holder8:
 
     def _of(self, fp8: bool) -> Any:
         if fp8 not in self._products:
-            self._products[fp8] = Products8.on(self._place.device, dependent=self._place.dependent, fp8=fp8)
+            self._products[fp8] = Products8.on(self._site.device, dependent=self._site.dependent, fp8=fp8)
         return partial(Scaled8, fp8=fp8, products=self._products[fp8])

@@ -1,4 +1,4 @@
-"""``Weight``: one matrix of a model in some number format. Everything that is done with a matrix is asked of it here.
+"""``Weight``: one matrix of a model in some number format. Stacks and loaders use matrices through this class.
 
 A kind of weight must know two things: its product (``forward``) and the values it stands for (``dense``). The rest has
 a default that works for every kind, or says in a sentence that this kind cannot. What makes a stack fast is an
@@ -55,7 +55,7 @@ Chain = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[float, float]], t
 """``(x, residual, weights of the two norms, their eps) -> (q with k and v of the next layer, residual stream)``."""
 Dimension = Literal["out", "in"]
 Gated = Any
-"""What a gate leaves for the product after it: ``[T, F]``, or these rows in 8 bits (``Rounded``)."""
+"""Output of a gate, the input of the next product: ``[T, F]``, or these rows in 8 bits (``Rounded``)."""
 
 
 class StreamProduct(Protocol):
@@ -70,8 +70,10 @@ class StreamProduct(Protocol):
         ...
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """Whether a step on the stream x ``[T, D]`` with products of these sizes runs on it. ``wanted``: how many of
-        its tokens the last layer ends for, where those are not all."""
+        """True if a step on the stream x ``[T, D]`` with products of these sizes runs on it.
+
+        ``wanted``: number of tokens that the last layer ends for; None if those are all.
+        """
         ...
 
     def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> Stream: ...
@@ -127,7 +129,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class TrainingPart:
-    """What a weight brings to a merged training product (``train/model/merged_products.py``)."""
+    """Contribution of a weight to a merged training product (``train/model/merged_products.py``)."""
 
     outputs: int
     inputs: int
@@ -136,7 +138,7 @@ class TrainingPart:
     fill: Callable[[Tensor], object]
     """Writes the matrix into ``[O, I]``, whose rows may lie apart."""
     settle: Callable[[Tensor], object] | None = None
-    """Told that the matrix lives in this place from now on; None: it is written anew for each product."""
+    """Called when the matrix has moved into this place for good; None if it is written again for each product."""
     parameter: nn.Parameter | None = None
     """The matrix as a parameter, trained or frozen, where it is one."""
     adapter: Adapter | None = None
@@ -147,7 +149,7 @@ class Seams(Protocol):
     takes a tensor ``[T or the own rows, D]`` that it may change, and returns one."""
 
     def enter(self, x: Tensor) -> Tensor:
-        """What all ranks compute with, from each rank's rows of a norm's result."""
+        """Gather the input of all ranks from each rank's rows of a norm's result."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
@@ -261,8 +263,10 @@ class Weight(nn.Module):
         self.load(values, Staging(like.device))
 
     def grouped(self, x: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-        """Itself as a stack of equal matrices, one below the other, each for the rows of its expert:
-        ``ops/moe/grouped_linear.py`` has the shapes. By default the values it stands for are made, of all experts."""
+        """Multiply each row by the matrix of its expert: the weight is the concatenation of equal matrices.
+
+        ``ops/moe/grouped_linear.py`` has the shapes. By default the values of all experts are made.
+        """
         on_gpu = runs_triton(x) and x.is_cuda  # where nothing may be read on the host
         call = triton_grouped_linear if on_gpu else grouped_linear.reference
         return call(x, self.dense().to(x.dtype), starts, order, self.bias)
@@ -286,16 +290,18 @@ class Weight(nn.Module):
         return None
 
     def unsummed(self) -> Unsummed | None:
-        """The product and its sum over ranks apart; None: there is none, or it stays with the product."""
+        """The product and its all-reduce as separate callables; None if they cannot be separated."""
         return None
 
     def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
-        """The product whose kernel gives its result to other ranks (``ops/comm/peer_memory.py``), None for an x where
-        none does; None: for no x."""
+        """The product whose kernel gives its result to other ranks (``ops/comm/peer_memory.py``).
+
+        It returns None for an x that no kernel takes. None if no kernel takes any.
+        """
         return None
 
     def ungathered(self) -> Ungathered | None:
-        """The product without the logits of other ranks; None: it has all of them, or there is no way to read those."""
+        """The product without the logits of other ranks; None if it has all, or those of others cannot be read."""
         return None
 
     def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
@@ -329,11 +335,11 @@ class Weight(nn.Module):
         return None
 
     def seams(self) -> Seams | None:
-        """What ranks that share a layer do where this matrix ends the shared part; None: nobody shares it."""
+        """Communication of the ranks that share a layer which this matrix ends; None if no ranks share it."""
         return None
 
     def training_part(self) -> TrainingPart:
-        """What it brings to a merged training product. By default its dense values, written anew each time.
+        """Contribute to a merged training product: by default the dense values, written for each product.
 
         Raises:
             ValueError: it has parameters that are to be trained and that such a product does not know.
@@ -380,7 +386,7 @@ class WeightKind(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightSite:
     """Where weights will be multiplied, and how."""
 
     device: torch.device | str = "cpu"
@@ -393,7 +399,7 @@ class Place:
 class Holder(Protocol):
     """A way to hold packed matrices in one place: each kind of weight that holds such brings one (``kinds.py``).
 
-    It is made of a ``Place`` alone. Products are resolved when the first weight is asked for.
+    It is made of a ``WeightSite`` alone. Products are resolved when the first weight is asked for.
     """
 
     def rounded(self, form: NumberFormat) -> WeightKind | None:
@@ -448,8 +454,8 @@ def shard_bias(bias: nn.Parameter | None, dim: Dimension, part: slice, rank: int
 
 
 def join_biases(parts: Sequence[Weight]) -> Tensor | None:
-    """The biases of weights that become one, which are views of it afterwards; None: they have none. Either all have
-    one or none has."""
+    """Concatenate the biases of weights, which become views of the result. Returns None if there are none. Either all
+    weights have a bias or none has."""
     biases = [part.bias for part in parts if part.bias is not None]
     if not biases:
         return None

@@ -17,9 +17,9 @@ _KEPT = ("lm_head", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$", "re:.*share
 
 
 def compressed(layout: str, kind: str, bits: int, group: int | None = None) -> dict[str, Any]:
-    """``quantization_config`` of matrices in ``bits`` bits of ``kind`` (float or int).
+    """Make the ``quantization_config`` of matrices in ``bits`` bits of ``kind`` (float or int).
 
-    With a scale for each ``group`` numbers of a row; None: for each row, and activations are rounded for each token.
+    ``group`` numbers of a row share a scale. Without it a row does, and activations are rounded for each token.
     """
     weights = {
         "num_bits": bits,

@@ -25,7 +25,7 @@ FLOAT16 = NumberFormat(
     other_names=("half",),
 )
 DTYPES = (FLOAT32, BFLOAT16, FLOAT16)
-"""What ``--dtype`` takes besides ``auto``."""
+"""Formats of ``--dtype``; ``auto`` is the other choice."""
 
 
 def dense_format(bits: int) -> WeightFormat:

@@ -188,7 +188,7 @@ MIXTURES: Mapping[str, BlockMixture] = {
 WRITABLE = tuple(each.name for each in BLOCK_TYPES.values() if each.file_type is not None)
 """Types that numbers are rounded to."""
 MATRIX_TYPES = (*WRITABLE, *MIXTURES)
-"""What the matrices of a file can be asked to be."""
+"""Types of ``--format`` for the matrices of a file."""
 
 UNITS: Mapping[str, BlockUnits] = {
     each.name: each

@@ -1,4 +1,4 @@
-"""How a checkpoint packs a matrix, where a kind of weight can hold it so: what weights are asked whether they take.
+"""Layouts of matrices in checkpoints that kinds of weight can hold. A weight says which it takes.
 
 A layout says its bits. The tensors that go with each are in ``models/stored.py``: ``Codes8``, ``Codes4``,
 ``BlockCodes`` and ``ListedCodes``.
@@ -33,7 +33,7 @@ class MatrixLayout:
         raise NotImplementedError
 
     def stacks(self, rows: int) -> bool:
-        """Matrices of so many rows each, packed alike, can be one matrix with the rows of all: a stack of experts."""
+        """True if packed matrices of ``rows`` rows each can be concatenated along their rows: a stack of experts."""
         return True
 
 

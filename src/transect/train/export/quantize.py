@@ -54,8 +54,8 @@ def quantize_model(
 
     Args:
         name: of the format, in capitals or not.
-        calibration: of 4 bits in safetensors, and of the GGUF types of 4 to 6 bits; None: to the nearest.
-        group: numbers of a row that share a scale, in 4 bits in safetensors; None: the most that fit.
+        calibration: of 4 bits in safetensors, and of the GGUF types of 4 to 6 bits; None to round to the nearest.
+        group: numbers of a row that share a scale, in 4 bits in safetensors; None for the most that fit.
         kv_scales: write a scale for the keys and one for the values of each key head too, with which those of the
             calibration's text fit into a cache in fp8; for formats with ``kv_scales``.
 

@@ -37,7 +37,7 @@ SIGNATURE = "ppppppiiil" + "iiiiiiiiii" + "p"
 
 @dataclass(frozen=True, slots=True)
 class BlockTiling:
-    """How a product is cut up; the fields are arguments of the launcher."""
+    """Tiling of a product; the fields are arguments of the launcher."""
 
     rows: int
     """Rows of x in a tile."""
@@ -52,7 +52,7 @@ class BlockTiling:
     x_stages: int
     """Spans of 64 columns of x that a ring holds."""
     together: bool = False
-    """Whether the blocks of a tile add its parts together, or the one with its first columns alone."""
+    """True if all blocks of a tile add its parts; if not, the block with its first columns does."""
 
     @property
     def sums(self) -> int:
@@ -73,7 +73,7 @@ def tiling_of(
     units: int,
     together: bool | None = None,
 ) -> BlockTiling | None:
-    """The tiling of one of the compiled cuts, with as deep rings as fit; None: they do not fit.
+    """The tiling of one of the compiled cuts, with as deep rings as fit; None if they do not fit.
 
     ``unit``: bytes of 16 rows by 256 columns of the weight; ``units``: multiprocessors; ``together``: None leaves it to
     ``MANY_SHARERS``.

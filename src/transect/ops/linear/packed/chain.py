@@ -44,7 +44,7 @@ class ChainWeights(NamedTuple):
     norms: tuple[Tensor, Tensor]
     eps: tuple[float, float]
     bias: Tensor | None = None
-    """What is added to q, k and v."""
+    """Bias of q, k and v."""
 
     @property
     def matrices(self) -> tuple[Any, ...]:

@@ -48,14 +48,14 @@ COMPILED: tuple[Compiled, ...] = (
     (0, 1, 224, 2, 1, 1, 1),
     (0, 1, 224, 2, 1, 2, 1),
 )
-"""What is compiled, as of ``few_rows/hopper.py``: of 43 that were timed at 30 sizes
+"""Compiled tilings, as of ``few_rows/hopper.py``: of 43 that were timed at 30 sizes
 those that any of them needs, without one that has too few registers."""
 
 
 @cache
 def choose_tiling(m: int, n: int, k: int, gated: bool, units: int) -> HopperTiling | None:
-    """The tiling of least predicted time for m rows by a weight of n x k on a GPU of ``units`` multiprocessors. None:
-    ``scaled8_tiles.py`` is as quick."""
+    """The tiling of least predicted time for m rows by a weight of n x k on a GPU of ``units`` multiprocessors; None if
+    ``scaled8_tiles.py`` is as fast."""
     # Its tiles of 128 by 64 all run at once there, and none is long.
     if m > 224 and not gated and 2 * n <= 64 * units and k < 8192:
         return None
@@ -101,8 +101,10 @@ class HopperRows8:
         gated: bool = False,
         dependent_launch: bool = False,
     ) -> Tensor:
-        """a fp8 or int8 ``[M, K]`` with scales float32 ``[M]``, codes ``[N, K]`` with scales ``[N]`` -> bfloat16
-        ``[M, N]``; ``gated``: ``silu(first half) * second half``, ``[M, N / 2]``, without bias.
+        """Multiply a, fp8 or int8 ``[M, K]`` with scales float32 ``[M]``, by codes ``[N, K]`` with scales ``[N]``.
+
+        The result is bfloat16 ``[M, N]``; with ``gated`` ``silu(first half) * second half``, ``[M, N / 2]``, without
+        bias.
 
         ``dependent_launch``: codes may be read before the kernel before this one on the stream has ended.
 

@@ -122,7 +122,7 @@ def _new(x: Tensor, width: int, fp8: bool, blocks: bool) -> Rounded:
 
 
 def _cut(width: int, blocks: bool, dependent_launch: bool, most_warps: int = 8) -> dict[str, Any]:
-    """How a program holds a row."""
+    """Constants of a program that holds a row."""
     warps = min(most_warps, 16 if width > 8192 else 8 if width > 4096 else 4)
     groups = next_power_of_2(-(-width // BLOCK)) if blocks else 1
     held = {"GROUPS": groups, "SIZE": BLOCK if blocks else next_power_of_2(width), "num_warps": warps}
@@ -182,7 +182,7 @@ def gate_rounded(both: Tensor, fp8: bool, blocks: bool = False, *, dependent_lau
 
 
 def kernels() -> list[Kernel]:
-    """What is compiled ahead of time."""
+    """Kernels that are compiled ahead of time."""
     codes = {"codes": "*fp8e4nv", "scale": "*fp32"}
     rows = {"x": "*bf16", **codes, "I": "i32", "x_row": "i32"}
     norm = {"x": "*bf16", "residual": "*bf16", "weight": "*bf16", "total": "*bf16", **codes,

@@ -112,7 +112,7 @@ def _tiles(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, slots=True)
 class Tiling8:
-    """How a product is cut up: tiles of ``bm`` rows of x by ``bn`` of the weight, ``bk`` of k at a time, K in ``split``
+    """Tiling of a product: tiles of ``bm`` rows of x by ``bn`` of the weight, ``bk`` of k at a time, K in ``split``
     parts. ``swap``: the weight is the left operand."""
 
     bm: int
@@ -218,8 +218,10 @@ class Tiles8:
         return out
 
     def gated(self, a: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor) -> Tensor | None:
-        """``silu(first half) * second half`` of the product of rows and a weight in fp8, bfloat16 ``[T, O / 2]``; None:
-        no launch does both."""
+        """Multiply rows by a weight in fp8 and return ``silu(first half) * second half``, bfloat16 ``[T, O / 2]``.
+
+        Returns None if no launch does both.
+        """
         reason = refusal(a, codes, scale)
         return None if reason else self._by_hopper(a, x_scale, codes, scale, gated=True)
 

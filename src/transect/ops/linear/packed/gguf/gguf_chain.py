@@ -54,7 +54,7 @@ class BlockPart(NamedTuple):
 
 
 Matrix = tuple[BlockPart, ...]
-"""Up to three parts, one below the other."""
+"""Up to three parts, concatenated along their rows."""
 
 
 def size_of(matrix: Matrix) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def size_of(matrix: Matrix) -> tuple[int, int]:
 
 
 def values(matrix: Matrix, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What a matrix stands for, ``[N, K]``."""
+    """Return the values of a matrix, ``[N, K]``."""
     k = size_of(matrix)[1]
     return torch.cat([dense(part.arranged, UNITS[part.name], part.outputs, k, dtype) for part in matrix])
 
@@ -81,7 +81,7 @@ def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tupl
 
 
 def takes(x: Tensor, sizes: Sequence[tuple[int, int, bool]]) -> bool:
-    """Whether it takes products of rows x with matrices of these sizes: rows, columns, whether there is a gate."""
+    """True if it takes products of rows x with matrices of these sizes: rows, columns, True with a gate."""
     if len(x) != 1 or x.dtype != torch.bfloat16 or not x.is_contiguous() or x.data_ptr() % 16:
         return False
     return all(n % (2 * ROWS if gate else ROWS) == 0 and k % COLUMNS == 0 for n, k, gate in sizes)
@@ -157,7 +157,7 @@ class _ChainProduct(NamedTuple):
 
 
 def fitting(wanted: int, slot: int, most_k: int, most_sixteens: int) -> int | None:
-    """The number of stages that fit, ``wanted`` at most; None: not even two do.
+    """The number of stages that fit, ``wanted`` at most; None if not even two do.
 
     Args:
         wanted: units that a warp has asked for at a time, at most.

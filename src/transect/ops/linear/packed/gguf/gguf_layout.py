@@ -1,4 +1,4 @@
-r"""How weights in the block types of GGUF files lie in a GPU's memory: their own bits, in the order that kernels read.
+r"""Weights in the block types of GGUF files in a GPU's memory: the file's bits, in the order that kernels read.
 
 A block of a file has an odd number of bytes and keeps the bits of a number apart in ways of its own. Here the same bits
 stand in *units* of 16 rows by 256 columns, each in one piece: one or two planes of codes, then scales. The types differ
@@ -43,7 +43,7 @@ def units_of(outputs: int, inputs: int) -> tuple[int, int]:
 
 
 def arranged_shape(kind: BlockUnits, outputs: int, inputs: int) -> tuple[int, int, int]:
-    """How the bytes of a matrix lie: units down, units across, bytes of one."""
+    """Shape of the bytes of a matrix: units down, units across, bytes of one."""
     return *units_of(outputs, inputs), kind.unit
 
 

@@ -111,7 +111,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
 @cache
 def table(name: str, device: torch.device) -> Tensor:
-    """The numbers that codes of a type stand for, float32 ``[16]``; of other types a 0 that nobody reads."""
+    """Return the values of a type's codes, float32 ``[16]``; for types without such a list one 0, which is not read."""
     chosen = UNITS[name].listed if name in UNITS else None
     return torch.tensor(chosen or (0,), dtype=torch.float32, device=device)
 
@@ -167,7 +167,7 @@ class Products:
     def kernel(
         self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None
     ) -> gguf_rows.GGUFRows | gguf_tiles.GGUFTiles | None:
-        """The kernel that reads the blocks themselves for this product; None: the matrix is rebuilt."""
+        """The kernel that reads the blocks themselves for this product; None if the matrix is rebuilt."""
         if self._rows is None or gguf_rows.refusal(x, arranged, name, outputs, bias) is not None:
             return None
         if len(x) <= gguf_rows.MOST_ROWS:

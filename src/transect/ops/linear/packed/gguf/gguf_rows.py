@@ -24,13 +24,13 @@ MOST_ROWS = 8
 X_BYTES = 2 * 256 + 16
 """Bytes of a row of x in a buffer."""
 GROUP_END = {False: 1.0, True: 0.3}
-"""What the end of a group of sixteens takes, at which all warps of a block wait, in steps of a warp; by whether there
-are more than two rows, of which teams that are in step ask at the same time."""
+"""Cost of the end of a group of sixteens, where all warps of a block wait, in steps of a warp. The key is True for more
+than two rows, which teams that are in step ask for at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTiling:
-    """How a product is cut up: the fields are arguments of the launcher."""
+    """Tiling of a product: the fields are arguments of the launcher."""
 
     columns: int
     """Sixteens of rows of the weight for a warp at a time, 1 or 2."""
@@ -45,7 +45,7 @@ class GGUFTiling:
 
 
 def shared_bytes(tiling: GGUFTiling, unit: int, m: int) -> int:
-    """Shared memory of a block for ``m`` rows of x and units of so many bytes."""
+    """Shared memory of a block, in bytes, for ``m`` rows of x and units of ``unit`` bytes."""
     sums = 4 * MOST_ROWS * (16 * tiling.columns + 4)
     return tiling.warps * (tiling.stages * (tiling.columns * unit + min(m, MOST_ROWS) * X_BYTES) + sums)
 
@@ -55,7 +55,7 @@ def tiling_of(
     teams: int | None = None,
 ) -> GGUFTiling | None:  # fmt: skip
     """Blocks share the rows of W evenly, ``resident`` on each of ``units`` multiprocessors, in the teams whose warps
-    wait least for each other (or so many ``teams``), with as deep rings as fit; None: not even two buffers do."""
+    wait least for each other (or so many ``teams``), with as deep rings as fit; None if not even two buffers do."""
     across = units_of(n, k)[1]
     per = -(-n // (ROWS * units * resident))
     per += gated and per % 2

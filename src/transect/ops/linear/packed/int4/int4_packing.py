@@ -94,7 +94,7 @@ def group_of(weight: Tensor) -> int:
 
 
 def is_arranged(weight: Tensor, n: int, k: int) -> bool:
-    """Whether a tensor has the dtype and shape of what ``arrange`` gives for a weight ``[n, k]``."""
+    """True if a tensor has the dtype and shape of what ``arrange`` gives for a weight ``[n, k]``."""
     if weight.dtype != torch.int32 or weight.dim() != 3:
         return False
     chunks, blocks, words = weight.shape

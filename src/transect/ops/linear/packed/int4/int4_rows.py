@@ -41,7 +41,7 @@ CHOICES = {
     "whole": (False, True),
     "columns": (COLUMNS, COLUMNS + 1),
 }
-"""What can be tuned: the most warps of a team; ``teams`` and ``ranks`` of ``RowsTiling``; how many blocks share a
+"""Knobs to tune: the most warps of a team; ``teams`` and ``ranks`` of ``RowsTiling``; how many blocks share a
 multiprocessor; how many quarters of a ring of stages before its end a block lets the next launch begin; ``whole`` and
 ``columns`` of ``RowsTiling``."""
 
@@ -247,7 +247,7 @@ class CudaCodes(Codes):
         self._gated: dict[tuple[int, int, int, int], RowsTiling | None] = {}
 
     def clusters(self, device: torch.device) -> Mapping[int, int]:
-        """How many clusters of 1, 2, 4 and 8 blocks run at once. This is less than the multiprocessors divided by the
+        """Clusters of 1, 2, 4 and 8 blocks that run at once. They are fewer than the multiprocessors divided by the
         size, because a cluster stays within one of the chip's parts: an H200 takes 15 clusters of 8."""
         if not self._clusters:
             found = {1: multiprocessors(device)} | {size: self._at_once(size) for size in (2, 4, 8)}

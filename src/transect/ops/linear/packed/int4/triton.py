@@ -161,8 +161,7 @@ def rows_of_a_tile(m: int) -> int:
 
 
 def tiling_of(m: int, n: int, k: int, device: torch.device, config: Mapping[str, Any] | None = None) -> TritonTiling:
-    """How the Triton kernel cuts a product up (``bk`` is what it takes at a time): by ``config``, else tuned, else by
-    rule."""
+    """Choose the tiling of the Triton kernel (``bk`` columns at a time): by ``config``, else tuned, else by rule."""
     if INTERPRETED:
         return TritonTiling(16, 32, CHUNK, 2, warps=1, stages=1)
     knobs = config or choose("int4_matmul", (m, n, k), device, triton_rule)
