@@ -20,11 +20,10 @@ from torch import Tensor
 from ..models.context import VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.layer_kv_scales import KVScales, powers_of_two
+from ..spec.numbers.fp8 import FP8
 from .hf import listing
 from .resolve import ModelSource
 
-MOST = 448.0
-"""The largest number of fp8 (e4m3)."""
 ROOM = 2.0
 """How much larger than in the text of a calibration keys and values may be."""
 _PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.kv_scale")
@@ -118,4 +117,4 @@ def measured_scales(model: Decoder, texts: Sequence[Sequence[int]]) -> Tensor:
         peaks = torch.maximum(peaks, context.found)
     if not bool(peaks.isfinite().all()):
         raise ValueError("a layer makes infinite or NaN keys or values of the text: it cannot be calibrated")
-    return powers_of_two((ROOM * peaks / MOST).clamp(min=2.0**-20))
+    return powers_of_two((ROOM * peaks / FP8.largest).clamp(min=2.0**-20))

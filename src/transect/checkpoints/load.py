@@ -42,6 +42,7 @@ from ..ops.cpu import library as cpu_library
 from ..ops.opset import OpSet, resolve_ops
 from ..ops.registry import Unavailable
 from ..spec.model import ModelConfig
+from ..spec.numbers import dense
 from ..spec.numbers.registry import cache_format, cache_formats, listed, rounding
 from .adapter import StoredAdapter, merged_weights, put_beside
 from .adapter_peft import read_adapter
@@ -54,7 +55,8 @@ from .resolve import ModelSource
 
 log = logging.getLogger(__name__)
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES: dict[str, torch.dtype] = {each.name: getattr(torch, each.name) for each in dense.DTYPES}
+DTYPES |= {"float64": torch.float64}
 
 
 def stored_weights(

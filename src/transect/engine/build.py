@@ -16,11 +16,10 @@ from ..costs.model import kv_bytes_per_token
 from ..costs.storage import Storage, storage_for
 from ..models.weights.kinds import rounded_values
 from ..models.weights.measure import storage_of_model
-from ..ops.attention.paged.cache_codes import stored_bits
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
-from ..spec.numbers.registry import takes_scales
+from ..spec.numbers.registry import cache_bits, takes_scales
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
 from ..text.grammar.vocabulary import Vocabulary
@@ -194,7 +193,7 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
         # small operations (the sampler's), and a busy machine makes each of those waits last milliseconds.
         torch.set_num_threads(1)
     cache_type = cache_dtype(config.dtype, config.kv_cache_dtype)
-    cached_bits = stored_bits(model.config.head_dim, cache_type)
+    cached_bits = cache_bits(config.kv_cache_dtype, 8 * cache_type.itemsize, model.config.head_dim)
     free = free_memory()
     size = kv_size(
         config,

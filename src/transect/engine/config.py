@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
-from ..spec.numbers.registry import cache_format, rounding
+from ..spec.numbers.registry import cache_format, dtype_name, rounding
 from .gpu.options import GPUOptions
 from .scheduler_config import Policy
 
@@ -156,9 +156,7 @@ class EngineConfig:
     hung_after_s: float = 60.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dtype", {"half": "float16", "float": "float32"}.get(self.dtype, self.dtype))
-        if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
-            raise ValueError(f"dtype must be auto, float32, bfloat16 or float16, not {self.dtype!r}")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype))
         self._check_text()
         rounding(self.quantization)
         self._check_cache()

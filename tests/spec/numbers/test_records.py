@@ -12,6 +12,7 @@ from transect.models.quantized_layouts import byte_values, listed_values, to_lis
 from transect.models.staging import Staging
 from transect.models.weights.kinds import ROUNDED, kinds_for
 from transect.models.weights.packed import Packed, refuses
+from transect.ops.attention.paged.cache_codes import stored_width
 from transect.ops.cpu.library import KV_DTYPES
 from transect.ops.opset import resolve_ops
 from transect.spec.numbers import registry
@@ -72,6 +73,14 @@ def test_caches_of_the_kernels_of_the_processor():
     assert native == set(KV_DTYPES) - {torch.float32, torch.bfloat16}
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("name", registry.cache_formats())
+def test_a_cache_takes_the_bits_of_its_record(name, head_dim):
+    dtype = getattr(torch, registry.cache_uses()[name].dtype)
+    assert registry.cache_bits(name, 16, head_dim) == 8 * dtype.itemsize * stored_width(head_dim, dtype) / head_dim
+    assert registry.cache_bits("auto", 16, head_dim) == 16
+
+
 def test_each_format_that_is_written_is_made_somewhere():
     uses = registry.file_uses()
     made = {form.name for form in (*quantized_out._SCALED, *quantized_out._GROUPED)}
@@ -90,6 +99,9 @@ def test_what_users_type():
     for setting, name in (("quantization", "int3"), ("kv_cache_dtype", "int4")):
         with pytest.raises(ValueError, match=rf"{setting} must be .*fp8.* not '{name}'"):
             EngineConfig(model="m", **{setting: name})
+    assert EngineConfig(model="m", dtype="half").dtype == "float16"
+    with pytest.raises(ValueError, match="dtype must be auto, float32, bfloat16 or float16, not 'float64'"):
+        EngineConfig(model="m", dtype="float64")
     with pytest.raises(ValueError, match=r"lora.base_format must be int4 or nf4, not 'fp8'"):
         LoRAConfig(base_format="fp8")
 

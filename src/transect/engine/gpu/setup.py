@@ -18,7 +18,6 @@ from ...costs.memory.streaming import StreamPlan
 from ...costs.model import kv_bytes_per_token, weight_bytes
 from ...costs.storage import Layouts, Storage, storage_for, storage_held
 from ...ops.attention.paged.cache_codes import refusal as cache_refusal
-from ...ops.attention.paged.cache_codes import stored_bits
 from ...ops.attention.paged.paged_attention import PagedTriton
 from ...ops.lang.jit import has_dependent_launch
 from ...ops.linear.stream_products import StreamProducts
@@ -27,6 +26,7 @@ from ...ops.registry import get
 from ...spec.layouts.ranks import RankLayout
 from ...spec.layouts.shards import Shard
 from ...spec.model import ModelConfig
+from ...spec.numbers.registry import cache_bits
 from ..config import EngineConfig
 from ..offload import stream_plan
 from .memory import GIB
@@ -126,7 +126,7 @@ def set_up(
         log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
         layouts = ()
     storage = storage_held(storage_for(dtype.itemsize, config.quantization), layouts)
-    storage = replace(storage, kv=stored_bits(model.head_dim, cache_dtype(config.dtype, config.kv_cache_dtype)))
+    storage = replace(storage, kv=cache_bits(config.kv_cache_dtype, 8 * dtype.itemsize, model.head_dim))
     shapes = None if shard is None else shard.shapes()
     stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
     needed = weight_bytes(model, storage, shapes)

@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from ..fields import Fields
+from .dense import DTYPES
 from .gguf import BLOCK_TYPES, MATRIX_TYPES
 from .number_format import CacheUse, FileUse, Method, NumberFormat
 
@@ -101,6 +102,20 @@ def gguf_names() -> tuple[str, ...]:
     return tuple(name.lower() for name in sorted(packed, reverse=True))
 
 
+def dtype_name(name: str) -> str:
+    """The dtype that ``--dtype`` names, also by another of its names; ``auto`` stays.
+
+    Raises:
+        ValueError: there is none; the message lists those that there are.
+    """
+    for each in DTYPES:
+        if name in (each.name, *each.other_names):
+            return each.name
+    if name != AUTO:
+        raise ValueError(f"dtype must be {listed((AUTO, *(each.name for each in DTYPES)))}, not {name!r}")
+    return name
+
+
 def rounding(name: str | None) -> NumberFormat | None:
     """The format that ``--quantization`` names; None without one.
 
@@ -164,4 +179,4 @@ def listed(names: Iterable[str], last: str = "or") -> str:
 
 
 AUTO = "auto"
-"""The name of no format: keys and values are cached in the dtype of the model."""
+"""The name of no format: the model's own choice."""

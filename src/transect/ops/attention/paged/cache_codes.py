@@ -24,11 +24,6 @@ def stored_width(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
-def stored_bits(head_dim: int, dtype: torch.dtype) -> float:
-    """Bits of a number in the cache, its part of the scale included."""
-    return 8.0 * dtype.itemsize * stored_width(head_dim, dtype) / head_dim
-
-
 def refusal(dtype: torch.dtype, head_dim: int) -> str | None:
     """Why kernels on a GPU do not read a cache of this dtype, as a sentence; None if they do. Scales are aligned."""
     if stored_width(head_dim, dtype) == head_dim or head_dim % SCALE_BYTES == 0:

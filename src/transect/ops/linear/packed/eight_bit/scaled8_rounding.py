@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .....spec.numbers.fp8 import FP8
+from .....spec.numbers.int8 import INT8
 from ....lang.jit import kernel, next_power_of_2, require, rows_of, tl
 from ....lang.tiles import after_previous
 from ....registry import Kernel
 
 BLOCK = 128
 """Numbers of a row, and rows, that share a scale where scales are of blocks."""
-MOST = {True: 448.0, False: 127.0}
+MOST = {True: FP8.largest, False: INT8.largest}
 """The largest code, of fp8 and of whole numbers."""
 
 
