@@ -129,7 +129,7 @@ def training(work: str) -> tuple[Callable[[], object], float]:
     """Two steps of the trainer, on random tokens, and their floor in seconds: a trace does not say what merged layers
     compute."""
     from train_gpu import ROWS, SEQUENCE, WORK, trainer
-    from transect.train.loop.flops import flops_per_token
+    from transect.costs.training import flops_per_token
 
     run, steps = trainer(work), 2
     each = flops_per_token(run.trainable.source.config, SEQUENCE, frozen=WORK[work][1] != "pretrain")

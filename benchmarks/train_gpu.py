@@ -346,8 +346,8 @@ def memory(work: str) -> list[dict[str, Any]]:
 
 def useful_flops(shape: str, task: str) -> float:
     """FLOPs of a step."""
+    from transect.costs.training import flops_per_token
     from transect.spec.hf import from_hf
-    from transect.train.loop.flops import flops_per_token
 
     return SEQUENCE * ROWS * flops_per_token(from_hf(config_of(shape)), SEQUENCE, frozen=task != "pretrain")
 

@@ -114,9 +114,9 @@ def engine(model: str, dummy: bool, ceilings: Ceilings, device: str) -> list[dic
 
 def training(model: str, ceilings: Ceilings) -> dict[str, Any]:
     """Steps of pretraining a shape in bfloat16 on random tokens."""
+    from transect.costs.training import flops_per_token
     from transect.train.config import TrainConfig
     from transect.train.data.tokens import token_dtype, write_meta
-    from transect.train.loop.flops import flops_per_token
     from transect.train.loop.trainer import Trainer
 
     tokens = torch.randint(0, 10_000, (20 * ROWS * SEQUENCE,)).numpy()

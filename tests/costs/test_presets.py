@@ -12,8 +12,10 @@ import pytest
 
 from transect.cli import main
 from transect.costs import presets
+from transect.costs.floors import Rates
 from transect.costs.presets import PRESETS, detected, preset
 from transect.costs.units import GIB
+from transect.costs.work import Cost
 
 SOLD = {  # GiB, as the driver lists them
     "t4": 15.0, "l4": 22.5, "rtx-3090": 24.0, "rtx-4090": 24.0, "rtx-5090": 31.8, "a100-40gb": 40.0, "l40s": 45.0,
@@ -95,10 +97,11 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, old: str, new: str, me
 
 def test_floor_of_a_preset() -> None:
     limits = preset("h200").ceilings(bandwidth_share=0.5)
-    assert limits.floor(0, 2.4e12, "bfloat16") == pytest.approx(1.0)
-    assert limits.floor(989.4e12, 0, "bfloat16") == pytest.approx(1.0)
+    rates = Rates.of(limits, "bfloat16")
+    assert rates.floor(Cost(0, 2.4e12, 0)).seconds == pytest.approx(1.0)
+    assert rates.floor(Cost(989.4e12, 0, 0)).seconds == pytest.approx(1.0)
     with pytest.raises(ValueError, match=r"no rate is known for int8 .* known are: float32"):
-        limits.floor(1, 1, "int8")
+        Rates.of(limits, "int8")
 
 
 def test_what_a_user_can_get_wrong() -> None:

@@ -12,9 +12,9 @@ from transect.checkpoints.load import load_model
 from transect.checkpoints.resolve import resolve
 from transect.costs.model import Row, least_attention
 from transect.costs.storage import Storage
+from transect.costs.training import TrainingFlops
 from transect.models.context import VarlenContext
 from transect.spec.hf import from_hf, from_hf_directory, to_hf
-from transect.train.loop.flops import TrainingFlops
 
 TOKENS = [5, 9, 77, 42, 13, 8, 31, 60, 2, 2, 19]
 SETTINGS = {

@@ -7,7 +7,7 @@ from parallel_runs import STEPS, curve, same_runs
 from training_runs import tiny_run
 
 from transect.parallel.ring_pairs import own_tokens, visible
-from transect.spec.layouts.refusals import Run, refusal
+from transect.spec.layouts.refusals import RunSettings, refusal
 from transect.spec.layouts.spread import Spread
 from transect.spec.shapes import PRESETS
 from transect.train.loop.crew import check
@@ -80,4 +80,4 @@ def test_what_cannot_go_round_is_refused(tmp_path):
         check(tiny_run(tmp_path, objective="dpo", parallel={"context": 2}))
     with pytest.raises(ValueError, match="samples are drawn by one rank"):
         check(tiny_run(tmp_path, samples={"prompts": ["a"]}, parallel={"context": 2}))
-    assert refusal(Run(), Spread(context=2), PRESETS["llama-3.2-1b"]) is None
+    assert refusal(RunSettings(), Spread(context=2), PRESETS["llama-3.2-1b"]) is None

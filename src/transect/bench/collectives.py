@@ -72,7 +72,7 @@ class Sweep:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CollectiveRow:
     """One measurement. Seconds are of the slowest rank, a mean over iterations; ``wrong`` counts numbers."""
 
     collective: str
@@ -123,7 +123,7 @@ def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def measure(world: World, plan: Sweep) -> list[Row]:
+def measure(world: World, plan: Sweep) -> list[CollectiveRow]:
     """The job of every rank: all measurements, the same on each."""
     dtype = getattr(torch, plan.dtype)
     group = Mesh(world, RankLayout(tensor=world.size)).tensor
@@ -152,7 +152,7 @@ def _link_rate(world: World) -> float | None:
     return copy_rate(first, (first + 1) % torch.cuda.device_count())
 
 
-def _timed(world: World, group: Group, name: str, size: int, in_place: bool, case: _Case, plan: Sweep) -> Row:
+def _timed(world: World, group: Group, name: str, size: int, in_place: bool, case: _Case, plan: Sweep) -> CollectiveRow:
     case.run()  # once on fresh buffers: what it makes is looked at
     wrong = int((case.result != case.expected).sum())
     for _ in range(WARM_UP - 1):
@@ -166,7 +166,7 @@ def _timed(world: World, group: Group, name: str, size: int, in_place: bool, cas
     seconds = max(each[0] for each in found)
     rate = size / seconds
     factor = bus_factor(name, group.size)
-    return Row(name, size, in_place, seconds, rate, rate * factor, sum(each[1] for each in found))
+    return CollectiveRow(name, size, in_place, seconds, rate, rate * factor, sum(each[1] for each in found))
 
 
 def _seconds(world: World, case: _Case, iterations: int) -> float:

@@ -13,7 +13,7 @@ from .settings import output_file
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..bench.collectives import Row
+    from ..bench.collectives import CollectiveRow
 
 
 def command(
@@ -67,7 +67,7 @@ def command(
     return int(any(row.wrong for row in rows))
 
 
-def _show(rows: Sequence[Row], ranks: int, kind: str, dtype: str, out: Path | None, json: bool) -> None:
+def _show(rows: Sequence[CollectiveRow], ranks: int, kind: str, dtype: str, out: Path | None, json: bool) -> None:
     from json import dumps
 
     from ..bench.environment import environment

@@ -35,8 +35,8 @@ class Ceilings:
     update_bytes_per_second: float | None = None
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of matrix products on numbers of ``dtype``: a processor that multiplies floats faster than halves can
-        turn halves into floats.
+        """Return the FLOP/s of matrix products on numbers of ``dtype``: a processor that multiplies floats faster than
+        halves can turn halves into floats.
 
         Raises:
             ValueError: no rate is known for ``dtype``.
@@ -46,11 +46,3 @@ class Ceilings:
                 f"no rate is known for {dtype} on {self.device}; known are: {', '.join(self.flops_per_second)}"
             )
         return max(self.flops_per_second[dtype], self.flops_per_second.get("float32", 0.0))
-
-    def floor(self, flops: float, bytes_read: float, dtype: str) -> float:
-        """The least time for this work in seconds: the larger of the time to compute and the time to read.
-
-        Raises:
-            ValueError: no rate is known for ``dtype``.
-        """
-        return max(flops / self.rate(dtype), bytes_read / self.read_bytes_per_second)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from ..spec.model import ModelConfig
+
+LAUNCHES = 9
+"""Kernels of a layer."""
+LAUNCH_SECONDS, PRODUCT_RATE = 150e-6, 600e12
+"""Seconds in which a host launches a kernel of a step with prompts, and FLOP/s of products: an H200 and its host."""
+
 
 class StepLoad(NamedTuple):
     """The work of a step of prefill chunks and decodes.
@@ -40,3 +47,11 @@ class StepLoad(NamedTuple):
                 chunks += 1
                 pairs += new * start + new * (new + 1) // 2
         return cls(tokens, keys, pairs, count, chunks, tokens)
+
+
+def launch_bound_tokens(config: ModelConfig) -> int:
+    """Return the tokens up to which a step with prompts is launched, kernel by kernel, slower than it is computed."""
+    weights = config.n_layers * (
+        config.dim * (2 * config.q_dim + 2 * config.kv_dim) + 3 * config.dim * config.widest_mlp
+    )
+    return int(config.n_layers * LAUNCHES * LAUNCH_SECONDS * PRODUCT_RATE / (2 * weights))

@@ -17,6 +17,8 @@ of each other stage, v times less where each rank has v runs of layers (Narayana
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 
 from ..spec.layouts.spread import Spread
@@ -24,11 +26,12 @@ from ..spec.model import ModelConfig
 from ..spec.weights import linear_shapes
 from .links import Axis, Traffic, beside
 from .machine import Machine
-from .memory.part import Part
+from .memory.part import RankPart
 from .memory.training_plan import TrainingPlan, trained_shapes
 from .memory.training_ranks import check, for_rank, part_of
 from .model import Row, step_cost
 from .storage import Storage
+from .work import visible_pairs
 
 ROUNDS = 5
 """Newton-Schulz iterations of Muon."""
@@ -132,7 +135,7 @@ def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Ma
 # ---- computing -------------------------------------------------------------------------------------------------------
 
 
-def _pass(part: Part, plan: TrainingPlan, machine: Machine) -> Pass:
+def _pass(part: RankPart, plan: TrainingPlan, machine: Machine) -> Pass:
     config, bits, shares = part.config, 8 * plan.element, machine.shares
     length = min(plan.seq_len, plan.micro_batch)
     rows = [Row(length, length)] * (plan.micro_batch // length)
@@ -178,7 +181,7 @@ def _share_of_first_mlp(config: ModelConfig) -> float:
     return sum(n for name, n in shapes.items() if name.endswith(("gate", "up"))) / sum(shapes.values())
 
 
-def _owned(part: Part, plan: TrainingPlan) -> int:
+def _owned(part: RankPart, plan: TrainingPlan) -> int:
     """Numbers whose state the rank has."""
     trained = trained_shapes(part.config, plan) if plan.adapted else part.shapes
     if part.zero == 3:
@@ -186,12 +189,12 @@ def _owned(part: Part, plan: TrainingPlan) -> int:
     return sum(math.prod(shape) for name, shape in trained.items() if part.owned is None or name in part.owned)
 
 
-def _trained(part: Part, plan: TrainingPlan) -> int:
+def _trained(part: RankPart, plan: TrainingPlan) -> int:
     """Numbers that are trained, of those the rank computes with."""
     return sum(math.prod(s) for s in (trained_shapes(part.config, plan) if plan.adapted else part.shapes).values())
 
 
-def _gradients(part: Part, plan: TrainingPlan, machine: Machine, micro: int, owned: int) -> float:
+def _gradients(part: RankPart, plan: TrainingPlan, machine: Machine, micro: int, owned: int) -> float:
     """Sums over micro-batches in 16 bits, copies into buckets, the norm."""
     numbers, e, moved = _trained(part, plan), plan.element, 0.0
     if micro > 1 and e < 4:
@@ -202,7 +205,7 @@ def _gradients(part: Part, plan: TrainingPlan, machine: Machine, micro: int, own
     return moved / machine.copies
 
 
-def _optimizer(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, owned: int) -> tuple[float, float]:
+def _optimizer(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, owned: int) -> tuple[float, float]:
     """Seconds of the step on the device, and on the host."""
     e = plan.element
     each = 4 if plan.master else e
@@ -226,7 +229,7 @@ def _optimizer(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine,
 # ---- between ranks ---------------------------------------------------------------------------------------------------
 
 
-def _data(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
+def _data(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
     """What data ranks exchange: gradients, and weights that others have updated."""
     axis = _sharing(spread, machine)
     if axis.ranks == 1:
@@ -265,14 +268,14 @@ def _sharing(spread: Spread, machine: Machine) -> Axis:
     return Axis(machine, spread.data * spread.context, stride)
 
 
-def _root(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine) -> Traffic:
+def _root(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine) -> Traffic:
     """Embedding, last norm and head under zero 3: gathered before the first layer, summed after the last."""
     axis = _sharing(spread, machine)
     seconds = axis.gather(plan.element * part.outside) + axis.gather(part.reduce * part.outside)
     return Traffic(seconds)
 
 
-def _layers(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
+def _layers(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
     """What tensor, context and pipeline ranks exchange in the passes of all micro-batches."""
     config, layers = part.config, part.config.n_layers
     stream = plan.element * config.dim * plan.micro_batch / spread.context
@@ -296,3 +299,44 @@ def _layers(part: Part, plan: TrainingPlan, spread: Spread, machine: Machine, on
         seconds = axis.send(spread.chunks * sent, 2 * spread.chunks)
         found += Traffic(seconds)
     return found * micro
+
+
+# ---- useful FLOPs ----------------------------------------------------------------------------------------------------
+
+
+class TrainingFlops:
+    """Useful FLOPs of steps, for MFU: those that the mathematics needs, forward and backward, without recomputation.
+
+    Source: Chowdhery et al. 2022, arXiv:2204.02311.
+
+    The backward pass of a product is two products, one where the weight is frozen (adapters count as nothing); that of
+    attention, which recomputes its scores, five products for two. The output head works on tokens with a label only,
+    and a token sees its own document only.
+
+    Args:
+        config: of the model.
+        frozen: the weights are not trained, adapters beside them are.
+    """
+
+    def __init__(self, config: ModelConfig, *, frozen: bool) -> None:
+        one = step_cost(config, [Row(1, 1)], logit_rows=1)
+        products = 2 if frozen else 3
+        self._linear, self._head = products * one["linear"].flops, products * one["head"].flops
+        self._pair = 3.5 * 4 * config.q_dim
+        self._reaches = Counter(config.layer_reach(layer) for layer in range(config.n_layers))
+
+    def __call__(self, lengths: Iterable[int], labels: int) -> float:
+        """Count the FLOPs of documents of ``lengths`` tokens each, ``labels`` of whose tokens have a label."""
+        counts = Counter(lengths)
+        attended = sum(
+            count * layers * visible_pairs(length, length, *reach)
+            for length, count in counts.items()
+            for reach, layers in self._reaches.items()
+        )
+        tokens = sum(length * count for length, count in counts.items())
+        return tokens * self._linear + labels * self._head + attended * self._pair
+
+
+def flops_per_token(config: ModelConfig, length: int, *, frozen: bool) -> float:
+    """Count the FLOPs of one token with a label, in documents of ``length`` tokens, forward and backward."""
+    return TrainingFlops(config, frozen=frozen)([length], length) / length

@@ -12,10 +12,9 @@ from ..checkpoints.layouts import held_layouts
 from ..checkpoints.resolve import ModelSource
 from ..costs.model import weight_bytes
 from ..costs.storage import storage_for, storage_held
+from ..costs.units import GIB
 from ..spec.numbers.registry import roundings
 from .config import EngineConfig
-
-GIB = 2**30
 
 
 def check_weights(

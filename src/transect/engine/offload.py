@@ -6,8 +6,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 
-from ..costs.memory.streaming import GIB, StreamPlan, layer_bytes, plan_stream
+from ..costs.memory.streaming import StreamPlan, layer_bytes, plan_stream
 from ..costs.storage import Storage
+from ..costs.units import GIB
 from ..spec.model import ModelConfig
 from .config import EngineConfig
 from .kv_size import free_memory

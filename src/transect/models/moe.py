@@ -39,7 +39,7 @@ class Exchanged(Protocol):
         ...
 
 
-class Spread(Protocol):
+class ExpertShards(Protocol):
     """Ranks that share the experts of a layer (``parallel/experts.py``)."""
 
     @property
@@ -143,7 +143,7 @@ class MoE(Half):
         super().__init__()
         self.moe, self.ops = moe, ops
         self.watch: Watch | None = None
-        self.spread: Spread | None = None
+        self.spread: ExpertShards | None = None
         route = partial(ops.expert_routing, k=moe.per_token, held=moe.held, score=moe.score)
         more = {"renormalize": moe.renormalize, "groups": moe.groups, "groups_kept": moe.groups_kept}
         self._route = partial(route, scale=moe.scale, **more)
@@ -182,7 +182,7 @@ class MoE(Half):
             out_TD = out_TD + self._shared(x_TD, self.shared_gate_up)
         return out_TD if spread is None else spread.sum(out_TD)
 
-    def _exchanged(self, x_TD: Tensor, spread: Spread) -> Tensor:
+    def _exchanged(self, x_TD: Tensor, spread: ExpertShards) -> Tensor:
         """The same of the own tokens, each of which goes to the ranks that have its experts. Scores go with it, so that
         all ranks choose alike."""
         logits_TE = self.router(x_TD)

@@ -52,7 +52,7 @@ def way_of(ranks: int, per_token: int, asked: Way = "auto") -> Way:
 
 
 class ExpertRanks:
-    """A ``models.moe.Spread``: the ranks that share the experts, seen from one of them.
+    """A ``models.moe.ExpertShards``: the ranks that share the experts, seen from one of them.
 
     Attributes:
         first: the first of the experts that this rank has.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ..ops.sampling.sampling import Spread
+    from ..ops.sampling.sampling import LogitShards
     from .peer_sums import PeerSums
 
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,7 +54,7 @@ class Group:
         self.ranks, self.rank, self.group = ranks, rank, group
         self.sums: PeerSums | None = None
         """Kernels of our own that sum; None: torch's do."""
-        self.logits: Spread | None = None
+        self.logits: LogitShards | None = None
         """Where the ranks read each other's logits; None: they gather them."""
         self.seconds = 0.0
         """Spent so far on moving CPU tensors between ranks, most of it in waiting for the last of them."""

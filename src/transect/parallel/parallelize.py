@@ -30,7 +30,7 @@ from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.stored import StoredWeights, stored_tensor
 from ..spec.layouts.ranks import RankLayout
-from ..spec.layouts.refusals import Run, refusal
+from ..spec.layouts.refusals import RunSettings, refusal
 from ..spec.layouts.schedule import Action, Name, schedule
 from ..spec.layouts.shards import Shard, vocabulary_share
 from ..spec.layouts.spread import Spread
@@ -121,7 +121,7 @@ def parallelize(
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
     """
     stages = mesh.layout.pipeline if plan.schedule == "interleaved" else 1
-    run = Run(accumulate=mesh.layout.data * stages)  # the step itself is the caller's business
+    run = RunSettings(accumulate=mesh.layout.data * stages)  # the step itself is the caller's business
     reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
         raise ValueError(reason)

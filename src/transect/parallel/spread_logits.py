@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 
 from ..ops.comm.peer_memory import memory_at
-from ..ops.sampling.sampling import GROUP, Spread
+from ..ops.sampling.sampling import GROUP, LogitShards
 from ..spec.layouts.shards import vocabulary_share
 from .group import Group
 from .shared_memory import free_memory, shared_memory
 from .world import World
 
 
-def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torch.dtype) -> Spread | str:
+def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torch.dtype) -> LogitShards | str:
     """Memory for this rank's part of so many rows of logits, or why they are gathered. Every rank of the world calls
     this with the same arguments. An engine that comes later on the same ranks gets the same memory where it is enough;
     none may be used beside another."""
@@ -33,9 +33,9 @@ def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torc
         held = world.logits[group.ranks] = made
     away = offsets(held.addresses, group.rank, share, dtype.itemsize)
     kept = memory_at(held.own.address, nbytes).view(dtype).view(rows, share)
-    return Spread(kept, torch.tensor(away, device=world.device), group.rank, vocab, group.all_reduce)
+    return LogitShards(kept, torch.tensor(away, device=world.device), group.rank, vocab, group.all_reduce)
 
 
 def offsets(addresses: list[int], rank: int, share: int, itemsize: int) -> list[int]:
-    """``Spread.away`` of parts that begin at these addresses."""
+    """``LogitShards.away`` of parts that begin at these addresses."""
     return [(address - addresses[rank]) // itemsize - other * share for other, address in enumerate(addresses)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from effort import proving, quick_first
 
-from transect.costs.memory.part import Part
+from transect.costs.memory.part import RankPart
 from transect.costs.memory.training import Account
 from transect.costs.memory.training_plan import TrainingPlan
 from transect.models.context import VarlenContext
@@ -80,7 +80,7 @@ def held_by_autograd(config, plan):
 
 
 def predicted(config, plan):
-    return Account(replace(plan, micro_batch=TOKENS - 1, rank=RANK), Part.whole(config)).kept_bytes(config.n_layers)
+    return Account(replace(plan, micro_batch=TOKENS - 1, rank=RANK), RankPart.whole(config)).kept_bytes(config.n_layers)
 
 
 CASES = [

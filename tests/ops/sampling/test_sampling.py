@@ -165,7 +165,7 @@ def on_ranks(made: dict, ranks: int, **outputs: torch.Tensor) -> list[list[int]]
 
     def drawn(rank: int, sum_: object, **more: torch.Tensor) -> torch.Tensor:
         away = [(other - rank) * kept[0].numel() - other * share for other in range(ranks)]
-        spread = sampling.Spread(kept[rank], torch.tensor(away, device=DEVICE), rank, vocab, sum_)
+        spread = sampling.LogitShards(kept[rank], torch.tensor(away, device=DEVICE), rank, vocab, sum_)
         return sampling.sample(logits[:, rank * share :][:, :share], **made, spread=spread, **more)
 
     def come(stats: torch.Tensor) -> None:
@@ -284,7 +284,7 @@ def test_half_logits_and_strided_rows(dtype: torch.dtype) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     made = {name: value.to(DEVICE) for name, value in sampling.inputs(torch.zeros(2, 5), sampling.SETTINGS).items()}
-    part = sampling.Spread(torch.zeros(4, 128), torch.zeros(2, dtype=torch.int64), 1, 200, lambda stats: stats)
+    part = sampling.LogitShards(torch.zeros(4, 128), torch.zeros(2, dtype=torch.int64), 1, 200, lambda stats: stats)
     assert part.refusal(torch.zeros(4, 72)) is None
     assert "not [5, 72]" in part.refusal(torch.zeros(5, 72)) and "not [4, 73]" in part.refusal(torch.zeros(4, 73))
     assert "float32" in part.refusal(torch.zeros(4, 72, dtype=torch.bfloat16))

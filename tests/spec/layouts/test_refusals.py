@@ -8,7 +8,7 @@ from training_runs import tiny_run
 
 from transect.costs.memory.training_plan import TrainingPlan
 from transect.costs.memory.training_ranks import training_ranks
-from transect.spec.layouts.refusals import Run, nearest, reasons, refusal
+from transect.spec.layouts.refusals import RunSettings, nearest, reasons, refusal
 from transect.spec.layouts.spread import Spread
 from transect.spec.moe import MoEConfig
 from transect.spec.shapes import PRESETS
@@ -53,7 +53,7 @@ INTERLEAVED = {"pipeline": 4, "schedule": "interleaved", "chunks": 2}
     ],
 )
 def test_the_nearest_layout_is_named(spread, run, model, message):
-    found = refusal(Run(**run), Spread(**spread), model)
+    found = refusal(RunSettings(**run), Spread(**spread), model)
     assert message in found, found
 
 
@@ -68,7 +68,12 @@ def test_what_is_named_does_work(model):
             asked = Spread(
                 data=data, pipeline=pipeline, tensor=tensor, context=4 // (data * pipeline * tensor), zero=zero
             )
-            for run in (Run(), Run(adapted=True), Run(optimizer="muon", accumulate=4), Run(samples=True)):
+            for run in (
+                RunSettings(),
+                RunSettings(adapted=True),
+                RunSettings(optimizer="muon", accumulate=4),
+                RunSettings(samples=True),
+            ):
                 if next(reasons(run, asked, model), None) is None:
                     continue
                 refused += 1

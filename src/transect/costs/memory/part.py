@@ -1,4 +1,4 @@
-"""``Part``: what one rank of a run has of a model, and how it holds gradients. Alone, a rank has everything.
+"""``RankPart``: what one rank of a run has of a model, and how it holds gradients. Alone, a rank has everything.
 
 Gradients of N numbers with e bytes each, summed over the ranks in numbers of r bytes (``parallel/replicas.py``,
 ``parallel/sharded.py``); W is the numbers that travel together, a bucket of 25 MiB or one large parameter:
@@ -38,7 +38,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankPart:
     """What one rank computes and holds.
 
     Attributes:
@@ -77,7 +77,7 @@ class Part:
     host_weights: bool = False
 
     @classmethod
-    def whole(cls, config: ModelConfig) -> Part:
+    def whole(cls, config: ModelConfig) -> RankPart:
         """What the rank of a run on one device has."""
         return cls(config=config, shapes=weight_shapes(config), vocabulary=config.vocab_size)
 
@@ -129,7 +129,7 @@ class Gradients:
         several: whether it has more than one micro-batch to a step.
     """
 
-    part: Part
+    part: RankPart
     trained: Shapes
     element: int
     several: bool

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from ...spec.model import ModelConfig
 from ...spec.weights import linear_shapes, weight_shapes
 from ..storage import Storage
+from ..units import GIB
 
-GIB = 2**30
 SLOTS = 2
 
 

@@ -22,7 +22,7 @@ from ...spec.weights import largest_matrix
 from ..units import gib
 from .kept import Kept, LayerKept, layer_kept, outside_layers
 from .merged import MergedKept, matrix_numbers, merged_kept
-from .part import Gradients, Part, by_module, count, module_of
+from .part import Gradients, RankPart, by_module, count, module_of
 from .terms import Estimate, Phase, Term
 from .training_plan import TrainingPlan, check_base, exchange_bytes, state_bytes, step_bytes, trained_shapes
 
@@ -43,9 +43,9 @@ MARGIN = {"gpu": 0.05, "cpu": 0.10}
 FIXED_MARGIN = 256 * 2**20
 
 
-def training(config: ModelConfig, plan: TrainingPlan, part: Part | None = None) -> Estimate:
+def training(config: ModelConfig, plan: TrainingPlan, part: RankPart | None = None) -> Estimate:
     """The account of ``plan`` for a model; of one rank, where it has a ``part`` of the model (``parallel/memory``)."""
-    return Account(plan, part or Part.whole(config)).estimate()
+    return Account(plan, part or RankPart.whole(config)).estimate()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Gathered:
 class Account:
     """Collects terms, then phases, of one rank."""
 
-    def __init__(self, plan: TrainingPlan, part: Part) -> None:
+    def __init__(self, plan: TrainingPlan, part: RankPart) -> None:
         self.plan, self.part = plan, part
         config = self.config = part.config
         check_base(config, plan)

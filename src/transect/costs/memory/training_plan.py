@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from ...spec.layouts.refusals import ONE_BIT, Run
+from ...spec.layouts.refusals import ONE_BIT, RunSettings
 from ...spec.model import ModelConfig
 from ...spec.numbers.registry import base_formats
 from ...spec.weights import linear_shapes, weight_shapes
@@ -83,9 +83,11 @@ class TrainingPlan:
         return self.task in ("lora", "qlora")
 
     @property
-    def run(self) -> Run:
+    def run(self) -> RunSettings:
         """Settings that decide how the run can be spread over ranks."""
-        return Run(adapted=self.adapted, objective=self.objective, optimizer=self.optimizer, accumulate=self.accumulate)
+        return RunSettings(
+            adapted=self.adapted, objective=self.objective, optimizer=self.optimizer, accumulate=self.accumulate
+        )
 
     def reads(self, config: ModelConfig) -> Reads:
         """Whose gradient needs its input."""

@@ -17,7 +17,7 @@ from ...spec.layouts.schedule import most_kept
 from ...spec.layouts.shards import Shard
 from ...spec.layouts.spread import Spread
 from ...spec.model import ModelConfig
-from .part import Part
+from .part import RankPart
 from .shared import COPY_RANKS, copies_bytes
 from .terms import Estimate
 from .training import training
@@ -29,7 +29,7 @@ class StageMemory:
     """One stage: what its first rank has, and needs."""
 
     shard: Shard
-    part: Part
+    part: RankPart
     estimate: Estimate
 
 
@@ -71,7 +71,7 @@ def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
     return replace(plan, whole=0, checkpointing=kept)
 
 
-def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> Part:
+def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> RankPart:
     """What the first rank of a stage has."""
     shard, shapes = _stage(config, spread.tensor, stage, spread.pipeline, spread.data if spread.expert else 1)
     owned, sharing = None, spread.data * spread.context
@@ -83,7 +83,7 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
         most = held.index(max(held))
         owned = frozenset(name for name in sizes if owner[name] == most)
     micro = plan.accumulate // spread.data
-    return Part(
+    return RankPart(
         config=shard.local,
         shapes=shapes,
         last=shard.last,

@@ -126,7 +126,7 @@ def device_sampler(device: torch.device) -> DeviceSampler:
         adjusts: bool,
         wants_logprobs: bool,
         masks: Tensor | None = None,
-        spread: sampling.Spread | None = None,
+        spread: sampling.LogitShards | None = None,
     ) -> LogprobTensors | None:
         rows = len(logits_RV)
         token, finite, raw_finite = (field[:rows] for field in drawn)

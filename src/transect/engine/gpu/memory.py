@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from ...costs.units import GIB
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,9 @@ from ...checkpoints.load import cache_dtype, kv_dtype
 from ...costs.memory.serving import ServingPlan, smallest_layout
 from ...costs.memory.streaming import StreamPlan
 from ...costs.model import kv_bytes_per_token, weight_bytes
+from ...costs.steps import launch_bound_tokens
 from ...costs.storage import Layouts, Storage, storage_for, storage_held
+from ...costs.units import GIB
 from ...ops.attention.paged.cache_codes import refusal as cache_refusal
 from ...ops.attention.paged.paged_attention import PagedTriton
 from ...ops.lang.jit import has_dependent_launch
@@ -29,7 +31,6 @@ from ...spec.model import ModelConfig
 from ...spec.numbers.registry import cache_bits
 from ..config import EngineConfig
 from ..offload import stream_plan
-from .memory import GIB
 from .step_sizes import row_bucket
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,6 @@ log = logging.getLogger(__name__)
 WHOLE_PROMPTS = (1536, 96)
 """Tokens, in all and a row, from which whole prompts have an attention kernel of their own: where the Hopper kernel
 pays (``ops/attention/packed/hopper.py``) with 16 heads and more."""
-
-LAUNCHES = 9
-"""Kernels of a layer."""
-LAUNCH_SECONDS, MULTIPLIES = 150e-6, 600e12
-"""Seconds in which the host launches a kernel, FLOPs of a product in a second: an H200 and its host."""
 
 FILL_BYTES, FILL_TOKENS = 8 << 30, 256
 """Prompts are spread over decode steps (``filling.py``) for models with this many bytes of weights, up to this many
@@ -243,18 +239,10 @@ def runner_tricks(
         "copy_kernels": switches.copy_kernels and not by_torch(ops),
         # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
         "fine_rows": hopper,
-        "graph_tokens": graph_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
+        "graph_tokens": launch_bound_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
         # torch's operators take no tokens that belong to no row.
         "pad_tokens": 1 if by_torch(ops) else None,
     }
-
-
-def graph_tokens(config: ModelConfig) -> int:
-    """Prompt tokens up to which a step is launched slower, kernel by kernel, than it is computed."""
-    weights = config.n_layers * (
-        config.dim * (2 * config.q_dim + 2 * config.kv_dim) + 3 * config.dim * config.widest_mlp
-    )
-    return int(config.n_layers * LAUNCHES * LAUNCH_SECONDS * MULTIPLIES / (2 * weights))
 
 
 def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> int | None:

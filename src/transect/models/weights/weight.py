@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ...ops.comm.peer_memory import Push
     from ...ops.cpu.library import Library, PackedWeight
     from ...ops.linear.stream_products import Size, Stream, StreamProducts
-    from ...ops.sampling.sampling import Spread
+    from ...ops.sampling.sampling import LogitShards
 
 Product = Callable[[Tensor], Tensor]
 Chain = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[float, float]], tuple[Tensor, Tensor]]
@@ -115,7 +115,7 @@ class Ungathered(NamedTuple):
     others."""
 
     product: Product
-    spread: Spread
+    spread: LogitShards
 
 
 @dataclass(frozen=True, slots=True)

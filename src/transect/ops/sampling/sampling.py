@@ -29,8 +29,8 @@ On Hopper the launches are dependent: each begins while the one before it runs, 
 temperature to position, before that has ended. So the kernel before the first of them must not write those.
 
 Where a vocabulary is cut between ranks, each passes over its own logits; a sum joins the groups' maxima and masses
-(``Spread``). Everything after it runs on every rank as on one GPU. What it looks at of other ranks' logits, a group, or
-the tokens above the bar, it reads in their memory. So tokens are those of one GPU, whatever is asked for.
+(``LogitShards``). Everything after it runs on every rank as on one GPU. It reads other ranks' logits (a group, or the
+tokens above the bar) in their memory. So tokens are those of one GPU, whatever is asked for.
 
 Shapes: logits ``[R, V]``; temperature, top_p, min_p float32 ``[R]``; top_k int32 ``[R]`` (0 or at least V: off); seed
 int64 ``[R]``; choice and position int32 or int64 ``[R]``; result int64 ``[R]``. No gradient. The host reads no value.
@@ -76,7 +76,7 @@ MANY_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
+class LogitShards:
     """A row of logits that lies in parts of one width on several ranks, in memory which all of them can read. Between
     two draws the ranks must meet (in the sums of a step's layers), so that none overwrites what another still reads.
 
@@ -187,7 +187,7 @@ def sample(
     out: Tensor | None = None,
     logprobs: Tensor | None = None,
     finite: Tensor | None = None,
-    spread: Spread | None = None,
+    spread: LogitShards | None = None,
 ) -> Tensor:
     """``reference`` on the device; a CUDA graph can capture it.
 

@@ -1,8 +1,8 @@
 """The Triton kernels of ``sampling.py``, launched in this order: ``_groups``, ``_settle``, ``_collect``, ``_choose``.
 
 What each does for a row is said there. Noise comes twice: quickly and to 1e-4 (``_nearly``), to see which tokens may
-win, then exactly for those. ``SPREAD``: the row lies in parts on several GPUs (``sampling.Spread``). ``away`` says for
-each part how far from ``logits`` it begins, less its first id.
+win, then exactly for those. ``SPREAD``: the row lies in parts on several GPUs (``sampling.LogitShards``). ``away`` says
+for each part how far from ``logits`` it begins, less its first id.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ MOST_RANKS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RunSettings:
     """Settings of a run that decide how it can be spread; names are those of the training configuration.
 
     Attributes:
@@ -49,7 +49,7 @@ class Reason:
     instead: str = ""
 
 
-def refusal(run: Run, spread: Spread, model: ModelConfig | None = None) -> str | None:
+def refusal(run: RunSettings, spread: Spread, model: ModelConfig | None = None) -> str | None:
     """Return why a run cannot be spread so, and what to set; None if it can.
 
     Args:
@@ -66,7 +66,7 @@ def refusal(run: Run, spread: Spread, model: ModelConfig | None = None) -> str |
     return f"{reason.why}: set {', or '.join(ways)}" if ways else f"{reason.why}: no layout of this run can be trained"
 
 
-def nearest(run: Run, spread: Spread, model: ModelConfig | None = None) -> tuple[Spread, int] | None:
+def nearest(run: RunSettings, spread: Spread, model: ModelConfig | None = None) -> tuple[Spread, int] | None:
     """The layout that differs least from one that is refused, of as many ranks if there is one, and ``accumulate`` with
     it. Equally near ones count by the order of ``AXES``: what is most often quicker comes first."""
     ranks = spread.ranks
@@ -126,7 +126,7 @@ def _of(spread: Spread, name: str) -> object:
     return (spread.data if spread.expert else 1) if name == "expert" else getattr(spread, name)
 
 
-def _changes(asked: Spread, run: Run, found: Spread, accumulate: int) -> str:
+def _changes(asked: Spread, run: RunSettings, found: Spread, accumulate: int) -> str:
     """Name the settings that lead to another layout."""
     parts = []
     for name in ("tensor", "context", "pipeline", "data", "expert", "zero", "tiles", "sequence", "schedule", "chunks"):
@@ -143,7 +143,7 @@ def _changes(asked: Spread, run: Run, found: Spread, accumulate: int) -> str:
 # Rules, the plainest first
 
 
-def reasons(run: Run, spread: Spread, model: ModelConfig | None = None) -> Iterator[Reason]:
+def reasons(run: RunSettings, spread: Spread, model: ModelConfig | None = None) -> Iterator[Reason]:
     """Why a run cannot be spread so, every reason there is."""
     yield from _of_steps(run, spread)
     yield from _of_what_is_trained(run, spread)
@@ -154,7 +154,7 @@ def reasons(run: Run, spread: Spread, model: ModelConfig | None = None) -> Itera
         yield from _of_layers(spread, model)
 
 
-def _of_steps(run: Run, spread: Spread) -> Iterator[Reason]:
+def _of_steps(run: RunSettings, spread: Spread) -> Iterator[Reason]:
     if run.accumulate % spread.data:
         enough = -(-run.accumulate // spread.data) * spread.data
         why = f"a step has {run.accumulate} micro-batches, which {spread.data} ranks cannot share evenly"
@@ -172,7 +172,7 @@ def _of_steps(run: Run, spread: Spread) -> Iterator[Reason]:
         yield Reason(f"layer_keep leaves layers out, and parallel.{what} runs each in its turn", "layer_keep to 1")
 
 
-def _of_what_is_trained(run: Run, spread: Spread) -> Iterator[Reason]:
+def _of_what_is_trained(run: RunSettings, spread: Spread) -> Iterator[Reason]:
     if run.objective == "grpo" and spread.ranks > 1:
         yield Reason('objective = "grpo" draws its answers on one device')
     for name in ("tensor", "pipeline", "expert"):
@@ -195,7 +195,7 @@ def _of_what_is_trained(run: Run, spread: Spread) -> Iterator[Reason]:
         yield Reason("samples are drawn from a whole model, and parallel.zero = 3 cuts it")
 
 
-def _of_optimizers(run: Run, spread: Spread) -> Iterator[Reason]:
+def _of_optimizers(run: RunSettings, spread: Spread) -> Iterator[Reason]:
     name = f'optimizer.name = "{run.optimizer}"'
     for axis in ("tensor", "pipeline", "expert"):
         if _of(spread, axis) != 1 and run.optimizer != "adamw":

@@ -3,7 +3,7 @@
 * ``trainer.py``: the loop. ``crew.py``: the ranks that train together, as the loop sees them; ``follow.py``: how they
   are started, and the part of all but the first.
 * ``schedule.py``: the learning rate. ``health.py``: NaN and loss spikes. ``memory.py``: the memory of a run, and the
-  checkpointing of activations that makes it fit. ``flops.py``: useful FLOPs, for MFU.
+  checkpointing of activations that makes it fit.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories; ``parts.py``: of several ranks;
   ``stored_state.py``: their tensors. ``best.py``: the best checkpoint, and early stopping.
 * ``report.py``: progress, JSONL and TensorBoard logs; ``curves.py`` draws them; ``trackers.py``: Weights & Biases,

@@ -30,7 +30,7 @@ from ...parallel.replicas import Replicas
 from ...parallel.sharded import Sharded
 from ...parallel.world import Failure, SharedValueError, World
 from ...spec.layouts.ranks import RankPlace, check_shares
-from ...spec.layouts.refusals import Run, refusal
+from ...spec.layouts.refusals import RunSettings, refusal
 from ...spec.layouts.spread import Spread
 from ...spec.model import ModelConfig
 from ..config import TrainConfig
@@ -418,7 +418,7 @@ def check(config: TrainConfig) -> None:
             'optimizer.name = "zero_one_adam" takes local steps, which weights in bfloat16 alone would round away: set '
             'precision to "mixed"'
         )
-    run = Run(
+    run = RunSettings(
         adapted=config.task in ("lora", "qlora"),
         objective=config.objective,
         optimizer=config.optimizer.name,

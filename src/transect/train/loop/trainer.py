@@ -36,6 +36,7 @@ from ...checkpoints.adapter_peft import read_adapter
 from ...checkpoints.load import stored_weights
 from ...checkpoints.peft_config import is_adapter
 from ...checkpoints.resolve import resolve
+from ...costs.training import TrainingFlops
 from ...models.weights.adapted_product import calling_thread_alone
 from ...parallel.world import World
 from ..adapters.lora import take_adapter
@@ -52,7 +53,6 @@ from ..optim import build as build_optimizer
 from .best import Best
 from .checkpoint import Checkpoint, Snapshot, Writer, list_steps
 from .crew import Crew
-from .flops import TrainingFlops
 from .health import LossWatch, TrainingStopped, first_bad_number, first_bad_tensor
 from .memory import check_length, fit, least_free
 from .samples import SampleRecord, Samples

@@ -2,9 +2,9 @@
 
 import pytest
 
+from transect.costs.training import TrainingFlops, flops_per_token
 from transect.spec.shapes import PRESETS
 from transect.spec.weights import parameter_count
-from transect.train.loop.flops import TrainingFlops, flops_per_token
 
 
 def test_six_flops_a_parameter_and_token_where_attention_is_small() -> None:
