@@ -28,7 +28,7 @@ GRACE_S = 2.0
 
 
 class Store(Protocol):
-    """What is needed of torch's stores."""
+    """The methods of torch's stores that are used."""
 
     def set(self, key: str, value: str) -> Any: ...
 
@@ -39,7 +39,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """Where a rank is: ``seconds`` it has been there, ``alone`` whether it waits for nobody there."""
+    """A rank's place in the run: ``seconds`` spent there; ``alone`` if no other rank is waited for."""
 
     step: int
     what: str

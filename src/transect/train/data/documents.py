@@ -42,7 +42,7 @@ class Tally:
     absent: dict[str, str] = field(default_factory=dict)
     """Entries of ``data.columns`` that no row so far has."""
     apart: int = 0
-    """Chats of which each answer became a document, because the template renders earlier turns anew."""
+    """Chats that became a document for each answer, because the template renders earlier turns anew."""
 
     def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
         """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
@@ -108,7 +108,7 @@ class Forms:
         self.tallies: list[Tally] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
-        """What ``use`` makes of each row.
+        """Yield the result of ``use`` for each row.
 
         Raises:
             ValueError: a row that cannot be used, or one in another layout than those before it; the place is named.
@@ -263,7 +263,7 @@ def chat_tokens(
     first: int = 0,
     masked: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """A chat as the model will meet it when it serves, and a mask of the tokens that are trained on: those of the
+    """The tokens of a chat as a server renders it, and a mask of the tokens that are trained on: those of the
     assistant's messages from ``first`` on that are not among the ``masked``.
 
     Each answer is tokenized on its own after the text that opens it, as it is when a server renders the prompt and the
@@ -337,7 +337,7 @@ class _Rendered:
         ]
 
     def opened(self, turn: int) -> str:
-        """What stands before the answer ``turn``, up to where the model goes on."""
+        """The text before the answer ``turn``, with the header that opens it."""
         if turn:
             return self._render(self._messages[:turn], add_generation_prompt=True)
         return self._header(self._messages[0])
@@ -363,7 +363,7 @@ class _Rendered:
             raise ValueError(self._inert.shown(str(error))) from error
 
     def _header(self, message: Mapping[str, Any]) -> str:
-        """What a template writes before the content of a first message: a default system prompt, say, and the role."""
+        """The text of a template before the first message: a default system prompt, for example, and the role."""
         texts = [
             self._render([{**message, "content": content}], add_generation_prompt=False)
             for content in (message.get("content"), "0", "1")

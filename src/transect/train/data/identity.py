@@ -1,5 +1,5 @@
-"""What a run is of: its data, which tokens of it are trained on, the base under its adapters or behind its reference,
-and its teacher.
+"""Identity of a run: its data, the mask of trained tokens, the base under its adapters or behind its reference, and its
+teacher.
 
 A checkpoint keeps a digest of each. A run that goes on compares them and names what has changed, so that a file that
 was replaced meanwhile does not change a run in silence.
@@ -62,7 +62,7 @@ BASE = ("group", "base_format")
 
 
 def check_settings(kept: Mapping[str, Any], now: Mapping[str, Any], where: Path) -> None:
-    """Whether a run that goes on still trains what its checkpoint holds.
+    """Check that a resumed run still trains the parameters of its checkpoint.
 
     Args:
         kept: the configuration in the checkpoint at ``where``; what it does not have is not compared.
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def compare(kept: Mapping[str, str], now: Mapping[str, str], allowed: Collection[str], where: Path) -> None:
-    """Whether a run may go on.
+    """Check that a run may resume from a checkpoint.
 
     Args:
         kept: what the checkpoint at ``where`` was made of; a part that it does not know is not compared.

@@ -223,7 +223,7 @@ VERDICTS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0
 
 
 def _verdict(row: Mapping[str, Any]) -> bool | None:
-    """What the row's label says of its answer; None if it says nothing of good or bad."""
+    """The row's label as good or bad; None if it is neither."""
     return VERDICTS.get(str(row.get("label")).strip().lower())
 
 

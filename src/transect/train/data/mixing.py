@@ -1,4 +1,4 @@
-"""How often each file's windows or documents come in an epoch, where ``data.weights`` says what share each has."""
+"""Repetitions of each file's windows or documents in an epoch, from the shares in ``data.weights``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 
 def repeats(weights: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """How often each source is gone through in an epoch that has as many tokens as all sources together.
+    """Repetitions of each source in an epoch that has as many tokens as all sources together.
 
     Args:
         weights: shares of the tokens of an epoch; they need not add up to 1.

@@ -100,7 +100,7 @@ class StreamingLoader:
         return self
 
     def size(self, epoch: int) -> int:
-        """Raises ValueError: nobody knows before all is read."""
+        """Raises ValueError: the number is not known before all is read."""
         raise ValueError("epochs are not known of data that is read as the run goes: set steps, not epochs")
 
     def identity(self) -> dict[str, str]:
@@ -133,7 +133,7 @@ class StreamingLoader:
         return self._dealt[1]
 
     def _plan(self, epoch: int, section: int) -> EpochPlan | None:
-        """The micro-batches of a section; None: it has too few tokens for one. The next section is begun."""
+        """The micro-batches of a section; None if it has too few tokens for one. The next section begins to be read."""
         if self._now is None or self._now[0] != (epoch, section):
             if self._ahead is None or self._ahead[0] != (epoch, section):
                 self._begin(epoch, section)
