@@ -1,9 +1,9 @@
-"""How long a step of training takes on each rank of a layout, in parts, before it runs.
+"""Seconds of a training step on each rank of a layout, by part, before it runs.
 
 Operators are counted by ``model.py`` on the sizes that a rank has. Forward and backward of a product are three
-products (two where the weight is frozen), of attention 3.5 times the forward pass; what only moves bytes moves them
-three times. Each is divided by the rate of the machine and the share of it that training reaches. What a rank
-does besides is the same for every layout: it steps the optimizer over what it owns, and exchanges what its axes ask.
+products (two if the weight is frozen), of attention 3.5 times the forward pass; operators that only move bytes move
+them three times. Each is divided by the rate of the machine and the share of it that training reaches. The rest is the
+same for every layout: a rank steps the optimizer over the numbers that it owns, and exchanges messages along its axes.
 
 Data ranks sum gradients while the backward pass runs, between GPUs of one host by copy engines, which slow it less.
 What comes last, the embedding's bucket, has nothing beside it; with fused sums, where the head shares its table, only
@@ -176,7 +176,7 @@ def _pass(part: RankPart, plan: TrainingPlan, machine: Machine) -> Pass:
 
 
 def _share_of_first_mlp(config: ModelConfig) -> float:
-    """What gate and up are of a layer's products."""
+    """Return the share of gate and up in a layer's products."""
     shapes = {name: math.prod(shape) for name, (shape, _) in linear_shapes(config).items()}
     return sum(n for name, n in shapes.items() if name.endswith(("gate", "up"))) / sum(shapes.values())
 
@@ -230,7 +230,7 @@ def _optimizer(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Mach
 
 
 def _data(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
-    """What data ranks exchange: gradients, and weights that others have updated."""
+    """Time the messages of data ranks: gradients, and weights that others have updated."""
     axis = _sharing(spread, machine)
     if axis.ranks == 1:
         return Traffic()
@@ -276,7 +276,7 @@ def _root(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine) 
 
 
 def _layers(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, one: Pass, micro: int) -> Traffic:
-    """What tensor, context and pipeline ranks exchange in the passes of all micro-batches."""
+    """Time the messages of tensor, context and pipeline ranks in the passes of all micro-batches."""
     config, layers = part.config, part.config.n_layers
     stream = plan.element * config.dim * plan.micro_batch / spread.context
     found = Traffic()

@@ -1,4 +1,4 @@
-"""Whether a training plan fits in memory, and the smallest change with which it does.
+"""Fit a training plan into memory: checkpointing that fits, and the smallest change with which a plan does.
 
 Changes are tried in the order in which they cost least of what the run is for: a checkpointing plan that keeps less and
 a smaller micro-batch with more of them to a step (the same numbers, slower), 8-bit moments, then adapters in place of

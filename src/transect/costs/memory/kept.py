@@ -1,6 +1,6 @@
-"""What the gradients of a layer's operators keep between the forward and the backward pass, in bytes for each token.
+"""Tensors that a layer keeps from its forward pass for its gradients, in bytes for each token.
 
-Autograd holds a tensor once however many operators ask for it, so what counts is the set of tensors, by the table below
+Autograd holds a tensor once however many operators ask for it, so the set of tensors counts, by the table below
 (e bytes an element, w = max(4, e): torch's own operators compute in float32 and keep that copy). In float32 the CPU has
 C++ kernels for RMSNorm, rotary, attention and swiglu that keep what the Triton kernels keep, and the norm one over its
 size for each row.
@@ -40,11 +40,11 @@ Kept = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """Whose gradient needs the input of a layer's matrices: all of them where weights are trained, else those with an
-    adapter. ``rank`` 0: no adapters. ``norms``: the weights of norms are trained."""
+    """Matrices of a layer whose gradient needs their input: all if weights are trained, else those with an adapter.
+    ``rank``: of the adapters, 0 without them. ``norms``: the weights of norms are trained."""
 
     qkv: int
-    """How many of q, k, v keep their input; they share it."""
+    """Number of q, k, v that keep their input, which they share."""
     o: bool
     gate_up: int
     down: bool
@@ -72,16 +72,16 @@ class LayerKept:
     attention: float
     mlp: float
     input: float
-    """The residual stream at one point: what a checkpointed part keeps."""
+    """The residual stream at one point, which a checkpointed part keeps."""
 
     def under(self, plan: Kept) -> float:
-        """What stays until the layer's backward pass."""
+        """Return the bytes that stay until the layer's backward pass."""
         if plan == "full":
             return self.input
         return self.attention + (self.input if plan == "selective" else self.mlp)
 
     def again(self, plan: Kept) -> float:
-        """What is computed a second time, and held during the layer's own backward pass."""
+        """Return the bytes that are computed a second time, and held during the layer's own backward pass."""
         return {"none": 0.0, "selective": self.mlp, "full": self.attention + self.mlp}[plan]
 
 
@@ -94,9 +94,14 @@ def layer_kept(
     first: bool = False,
     stream: int | None = None,
 ) -> LayerKept:
-    """One layer. ``element``: bytes of a number in the compute dtype. ``first``: under adapters nothing below the first
-    layer is trained, so the norm at its start keeps nothing. ``stream``: columns of the residual stream that a rank has
-    for each token, where ranks share it; what goes into matrices is whole all the same."""
+    """Count the bytes that one layer keeps.
+
+    Args:
+        element: bytes of a number in the compute dtype.
+        first: with adapters nothing below the first layer is trained, so the norm at its start keeps nothing.
+        stream: columns of the residual stream that a rank has for each token, if ranks share it. Inputs of matrices
+            are whole all the same.
+    """
     wide = max(4, element)
     dim, heads, q, kv, ffn = config.dim, config.n_heads, config.q_dim, config.kv_dim, config.widest_mlp
     ranks = 1 if config.moe is None else config.moe.ranks  # there are rows for the tokens of all that share experts
@@ -130,7 +135,7 @@ def layer_kept(
 
 
 def outside_layers(config: ModelConfig, reads: Reads, element: int, backend: Backend) -> float:
-    """What is kept for each token once: angles, the final norm, the tokens of a trained embedding."""
+    """Count the bytes that are kept once for each token: angles, the final norm, the tokens of a trained embedding."""
     wide = max(4, element)
     angles = 4 * config.head_dim if config.position == "rope" else 0
     tables = 8 * (1 + (config.position == "learned")) if reads.norms else 0
@@ -141,5 +146,5 @@ def outside_layers(config: ModelConfig, reads: Reads, element: int, backend: Bac
 
 
 def native_norm(config: ModelConfig, element: int) -> bool:
-    """Whether a norm on the CPU runs in C++: RMSNorm in float32."""
+    """True if a norm on the CPU runs in C++: RMSNorm in float32."""
     return element == 4 and config.norm != "layernorm"

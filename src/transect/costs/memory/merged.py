@@ -1,7 +1,7 @@
-"""What a layer keeps, and holds meanwhile, where training runs it as one node (``train/model/merged_layers.py``).
+"""Tensors that a layer keeps, and holds meanwhile, if training runs it as one node (``train/model/merged_layers.py``).
 
 Numbers of the compute dtype for each token; names as there. R is the ranks of the adapters of the matrices that share
-an input, rounded up to 64: so many columns lie beside the product's input, its output and their gradients.
+an input, rounded up to 64: the columns beside the product's input, its output and their gradients.
 
     always                  s: D
     none, selective         q, k, v: H d + 2 K d + R     o: H d     t: D     and 4 bytes a head for the softmax
@@ -37,11 +37,11 @@ class MergedKept:
     dropped: float
 
     def under(self, plan: Kept) -> float:
-        """What stays until the layer's backward pass."""
+        """Return the bytes that stay until the layer's backward pass."""
         return self.kept[plan]
 
     def again(self, plan: Kept) -> float:
-        """What is computed a second time, and held during the layer's own backward pass."""
+        """Return the bytes that are computed a second time, and held during the layer's own backward pass."""
         return self.kept["none"] - self.kept[plan]
 
 

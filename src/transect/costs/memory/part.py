@@ -1,4 +1,4 @@
-"""``RankPart``: what one rank of a run has of a model, and how it holds gradients. Alone, a rank has everything.
+"""``RankPart``: the part of a model that one rank of a run has, and its ``Gradients``. A single rank has everything.
 
 Gradients of N numbers with e bytes each, summed over the ranks in numbers of r bytes (``parallel/replicas.py``,
 ``parallel/sharded.py``); W is the numbers that travel together, a bucket of 25 MiB or one large parameter:
@@ -6,7 +6,7 @@ Gradients of N numbers with e bytes each, summed over the ranks in numbers of r 
 =====================  =========================================  ==============================================
                        while the backward pass runs               when the optimizer steps
 =====================  =========================================  ==============================================
-one rank               e for each that is there                   e N; several micro-batches in 16 bits: 4 N
+one rank               e for each that exists                     e N; several micro-batches in 16 bits: 4 N
 replicas, zero 0 or 1  r for each that was sent, e for the rest   r N
                        of W; e W more when the last goes
 zero 2                 the same, of what was sent r for each      r for each own
@@ -39,24 +39,24 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """What one rank computes and holds.
+    """The part of a model and of a step that one rank computes and holds.
 
     Attributes:
-        config: the sizes of what it computes: its heads, feed-forward units and layers.
-        shapes: its part of every weight, by the name in its own model.
-        last: whether it has the head and the loss.
-        vocabulary: rows of the head that it computes.
+        config: sizes of the rank's own heads, feed-forward units and layers.
+        shapes: the rank's part of every weight, by the name in its own model.
+        last: the rank has the head and the loss.
+        vocabulary: rows of the head that the rank computes.
         tensor: ranks that share each layer. sequence: they also share the tokens of norms and the residual stream.
         context: ranks that share the tokens of a sequence.
         in_flight: micro-batches whose activations wait for their backward pass at once, at most; where a rank has
             several runs of layers, a micro-batch in one of them is a part of one.
-        data: ranks that compute other micro-batches. zero: what is cut over ``sharing`` ranks.
+        data: ranks that compute other micro-batches. zero: level of ZeRO, over ``sharing`` ranks.
         reduce: bytes of a number while gradients are summed over these.
         shared: bytes that GPUs share to sum them in, which torch's allocator does not know.
         tiles: with zero 3, each matrix of a layer comes to the device in so many parts, and its gradient leaves so.
-        owned: parameters whose state it holds, with zero 1 or 2; None: all.
-        host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: its
-            pieces of the weights too, with zero 3, then also where ``sharing`` is 1.
+        owned: parameters whose state the rank holds, with zero 1 or 2; None if all.
+        host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: the
+            rank's pieces of the weights too, with zero 3, also if ``sharing`` is 1.
     """
 
     config: ModelConfig
@@ -78,7 +78,7 @@ class RankPart:
 
     @classmethod
     def whole(cls, config: ModelConfig) -> RankPart:
-        """What the rank of a run on one device has."""
+        """Make the part of a run on one device: everything."""
         return cls(config=config, shapes=weight_shapes(config), vocabulary=config.vocab_size)
 
     @cached_property
@@ -105,7 +105,7 @@ class RankPart:
 
     @property
     def alone(self) -> bool:
-        """Whether it has whole gradients that nobody else has a part of."""
+        """True if the rank has whole gradients, of which no other rank has a part."""
         return self.sharing == 1 and self.zero != 3
 
     def pieces(self, numbers: int) -> int:
@@ -120,13 +120,13 @@ class RankPart:
 
 @dataclass(frozen=True)
 class Gradients:
-    """How many bytes gradients take on a rank, by the table above.
+    """Bytes of gradients on a rank, by the table above.
 
     Attributes:
         part: the rank.
         trained: shapes of its trained parameters.
         element: bytes of a number of a parameter.
-        several: whether it has more than one micro-batch to a step.
+        several: a step has more than one micro-batch.
     """
 
     part: RankPart
@@ -136,12 +136,12 @@ class Gradients:
 
     @cached_property
     def numbers(self) -> int:
-        """All of them."""
+        """Trained numbers."""
         return count(self.trained)
 
     @cached_property
     def owned(self) -> int:
-        """Those that this rank steps with."""
+        """Numbers that this rank steps with."""
         if self.part.zero == 3:
             return self.part.sharded
         names = self.part.owned
@@ -149,7 +149,7 @@ class Gradients:
 
     @cached_property
     def bucket(self) -> int:
-        """W: what travels together at most, about."""
+        """W: about the most numbers that travel together."""
         return min(self.owned if self.part.zero == 2 else self.numbers, max(BUCKET_NUMBERS, self.largest))
 
     @cached_property
@@ -159,19 +159,19 @@ class Gradients:
 
     @property
     def leave(self) -> bool:
-        """Whether gradients go to the host as they are made, or summed."""
+        """True if gradients go to the host as they are made, or summed."""
         return self.part.host_state and (self.part.alone or self.part.zero == 3)
 
     @property
     def sums(self) -> int:
-        """What waits from one micro-batch to the next beyond ``waiting``: sums of gradients in 16 bits."""
+        """Sums of gradients in 16 bits that wait from one micro-batch to the next, beyond ``waiting``."""
         if self.leave:
             return 0
         return 4 * self.numbers if self.part.alone and self.several and self.element < 4 else 0
 
     @property
     def waiting(self) -> int:
-        """What is there during the forward pass of the last micro-batch."""
+        """Gradients held during the forward pass of the last micro-batch."""
         if not self.several or self.leave:
             return 0
         if self.part.alone:
@@ -180,13 +180,13 @@ class Gradients:
 
     @property
     def on_host(self) -> int:
-        """What waits in the host's memory until the processor steps with it, where states are there."""
+        """Gradients in the host's memory that wait for the processor's step, if states are on the host."""
         wide = self.several or self.part.sharing > 1
         return (4 if wide else self.element) * self.owned if self.part.host_state else 0
 
     def during(self, above: int, own: int, root: int = 0) -> int:
-        """What is there while a layer runs backward: ``above`` numbers behind it are done, ``root`` of them behind the
-        last layer, and ``own`` of the layer itself."""
+        """Count the gradients held while a layer runs backward: ``above`` numbers of later layers are done, ``root`` of
+        them after the last layer, and ``own`` numbers are the layer's."""
         part, e = self.part, self.element
         if self.leave and part.alone:
             return e * (min(above, self.largest) + own)
@@ -213,7 +213,7 @@ class Gradients:
 
     @property
     def at_the_end(self) -> int:
-        """What is there when the backward pass ends and the last bucket is filled."""
+        """Gradients held when the backward pass ends and the last bucket is filled."""
         part, e = self.part, self.element
         if part.alone:
             return self.during(self.numbers, self.largest if self.leave else 0)
@@ -228,7 +228,7 @@ class Gradients:
 
     @property
     def stepping(self) -> int:
-        """What the optimizer steps with."""
+        """Gradients that the optimizer steps with."""
         part = self.part
         if self.leave:
             return 0
@@ -240,7 +240,7 @@ class Gradients:
 
     @property
     def why(self) -> str:
-        """What these are, in words."""
+        """Explanation of these bytes."""
         part = self.part
         if self.leave:
             return f"{self.numbers} trained numbers of {self.element} bytes, each copied to the host when it is made"

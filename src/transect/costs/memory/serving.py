@@ -35,8 +35,8 @@ class ServingPlan:
         context: longest prompt and output together, in tokens.
         graphs: CUDA graphs of decode steps; 0 for none.
         share: of the budget that the engine may fill.
-        most_cache: bytes that the cache takes at the most; None: no such limit.
-        stream: layers that live elsewhere, of which the device has slots alone.
+        most_cache: bytes that the cache takes at most; None without such a limit.
+        stream: layers that stream; the device has slots for them only.
         shared: bytes that the GPUs of a tensor group read and write of each other.
     """
 
@@ -57,7 +57,7 @@ class ServingPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServingEstimate:
-    """The account, and what the cache is worth. ``sequences``: of the full context that the cache holds at once."""
+    """The account, and the size of the cache in tokens and in ``sequences`` of the full context."""
 
     account: Estimate
     kv_bytes_per_token: int
@@ -65,31 +65,31 @@ class ServingEstimate:
     sequences: int
     fits: bool
     change: str
-    """If it does not fit: the smallest change with which it does, or an empty string."""
+    """The smallest change with which the plan fits; empty if the plan fits as it is."""
 
 
 def kept_for_graphs(vocab_size: int, max_num_seqs: int, graphs: int) -> int:
-    """Bytes kept free for CUDA graphs, and for requests with penalties or biases."""
+    """Return the bytes kept free for CUDA graphs, and for requests with penalties or biases."""
     return 2 * max_num_seqs * vocab_size * 6 + 2 * GRAPH_BYTES * graphs
 
 
 def largest_step(config: ModelConfig, plan: ServingPlan) -> int:
-    """Activations of a step full of prompt tokens, or the logits of a step full of sequences, with their sampling."""
+    """Return the bytes of a step: activations if it is full of prompt tokens, logits if it is full of sequences."""
     tokens, e = plan.max_num_batched_tokens, plan.element
     attention = 2 * config.q_dim + 2 * config.kv_dim
     mlp = (3 if config.gated_mlp else 2) * config.widest_mlp
-    copies = 0 if config.moe is None else config.moe.per_token  # what each expert says of a token
+    copies = 0 if config.moe is None else config.moe.per_token  # the outputs of each expert
     activations = e * tokens * ((3 + copies) * config.dim + max(attention, mlp))
     rows = min(plan.max_num_seqs, tokens)
     return activations + rows * config.vocab_size * (e + 4 + 4)
 
 
 def serving(config: ModelConfig, plan: ServingPlan, budget: int | None = None) -> ServingEstimate:
-    """The account of ``plan``.
+    """Account for ``plan``.
 
     Args:
-        budget: bytes of the device that are free; the cache takes what ``plan.share`` of them leaves, at most what all
-            sequences can use. None: that most.
+        budget: bytes of the device that are free. The cache takes the rest of ``plan.share`` of them, at most the bytes
+            that all sequences can use; with None it takes that most.
     """
     per_token = int(kv_bytes_per_token(config, Storage(kv=8 * plan.kv_element)))
     block = per_token * plan.block_size
@@ -159,7 +159,7 @@ Streams = Callable[[Mapping[str, tuple[int, ...]]], StreamPlan | None]
 
 @dataclass(frozen=True, slots=True)
 class StageEstimate:
-    """One stage of a layout: what its first rank has, and needs."""
+    """One stage of a layout: the part of its first rank, and the account of that rank."""
 
     shard: Shard
     estimate: ServingEstimate
@@ -174,10 +174,13 @@ def stages(
     budget: int | None,
     streams: Streams = lambda shapes: None,
 ) -> list[StageEstimate]:
-    """The account of a rank of each stage.
+    """Account for a rank of each stage.
+
+    Ranks that differ only by their tokens of the vocabulary need the same but for a few rows, so the first rank of a
+    stage stands for all.
 
     Args:
-        plan: of the whole model; its ``weights`` are shared out as ``storage`` says.
+        plan: of the whole model; its ``weights`` are divided in proportion to ``storage``.
         budget: bytes of one device that are free.
         streams: the layers that stream of a rank with these shapes of weights.
 
@@ -198,7 +201,7 @@ def stages(
 
 
 def shared_bytes(vocab: int, tensor: int, plan: ServingPlan) -> int:
-    """What a GPU shares with the others of its tensor group: memory for sums, and its logits."""
+    """Return the bytes that a GPU shares with the others of its tensor group: memory for sums, and its logits."""
     if tensor == 1 or plan.backend != "gpu":
         return 0
     logits = plan.max_num_seqs * vocabulary_share(vocab, tensor) * plan.element
@@ -208,8 +211,8 @@ def shared_bytes(vocab: int, tensor: int, plan: ServingPlan) -> int:
 def smallest_sharing(
     config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
 ) -> RankLayout | None:
-    """The layout with the fewest ranks that share the experts, and of these with the fewest that cut the rest, in which
-    every rank fits."""
+    """Find the layout with the fewest ranks that share the experts, and then the fewest that cut the rest, that fits on
+    every rank."""
     for ranks in range(2, most + 1):
         for tensor in (n for n in range(1, ranks + 1) if ranks % n == 0):
             layout = RankLayout(tensor, 1, ranks // tensor, True)
@@ -225,7 +228,7 @@ def smallest_sharing(
 def smallest_layout(
     config: ModelConfig, plan: ServingPlan, storage: Storage, budget: int, most: int = MOST_RANKS
 ) -> RankLayout | None:
-    """The layout with the fewest ranks, and of these with the fewest stages, in which every rank fits."""
+    """Find the layout with the fewest ranks, and then the fewest stages, in which every rank fits."""
     for ranks in range(1, most + 1):
         for pipeline in (n for n in range(1, ranks + 1) if ranks % n == 0):
             layout = RankLayout(ranks // pipeline, pipeline)

@@ -1,7 +1,7 @@
-"""Which layers stream, how many bytes that moves, and what stays on the device (no torch).
+"""Layers that stream from the host or a disk: which, and the bytes that move and stay.
 
-Layers are moved whole. Those that stream are spread evenly among those that stay, so that the host link has something
-to bring while the others compute. Each has one of two slots on the device, in turn: one is computed with while the
+Layers are moved whole. Streamed layers are spread evenly among resident ones, so that the host link works while the
+others compute. Each has one of two slots on the device, in turn: one is computed with while the
 other is filled. Embedding, head and norms always stay.
 """
 
@@ -27,7 +27,7 @@ class StreamPlan:
         layers: their numbers, in order.
         each: bytes of the matrices of each of them.
         total: how many layers the model has.
-        folder: where the file is that they live in; None: in host memory.
+        folder: of the file that holds them; None if they are in host memory.
     """
 
     layers: tuple[int, ...]
@@ -37,7 +37,7 @@ class StreamPlan:
 
     @property
     def bytes(self) -> int:
-        """What a step brings over the host link; what the layers take where they live."""
+        """Bytes that a step brings over the host link, and that the layers take outside the device."""
         return sum(self.each)
 
     @property
@@ -47,11 +47,11 @@ class StreamPlan:
 
     @property
     def saved(self) -> int:
-        """Bytes that the device has free for it."""
+        """Bytes that streaming frees on the device."""
         return self.bytes - self.slots
 
     def seconds(self, bytes_per_second: float) -> float:
-        """The least time of a step over a link, or from a disk, that is so fast."""
+        """Return the least time of a step over a link, or from a disk, of this speed."""
         return self.bytes / bytes_per_second
 
     def __str__(self) -> str:

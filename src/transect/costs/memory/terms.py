@@ -1,5 +1,5 @@
-"""What an account of memory is made of: named terms with their bytes and the reason for each, and phases that hold some
-of them at the same time."""
+"""Parts of an account of memory: named terms with their bytes and the reason for each, and phases that hold some of
+them at the same time."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Estimate:
 
     @property
     def peak(self) -> int:
-        """Bytes held at the worst moment: what ``torch.cuda.max_memory_allocated`` shows afterwards, and what GPUs
-        share beside that."""
+        """Bytes held at the worst moment: ``torch.cuda.max_memory_allocated`` of a run, and the memory that GPUs share
+        beside that."""
         return self.worst.bytes
 
     @property
@@ -61,7 +61,7 @@ class Estimate:
         return self.peak + self.margin.bytes
 
     def fits(self, budget: int) -> bool:
-        """Whether ``budget`` bytes of free memory are enough."""
+        """True if ``budget`` bytes of free memory are enough."""
         return self.needed <= budget
 
     def to_dict(self) -> dict[str, object]:

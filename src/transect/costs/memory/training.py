@@ -33,18 +33,18 @@ LOSS_ELEMENTS = 2**23
 SPLIT_ELEMENTS = {"cpu": 2**23, "gpu": 2**27}
 """Logits of its own rows of the head that a rank holds (``parallel/split_loss.CHUNK_ELEMENTS``)."""
 DISTILLATION_PARTS = 4
-"""So many times fewer rows of logits exist at once in a distillation (``train/divergence``)."""
+"""Divisor of the rows of logits that exist at once in a distillation (``train/divergence``)."""
 RING_ROWS = 512
 """Queries whose scores are held at a time where ranks share tokens (``parallel/ring.ROWS``)."""
 CUBLAS_WORKSPACE = 32 * 2**20
-"""What torch gives to cuBLAS on Hopper, once for each of the two threads that multiply (forward, backward)."""
+"""Bytes that torch gives to cuBLAS on Hopper, once for each of the two threads that multiply (forward, backward)."""
 MARGIN = {"gpu": 0.05, "cpu": 0.10}
 """Share of the peak that must be free beside it."""
 FIXED_MARGIN = 256 * 2**20
 
 
 def training(config: ModelConfig, plan: TrainingPlan, part: RankPart | None = None) -> Estimate:
-    """The account of ``plan`` for a model; of one rank, where it has a ``part`` of the model (``parallel/memory``)."""
+    """Account for ``plan`` on one device, or on a rank that has a ``part`` of the model (``training_ranks.py``)."""
     return Account(plan, part or RankPart.whole(config)).estimate()
 
 

@@ -32,12 +32,12 @@ class TrainingPlan:
         micro_batch: tokens of one forward pass.
         accumulate: micro-batches to a step: with more than one, gradients are there during the next forward pass.
         rollouts: tokens that the paged cache of ``grpo`` holds while it draws answers.
-        reference: what is trained is kept a second time, as it was when the run began.
+        reference: the trained weights are kept a second time, as they were when the run began.
         teacher: numbers of the frozen model that is distilled.
         backend: ``gpu`` (the Triton kernels) or ``cpu`` (plain torch).
         merged: on a GPU, each layer is one node (``merged.py``).
-        whole: so many layers, the last ones, keep everything whatever ``checkpointing`` says; with ``merged`` alone.
-        targets: last parts of the names of what has an adapter: matrices of the layers, ``embed``, ``head``.
+        whole: number of last layers that keep everything in spite of ``checkpointing``; only with ``merged``.
+        targets: last parts of the names of matrices with an adapter: of the layers, ``embed``, ``head``.
         base_format, group: of the frozen base of ``qlora``.
         saved: weights that are trained whole beside adapters, by canonical name without ``.weight``.
     """
@@ -64,7 +64,7 @@ class TrainingPlan:
 
     @property
     def trains_head(self) -> bool:
-        """Whether the matrix that gives the logits has a gradient."""
+        """True if the matrix that gives the logits has a gradient."""
         return not self.adapted or "head" in self.targets or bool({"embed", "head"} & set(self.saved))
 
     @property
@@ -74,12 +74,12 @@ class TrainingPlan:
 
     @property
     def master(self) -> bool:
-        """Whether the optimizer has float32 copies of what is trained: with mixed precision, and of adapters."""
+        """True if the optimizer has float32 copies of trained weights: with mixed precision, and of adapters."""
         return self.precision == "mixed" or (self.adapted and self.element < 4)
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are trained and the model is frozen."""
+        """True if adapters are trained and the model is frozen."""
         return self.task in ("lora", "qlora")
 
     @property
@@ -90,12 +90,12 @@ class TrainingPlan:
         )
 
     def reads(self, config: ModelConfig) -> Reads:
-        """Whose gradient needs its input."""
+        """Return the matrices whose gradient needs their input."""
         return Reads.adapters(config, self.targets, self.rank) if self.adapted else Reads.everything(config)
 
 
 def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[int, ...]]:
-    """What is trained, by name."""
+    """Return the shapes of the trained parameters, by name."""
     if not plan.adapted:
         return weight_shapes(config)
     found: dict[str, tuple[int, ...]] = {}
@@ -154,7 +154,7 @@ def check_base(config: ModelConfig, plan: TrainingPlan) -> None:
 
 
 def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
-    """What the optimizer keeps for one parameter, its master copy not counted."""
+    """Return the bytes of the optimizer's state of one parameter, without its master copy."""
     size = math.prod(shape)
     each = 4 if plan.master else plan.element
     if plan.optimizer == "adamw8bit":
@@ -167,7 +167,7 @@ def state_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
 
 
 def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
-    """What the optimizer needs beside the state while it changes one parameter."""
+    """Return the bytes that the optimizer needs beside the state while it changes one parameter."""
     size = math.prod(shape)
     master = plan.master
     each = 4 if master else plan.element
@@ -190,8 +190,8 @@ def step_bytes(name: str, shape: tuple[int, ...], plan: TrainingPlan) -> int:
 
 
 def exchange_bytes(numbers: int, ranks: int, plan: TrainingPlan) -> tuple[int, int]:
-    """What ranks that exchange signs hold beside the states, always and while they do: momentum and errors that are
-    owed; own momentum, what was sent, what came back."""
+    """Return the bytes of ranks that exchange signs, beside the states: always (momentum and errors that are owed), and
+    during the exchange (own momentum, messages sent and received)."""
     if plan.optimizer not in ONE_BIT:
         return 0, 0
     return (20 if plan.optimizer == "zero_one_adam" else 12) * numbers + 4 * numbers // ranks, 12 * numbers

@@ -1,7 +1,7 @@
-"""What each rank needs to train a model that is spread over several. Plain arithmetic, no torch.
+"""Accounts of the ranks of a training run that is spread over several.
 
-The account is that of one device (``training.py``) over the part of the model that the rank has. Ranks of
-one stage need the same but for a few numbers, so the first of each stage stands for all.
+The account is that of one device (``training.py``) over the part of the model that the rank has. Ranks of one stage
+need the same but for a few numbers, so the first of each stage stands for all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .training_plan import TrainingPlan, trained_shapes
 
 @dataclass(frozen=True, slots=True)
 class StageMemory:
-    """One stage: what its first rank has, and needs."""
+    """One stage of a layout: the part of its first rank, and the account of that rank."""
 
     shard: Shard
     part: RankPart
@@ -34,11 +34,11 @@ class StageMemory:
 
 
 def training_ranks(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> list[StageMemory]:
-    """The account of a rank of each stage.
+    """Account for a rank of each stage.
 
     Args:
-        plan: of the run; ``micro_batch`` is what one data rank computes at a time, and all share ``accumulate`` of
-            them.
+        plan: of the run; one data rank computes ``micro_batch`` tokens at a time, and all data ranks share
+            ``accumulate`` of these.
 
     Raises:
         ValueError: the model or the step cannot be cut so.
@@ -54,7 +54,7 @@ def training_ranks(config: ModelConfig, plan: TrainingPlan, spread: Spread) -> l
 
 
 def estimator(spread: Spread) -> Callable[[ModelConfig, TrainingPlan], Estimate]:
-    """What ``fit.py`` asks: the account of the rank that needs most."""
+    """Return a function for ``fit.py``: the account of the rank that needs most."""
 
     def of(config: ModelConfig, plan: TrainingPlan) -> Estimate:
         return max((s.estimate for s in training_ranks(config, plan, spread)), key=lambda found: found.needed)
@@ -63,8 +63,8 @@ def estimator(spread: Spread) -> Callable[[ModelConfig, TrainingPlan], Estimate]
 
 
 def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
-    """``plan`` as a rank carries it out: sharded layers that are not one node keep all of a layer or its input
-    alone."""
+    """Return ``plan`` as a rank carries it out: sharded layers that are not one node keep all of a layer or only its
+    input."""
     if spread.zero != 3 or plan.merged:
         return plan
     kept = plan.checkpointing if plan.checkpointing == "none" else "full"
@@ -72,7 +72,7 @@ def for_rank(plan: TrainingPlan, spread: Spread) -> TrainingPlan:
 
 
 def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int = 0) -> RankPart:
-    """What the first rank of a stage has."""
+    """Return the part of the first rank of a stage."""
     shard, shapes = _stage(config, spread.tensor, stage, spread.pipeline, spread.data if spread.expert else 1)
     owned, sharing = None, spread.data * spread.context
     if spread.zero in (1, 2):
@@ -104,7 +104,7 @@ def part_of(config: ModelConfig, plan: TrainingPlan, spread: Spread, stage: int 
 
 
 def _shared(plan: TrainingPlan, spread: Spread) -> int:
-    """Memory in which GPUs sum gradients by copy engines, as far as all of them may be on one host."""
+    """Return the bytes in which GPUs sum gradients by copy engines, if all of them may be on one host."""
     ranks = spread.data * spread.context
     copies = spread.copies and spread.zero != 2 and not spread.host_state
     return copies_bytes(ranks) if copies and plan.backend == "gpu" and 1 < ranks <= COPY_RANKS else 0
