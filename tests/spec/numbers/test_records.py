@@ -1,10 +1,13 @@
 """Number formats are described once: what options take, weights hold and accounts count is what the records say."""
 
+import ast
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
 
+import transect
 from transect.checkpoints import quantized_out
 from transect.costs.storage import storage_for
 from transect.engine.config import EngineConfig
@@ -17,6 +20,7 @@ from transect.ops.cpu.library import KV_DTYPES
 from transect.ops.opset import resolve_ops
 from transect.spec.numbers import registry
 from transect.spec.numbers.codebook import codebook_format
+from transect.spec.numbers.dense import DTYPES
 from transect.spec.numbers.gguf import BLOCK_TYPES, UNITS
 from transect.spec.numbers.layouts import BlockLayout, GroupLayout, ListedLayout, ScaledLayout
 from transect.spec.numbers.number_format import Codebook
@@ -156,3 +160,33 @@ def test_what_is_no_codebook():
         registry.check_method({"quant_method": "codebook", "group_size": 32})
     with pytest.raises(ValueError, match="group_size"):
         registry.check_method({"quant_method": "codebook", "values": [0, 1]})
+
+
+COMPARED = {"ops/linear/packed/gguf/gguf_layout.py"}
+"""The reader of each block type's bits on a GPU: it takes them by name, as their layouts have nothing in common."""
+
+
+def names_compared(text: str, names: set[str]) -> set[str]:
+    """The names that a source compares something with, by ``==``, ``in`` or ``match``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        sides = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+        sides += [node.value] if isinstance(node, ast.MatchValue) else []
+        for side in sides:
+            values = side.elts if isinstance(side, ast.Tuple | ast.List | ast.Set) else [side]
+            found |= {value.value for value in values if isinstance(value, ast.Constant) and value.value in names}
+    return found
+
+
+def test_no_code_compares_the_names_of_formats():
+    """It asks the record, or the weight; else a format in one file could not be complete."""
+    packed = {name for name, kind in BLOCK_TYPES.items() if kind.packed}
+    names = {*registry.formats(), *registry.methods(), *packed} - {form.name for form in DTYPES}
+    assert names_compared('a == "fp8"\nb in ("gptq", 1)\nmatch c:\n    case "Q4_K": pass', names) == {
+        "fp8",
+        "gptq",
+        "Q4_K",
+    }
+    root = Path(transect.__file__).parent
+    files = {str(file.relative_to(root)): names_compared(file.read_text(), names) for file in root.rglob("*.py")}
+    assert {name for name, found in files.items() if found} == COMPARED
