@@ -19,7 +19,7 @@ from transect.ops.attention.paged.cache_codes import stored_width
 from transect.ops.cpu.library import KV_DTYPES
 from transect.ops.opset import resolve_ops
 from transect.spec.numbers import registry
-from transect.spec.numbers.codebook import codebook_format
+from transect.spec.numbers.codebook import codebook_format, codebook_of
 from transect.spec.numbers.dense import DTYPES
 from transect.spec.numbers.gguf import BLOCK_TYPES, UNITS
 from transect.spec.numbers.layouts import BlockLayout, GroupLayout, ListedLayout, ScaledLayout
@@ -160,6 +160,15 @@ def test_what_is_no_codebook():
         registry.check_method({"quant_method": "codebook", "group_size": 32})
     with pytest.raises(ValueError, match="group_size"):
         registry.check_method({"quant_method": "codebook", "values": [0, 1]})
+    with pytest.raises(ValueError, match="float16, bfloat16, float32, not 'int8'"):
+        registry.check_method({"quant_method": "codebook", "values": [0, 1], "group_size": 8, "scale_dtype": "int8"})
+
+
+def test_a_checkpoint_says_its_codebook():
+    for scale_dtype in ("float16", "bfloat16", "float32"):
+        form = codebook_format("odd", (-1.5, -0.5, 0.5, 1.5), 64, summary="", scale_dtype=scale_dtype)
+        assert codebook_of(form.file.settings(None)) == form.codebook
+        assert form.bits == 2 + (32 if scale_dtype == "float32" else 16) / 64
 
 
 COMPARED = {"ops/linear/packed/gguf/gguf_layout.py"}

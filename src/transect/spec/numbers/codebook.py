@@ -23,7 +23,13 @@ def codebook_format(
     codebook = Codebook(values, group, scale_dtype)
 
     def settings(_: int | None) -> dict[str, Any]:
-        return {"quant_method": CODEBOOK.name, "format": name, "values": list(values), "group_size": group}
+        return {
+            "quant_method": CODEBOOK.name,
+            "format": name,
+            "values": list(values),
+            "group_size": group,
+            "scale_dtype": scale_dtype,
+        }
 
     return NumberFormat(
         name=name,
@@ -46,7 +52,8 @@ def codebook_of(settings: Mapping[str, Any]) -> Codebook:
     values = settings.get("values")
     if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
         raise ValueError("quantization_config of config.json must list the values of the codes")
-    return Codebook(tuple(map(float, values)), Fields(settings, "config.json").integer("group_size", low=1))
+    read = Fields(settings, "quantization_config of config.json")
+    return Codebook(tuple(map(float, values)), read.integer("group_size", low=1), read.text("scale_dtype"))
 
 
 def _check(read: Fields, settings: Mapping[str, Any]) -> None:

@@ -22,6 +22,10 @@ class WeightFormat:
         return math.prod(shape) * self.bits / 8
 
 
+SCALE_BITS = {"float16": 16, "bfloat16": 16, "float32": 32}
+"""Bits of the dtypes of a codebook's scales."""
+
+
 @dataclass(frozen=True, slots=True)
 class Codebook:
     """Numbers as codes of a short list of values: ``number = scale * values[code]``.
@@ -39,6 +43,8 @@ class Codebook:
     def __post_init__(self) -> None:
         if not 2 <= len(self.values) <= 256 or list(self.values) != sorted(set(self.values)):
             raise ValueError(f"a codebook has 2 to 256 different values in ascending order, not {self.values}")
+        if self.scale_dtype not in SCALE_BITS:
+            raise ValueError(f"scales of a codebook are {', '.join(SCALE_BITS)}, not {self.scale_dtype!r}")
         if self.group % (8 // self.code_bits):
             raise ValueError(f"groups of {self.group} codes of {self.code_bits} bits are no whole bytes")
 
@@ -50,7 +56,7 @@ class Codebook:
     @property
     def bits(self) -> float:
         """Bits of a number, its part of the scale included."""
-        return self.code_bits + (32 if self.scale_dtype == "float32" else 16) / self.group
+        return self.code_bits + SCALE_BITS[self.scale_dtype] / self.group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

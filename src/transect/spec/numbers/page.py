@@ -21,8 +21,9 @@ def _formats() -> str:
 
 
 def _row(form: NumberFormat) -> str:
-    uses = (form.rounding, form.cache, form.file, form.base)
-    marks = " | ".join("" if use is None else "yes" for use in uses)
+    written = "" if form.file is None else f"{form.file.words} (for {form.file.read_by})"
+    uses = (form.rounding, form.cache)
+    marks = " | ".join((*("" if use is None else "yes" for use in uses), written, "" if form.base is None else "yes"))
     return (
         f"| `{form.name}` | {form.summary} | {form.bits:.4g} | {marks} | {', '.join(form.methods) or 'plain'} | "
         f"{form.accuracy} |\n"
