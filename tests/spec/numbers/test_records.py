@@ -31,9 +31,10 @@ TERNARY = Codebook((-1.0, 0.0, 1.0), 32)
 
 
 def test_each_format_has_a_use_or_is_plain():
-    used = [form for form in registry.formats().values() if form.rounding or form.cache or form.base or form.file]
-    plain = {"float32", "bfloat16", "float16"}
-    assert {form.name for form in used} == set(registry.formats()) - plain
+    found = registry.formats().values()
+    used = [form for form in found if form.rounding or form.cache or form.base or form.file or form.methods]
+    assert set(found) - set(used) == set(DTYPES)
+    assert {name for form in found for name in form.methods} == set(registry.methods()) - {"codebook"}
     assert all(form.summary and form.accuracy and form.bits > 0 for form in registry.formats().values())
 
 

@@ -6,7 +6,7 @@ Entries:
 * ``fp8.py``, ``int8.py``: 8 bits with a scale for each row
 * ``int4.py``: 4 bits in groups; ``gptq.py`` and ``awq.py``: the layouts of these checkpoints
 * ``nf4.py``: 4-bit NormalFloat, and the checkpoints of bitsandbytes
-* ``gguf.py``: the block types of GGUF files, MXFP4 among them, in files and as a GPU holds them
+* ``gguf.py``: the block types of GGUF files, in files and as a GPU holds them; ``mxfp4.py``: checkpoints in one of them
 
 What they are written in:
 

@@ -11,12 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .number_format import Method
-
 UNIT_ROWS, UNIT_COLUMNS = 16, 256
 """Rows and columns of a unit, in which a GPU holds blocks."""
-MXFP4_METHOD = Method("mxfp4")
-"""gpt-oss: experts in blocks of MXFP4."""
 
 
 @dataclass(frozen=True)
