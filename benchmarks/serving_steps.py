@@ -23,8 +23,10 @@ from transect.bench.workload import throughput_protocol
 from transect.costs.fitting import fit_efficiency
 from transect.costs.floors import Rates, step_floor
 from transect.costs.links import MeasuredLinks
+from transect.costs.machine import Machine
 from transect.costs.model import Row
-from transect.costs.serving import Efficiency, ServingSteps, batch_seconds
+from transect.costs.presets import preset
+from transect.costs.serving import Efficiency, ServingSteps, batch_seconds, steps_on
 from transect.costs.steps import StepLoad
 from transect.costs.storage import Storage, storage_for
 from transect.spec.layouts.ranks import RankLayout
@@ -149,6 +151,7 @@ GROUPS = {
     "bfloat16, fitted": ("bf16", True),
     "Llama-3.3-70B on two GPUs, and the 8B on another day": ("bf16", False),
     "whole runs of 256 requests, on one GPU and on two": ("bf16 protocol", False),
+    "the steps of bfloat16 from the data sheet's rates and links": ("bf16 sheet", False),
     "fp8, fitted": ("fp8", True),
     "fp8, other numbers of rows": ("fp8", False),
     "fp8 with a cache in fp8": ("fp8-kv8", False),
@@ -185,6 +188,18 @@ def protocols(known: Efficiency) -> list[dict[str, Any]]:
     return found
 
 
+def from_the_sheet() -> list[dict[str, Any]]:
+    """Compare the recorded steps of bfloat16 with predictions from the preset of an H200: no measured rate or link."""
+    machine, found = Machine.of(preset("h200")), []
+    two = [*decodes("tp_llama-3.1-8b", "llama-3.1-8b", "bf16", "tp2 decode ", 2)]
+    for each in [*dense(), *two, *decodes("tp_llama-3.3-70b", "llama-3.3-70b", "bf16", "tp2 decode ", 2)]:
+        layout = RankLayout(tensor=1 if each.links is None else 2)
+        seconds = steps_on(machine, PRESETS[each.model], each.storage, layout).seconds(each.load)
+        facts = {"step": each.name, "model": each.model, "format": "bf16 sheet", "fitted": False}
+        found.append({**facts, "measured_s": each.seconds, "predicted_s": seconds, "error": seconds / each.seconds - 1})
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=record.RESULTS / "h200" / "serving_steps.json")
@@ -194,7 +209,7 @@ def main() -> None:
         *decodes("tp_llama-3.3-70b", "llama-3.3-70b", "bf16", "tp2 decode ", 2),
         *decodes("formats", "llama-3.1-8b", "bf16", "decode bf16 "),
     ]
-    found = [*rows_of(train, known, True), *rows_of(held, known, False), *protocols(known)]
+    found = [*rows_of(train, known, True), *rows_of(held, known, False), *protocols(known), *from_the_sheet()]
     forms = {"bf16": dataclasses.asdict(known)}
     for form in ("fp8", "int4"):
         own, rows = packed(known, form)

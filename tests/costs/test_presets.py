@@ -151,6 +151,22 @@ def test_a_70b_fits_on_two_cards_as_sold(capsys: pytest.CaptureFixture[str]) -> 
     assert run(capsys, "memory", "llama-3.3-70b", "--serve", "--gpu", "h200", "--context", "8192")[0] == 1
 
 
+def test_decode_steps_are_predicted_on_a_card(capsys: pytest.CaptureFixture[str]) -> None:
+    """One H200 decodes an 8B in 3.7 ms a token (recorded); more sequences share the weights."""
+    asked = ("memory", "llama-3.1-8b", "--serve", "--context", "2048", "--gpu", "h200")
+    found = json.loads(run(capsys, *asked, "--json")[1])["predicted_decode_s"]
+    assert list(found) == ["1", "256"] and found["1"] == pytest.approx(3.75e-3, rel=0.1)
+    assert 2 * found["1"] < found["256"] < 10 * found["1"]
+    code, out, _ = run(capsys, *asked)
+    assert code == 0 and "predicted, not measured: 1 sequence with 1024 tokens: 3." in out
+    two = json.loads(run(capsys, *asked, "--json", "--tp", "2")[1])["predicted_decode_s"]
+    assert 0.5 * found["256"] < two["256"] < 0.8 * found["256"]
+    packed = json.loads(run(capsys, *asked, "--json", "--quantization", "int4")[1])["predicted_decode_s"]
+    assert packed["1"] < 0.6 * found["1"]
+    for other in (("--gpu", "t4", "--context", "512", "--quantization", "int4"), ("--gpu", "epyc-9654")):
+        assert json.loads(run(capsys, *asked[:3], *other, "--json")[1])["predicted_decode_s"] == {}, other
+
+
 def test_memory_of_a_run_on_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ("memory", "llama-3.1-8b", "--gpu", "rtx-4090")
     code, out, _ = run(capsys, *asked, "--task", "finetune")

@@ -11,7 +11,7 @@ from .engine_options import CpuOffload, OffloadFolder
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
-    from ..costs.memory.serving import ServingPlan, StageEstimate
+    from ..costs.memory.serving import ServingEstimate, ServingPlan, StageEstimate
     from ..costs.presets import Preset
     from ..costs.storage import Layouts, Storage
     from ..engine.config import EngineConfig
@@ -147,8 +147,8 @@ def command(
         "offload_folder": offload_folder, "kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tp,
         "pipeline_parallel_size": pp, **_sharing(tp, ep, dp),
     }  # fmt: skip
-    streamed = _link(kind, link, card)
-    return 0 if _serve(source, settings, kind, budget, json, streamed, engines=dp if ep == 1 else 1) else 1
+    streamed, engines = _link(kind, link, card), dp if ep == 1 else 1
+    return 0 if _serve(source, settings, kind, budget, json, streamed, engines, card) else 1
 
 
 def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file: bool) -> bool:
@@ -243,11 +243,13 @@ def _serve(
     json: bool,
     link: tuple[float, str],
     engines: int = 1,
+    card: Preset | None = None,
 ) -> bool:
     """Account for an engine with ``settings``, and say the smallest change or layout that fits.
 
     Args:
         link: bytes per second that layers stream at, and where that figure is from.
+        card: predict decode steps on it.
 
     Returns:
         True if it fits.
@@ -286,6 +288,7 @@ def _serve(
         facts["layout"] = None if layout is None else {"tp": layout.tensor, "pp": layout.pipeline}
         if shared is not None:
             facts["layout"] = {"tp": shared.tensor, "pp": 1, "ep": shared.size}
+        facts["predicted_decode_s"] = _predicted(source, config, storage, plan, found, card)
         dump(found.account, {"budget": budget, "context": plan.context, **facts})
         return found.fits
     place = "" if config.ranks == 1 else f", on each of {config.ranks} ranks"
@@ -299,6 +302,10 @@ def _serve(
     if found.fits:
         held = f"{found.cache_tokens} tokens, {found.sequences} full sequences"
         print(f"fits in {gib(budget)}{share}: the cache holds {held}")
+        for sequences, seconds in _predicted(source, config, storage, plan, found, card).items():
+            tokens = f"{1e3 * seconds:.1f} ms a step, {sequences / seconds:,.0f} tokens/s"
+            many = "sequences" if sequences > 1 else "sequence"
+            print(f"predicted, not measured: {sequences} {many} with {plan.context // 2} tokens: {tokens}")
         if engines > 1:
             where = f"{processes} devices" if kind == "cuda" else f"{gib(processes * budget)} of this host"
             print(f"{engines} engines like this one need {where}")
@@ -310,6 +317,35 @@ def _serve(
     if layout is not None:
         print(f"smallest layout that does: --tp {layout.tensor} --pp {layout.pipeline} ({layout.size} devices)")
     return False
+
+
+def _predicted(
+    source: ModelSource,
+    config: EngineConfig,
+    storage: Storage,
+    plan: ServingPlan,
+    found: ServingEstimate,
+    card: Preset | None,
+) -> dict[int, float]:
+    """Predict the seconds of a decode step on a card, for one sequence and for as many as fit, half of their context
+    long. Empty where the cost model has no coefficients: CPUs, experts that ranks share, other formats and dtypes."""
+    from dataclasses import replace
+
+    from ..costs.machine import Machine
+    from ..costs.serving import HOPPER, steps_on
+    from ..costs.steps import StepLoad
+
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    form = config.quantization or "bf16"
+    if card is None or card.processor or config.layout.expert or not found.fits:
+        return {}
+    if form not in HOPPER or dtype not in card.flops_per_second or dtype == "float32":
+        return {}
+    storage = replace(storage, kv=8 * plan.kv_element)
+    steps = steps_on(Machine.of(card), source.config, storage, config.layout, dtype=dtype, efficiency=HOPPER[form])
+    at = plan.context // 2
+    most = min(plan.max_num_seqs, found.cache_tokens // max(1, at))
+    return {rows: steps.seconds(StepLoad.of([(at, 1)] * rows)) for rows in sorted({1, most})}
 
 
 def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
