@@ -10,11 +10,12 @@ import pytest
 import torch
 from thread_group import on_threads
 
+from transect.costs.memory.shared import copies_bytes
 from transect.models.decoder import Decoder
 from transect.ops.comm.copy_engine import HostCopies
 from transect.parallel import peer_copies, peer_pieces, replicas
 from transect.parallel.group import Group
-from transect.parallel.peer_copies import PeerCopies, memory_bytes, shared_copies
+from transect.parallel.peer_copies import PeerCopies, shared_copies
 from transect.parallel.peer_pieces import SIGNALS, PeerPieces, room, shared_pieces
 from transect.parallel.sharded import Sharded
 from transect.spec.shapes import PRESETS
@@ -24,7 +25,7 @@ CHUNK = 4096
 
 def together(ranks, work):
     """``work(copies, rank)`` of every rank, each in a thread."""
-    memory = [ctypes.create_string_buffer(memory_bytes(ranks, CHUNK)) for _ in range(ranks)]
+    memory = [ctypes.create_string_buffer(copies_bytes(ranks, CHUNK)) for _ in range(ranks)]
     addresses = [ctypes.addressof(each) for each in memory]
     with ThreadPoolExecutor(ranks) as pool:
         made = [PeerCopies(addresses, rank, HostCopies(), chunk_bytes=CHUNK) for rank in range(ranks)]
@@ -95,7 +96,7 @@ def test_the_norm_comes_with_the_sums_where_they_are_fused(monkeypatch, fused):
         """Nothing to wait for."""
 
     monkeypatch.setattr(replicas.dist, "all_reduce", lambda x, group, async_op: done(group.all_reduce(x)))
-    memory = [ctypes.create_string_buffer(memory_bytes(2, CHUNK)) for _ in range(2)]
+    memory = [ctypes.create_string_buffer(copies_bytes(2, CHUNK)) for _ in range(2)]
     addresses = [ctypes.addressof(each) for each in memory]
     sizes = {"a": 7, "b": 9000, "c": 40, "d": 20_001}
     drawn = [
