@@ -118,7 +118,8 @@ def floors(model: str, threads: int) -> dict[str, float]:
     import torch
 
     from transect.checkpoints.resolve import resolve
-    from transect.costs.model import Row, floor, step_cost
+    from transect.costs.floors import Rates
+    from transect.costs.model import Row, step_cost
     from transect.hardware.device import detect
     from transect.ops.cpu.ceilings import device_measurement
 
@@ -130,7 +131,7 @@ def floors(model: str, threads: int) -> dict[str, float]:
         prefill = work == "prefill"
         rows = [Row(length, length) if prefill else Row(1, length + new // 2)] * count
         costs = step_cost(source.config, rows, storage=storage(source))
-        seconds = floor(costs, machine.flops_per_second["float32"], machine.read_bytes_per_second)
+        seconds = sum(Rates.of(machine, "float32").floor(cost).seconds for cost in costs.values())
         rates[work] = count * (length if prefill else 1) / seconds
     return rates
 

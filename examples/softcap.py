@@ -1,9 +1,8 @@
 r"""An operator from scratch, in one file: the soft cap that Gemma 2 puts on its scores (arXiv:2408.00118).
 
-    y = c * tanh(x / c)        dL/dx = dL/dy * (1 - tanh(x / c)^2)
+    y = c * tanh(x / c)        dL/dx = dL/dy * (1 - tanh(x / c)^2)        x, y: any shape
 
-Shapes: x and the result ``[...]``. Bound by bytes: some 10 FLOPs an element against one read and one write.
-``TRITON_INTERPRET=1 python examples/softcap.py`` checks it against float64 without a GPU.
+Bound by bytes: 10 FLOPs an element, one read, one write. To check it: ``TRITON_INTERPRET=1 python examples/softcap.py``
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 
-from transect.costs.model import Row, floor, kv_bytes_per_token, step_cost, total, weight_bytes
+from transect.costs.model import Row, _layer_products, kv_bytes_per_token, least_products, step_cost, weight_bytes
 from transect.costs.storage import Storage
 from transect.costs.work import Cost
 from transect.models.context import PagedContext
@@ -82,6 +82,10 @@ def test_step_cost_is_the_sum_of_the_operators(name: str) -> None:
     assert counted["head"] == head
 
 
+def together(costs: Mapping[str, Cost] | Sequence[Cost]) -> Cost:
+    return sum(costs.values() if isinstance(costs, Mapping) else costs, Cost(0, 0, 0))
+
+
 def test_decode_reads_the_weights_once_and_never_the_table_twice() -> None:
     """One token of SmolLM2 at 5 bits reads the layers' 106M weights and the 28M of the head: the table is gathered."""
     storage = Storage(linear=5, embed=8.5, head=8.5, norm=32)
@@ -92,23 +96,29 @@ def test_decode_reads_the_weights_once_and_never_the_table_twice() -> None:
     assert weights_read == pytest.approx(weight_bytes(SMOLLM2, storage), rel=0.01)
     assert costs["embed"].bytes_read == 576 * 8.5 / 8
     assert costs["paged_attention"].bytes_read == pytest.approx(512 * kv_bytes_per_token(SMOLLM2), rel=0.01)
-    assert total(costs).flops == pytest.approx(2 * 134_479_872 + 4 * 512 * 576 * 30, rel=0.01)
+    assert together(costs).flops == pytest.approx(2 * 134_479_872 + 4 * 512 * 576 * 30, rel=0.01)
     copied = dataclasses.replace(storage, head_copied=True)
     assert weight_bytes(SMOLLM2, copied) - weight_bytes(SMOLLM2, storage) == 28_311_552 * 8.5 / 8
 
 
+def test_layers_that_are_alike_are_counted_once_and_multiplied() -> None:
+    """A model whose first layer is dense: its products are those of its layers, one by one."""
+    moe = MoEConfig(experts=8, per_token=2, expert_dim=96, dense_layers=(0,))
+    config = dataclasses.replace(SMOLLM2, n_layers=5, moe=moe)
+    storage = Storage(linear=4.25, matrices=(("attention.q", 8.0),))
+    alone = [_layer_products(config, layer, 7, storage) for layer in range(5)]
+    assert alone[0] != alone[1] == alone[4]
+    found = least_products(config, 7, 2, storage)["linear"]
+    assert found.flops == pytest.approx(together(alone).flops) and found.bytes == pytest.approx(together(alone).bytes)
+
+
 def test_batch_shares_the_weights() -> None:
     """Sixteen decode rows need far less than sixteen times the bytes, and prefill turns bound by arithmetic."""
-    one, many = (total(step_cost(SMOLLM2, [Row(1, 64)] * rows)) for rows in (1, 16))
+    one, many = (together(step_cost(SMOLLM2, [Row(1, 64)] * rows)) for rows in (1, 16))
     assert many.flops == 16 * one.flops
     assert many.bytes < 2 * one.bytes
-    prefill = total(step_cost(SMOLLM2, [Row(512, 512)]))
+    prefill = together(step_cost(SMOLLM2, [Row(512, 512)]))
     assert prefill.intensity > 50 * one.intensity
-
-
-def test_floor_adds_up_by_operator() -> None:
-    costs = {"a": Cost(100, 10, 0), "b": Cost(0, 30, 10)}
-    assert math.isclose(floor(costs, flops_per_second=10, bytes_per_second=4), 10 + 10)
 
 
 def test_row_that_cannot_be_is_refused() -> None:

@@ -11,7 +11,7 @@ from transect import LLM, SamplingParams
 from transect.checkpoints.hf_out import save_hf
 from transect.checkpoints.load import load_model
 from transect.checkpoints.resolve import resolve
-from transect.costs.model import Row, least_cost
+from transect.costs.model import least_products
 from transect.costs.storage import Storage
 from transect.costs.work import expert_cost
 from transect.models.context import PagedContext, VarlenContext
@@ -259,7 +259,7 @@ def test_cost_counts_the_experts_that_are_touched():
     assert most.bytes_read == pytest.approx(6 * matrix + 1000 * 32 * 2)
     assert most.flops == 1000 * one.flops
     assert expert_cost(8, 2, 6, [16], 32, bits=16, activation=16, distinct=3).bytes_read == 3 * matrix + 8 * 64
-    single, many = (least_cost(CONFIG, [Row(n, n)], storage=Storage())["linear"] for n in (1, 512))
+    single, many = (least_products(CONFIG, n, 1, Storage())["linear"] for n in (1, 512))
     assert single.bytes_read < many.bytes_read
 
 

@@ -1,6 +1,6 @@
 """The least time that a device needs to run a model: the floor that measured times stand beside.
 
-The floor is the unavoidable work (``model.least_cost``) at the rates of the device. The matrices of the layers, the
+The floor is the unavoidable work (``model.py``) at the rates of the device. The matrices of the layers, the
 head and attention each take as long as their bytes or their FLOPs, whichever takes longer. Matrices that stream from
 host memory take as long as the host link needs for them, if that is longer than all of this. MFU and MBU are these
 FLOPs and bytes over the measured time, as shares of the rates of the device.

@@ -1,14 +1,14 @@
-"""The least that a step of a model costs: FLOPs, bytes and memory, from the configuration alone (no torch).
+"""The work of a step of a model, and its memory: FLOPs and bytes from the configuration alone.
 
-A step is a ragged batch: for each row, how many tokens it computes and how long its sequence is with them. Weights
-count as they are stored (``storage.py``), and a ``Weight`` counts its own product by the same ``product_cost``. There
-are two accounts of a step:
+A step is a ragged batch of rows: the tokens that each computes, and the length of its sequence with them. Weights count
+as they are stored (``storage.py``), and a ``Weight`` counts its own product by the same ``product_cost``. There are two
+accounts of a step:
 
 * ``step_cost`` follows the operators: each input read once, each output written once. It adds up to a floor for running
   the model operator by operator, and equals what the operators declare themselves.
-* ``least_cost`` is the work that no way to run the model can avoid: matrices, with what goes into each projection once
-  and comes out of it, keys and values, the head. Norms, rotations, additions and sampling are left out.
-  ``floors.py`` makes the floors of it that measured times stand beside.
+* ``least_products`` and ``least_attention`` are the work that no implementation can avoid: matrices, with the inputs
+  and outputs of each projection once, keys and values, the head. Norms, rotations, additions, biases and sampling are
+  left out. ``floors.py`` makes floors of it.
 
 An embedding table is gathered: its rows count, the table does not; the output head, though it may share that table, is
 read whole. Decode is bound by reading weights and cache, prefill by arithmetic: ``Cost.intensity`` of a step says
@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..spec.model import ModelConfig
 from ..spec.moe import MoEConfig
@@ -61,25 +62,12 @@ def step_cost(
     return counter.costs
 
 
-def least_cost(
-    config: ModelConfig, rows: Sequence[Row], *, storage: Storage | None = None, logit_rows: int | None = None
-) -> dict[str, Cost]:
-    """The unavoidable work of one step: ``linear`` (all matrices of all layers), ``head``, ``attention``.
-
-    ``logit_rows`` as in ``step_cost``; logits are written in the dtype of activations. Biases are not counted.
-    """
-    storage = storage or Storage()
-    tokens = sum(row.new for row in rows)
-    logit_rows = len(rows) if logit_rows is None else logit_rows
-    return {
-        **least_products(config, tokens, logit_rows, storage),
-        "attention": least_attention(config, rows, storage),
-    }
-
-
 def least_products(config: ModelConfig, tokens: int, logit_rows: int, storage: Storage) -> dict[str, Cost]:
-    """The ``linear`` and ``head`` of ``least_cost``: they do not depend on where the tokens stand."""
-    linear = sum((_layer_products(config, layer, tokens, storage) for layer in range(config.n_layers)), Cost(0, 0, 0))
+    """Return the unavoidable products of a step: ``linear`` (the matrices of all layers) and ``head``, for
+    ``logit_rows`` tokens, with logits in the dtype of activations."""
+    linear = Cost(0, 0, 0)
+    for layer, count in _kinds(config):
+        linear += _layer_products(config, layer, tokens, storage) * count
     head = Cost(0, 0, 0)
     if logit_rows:
         head = product_cost(
@@ -89,7 +77,7 @@ def least_products(config: ModelConfig, tokens: int, logit_rows: int, storage: S
 
 
 def least_attention(config: ModelConfig, rows: Sequence[Row], storage: Storage) -> Cost:
-    """The ``attention`` of ``least_cost``."""
+    """Return the unavoidable work of attention: products of visible pairs; visible keys and values are read once."""
     pairs = keys = 0.0
     for reach, count in Counter(map(config.layer_reach, range(config.n_layers))).items():
         pairs += count * sum(visible_pairs(row.new, row.length, *reach) for row in rows)
@@ -97,8 +85,17 @@ def least_attention(config: ModelConfig, rows: Sequence[Row], storage: Storage) 
     return Cost(4 * pairs * config.q_dim, 2 * keys * config.kv_dim * storage.kv / 8, 0)
 
 
+@lru_cache(maxsize=256)
+def _kinds(config: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Group layers with equal matrices: the first layer of each kind, and their number."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for layer in range(config.n_layers):
+        found.setdefault(tuple(linear_shapes(config, layer).items()), []).append(layer)
+    return tuple((layers[0], len(layers)) for layers in found.values())
+
+
 def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Storage) -> Cost:
-    """The matrices of one layer: of its experts, those that ``tokens`` tokens touch."""
+    """Return the work of the matrices of one layer: of its experts, those that ``tokens`` tokens touch."""
     moe = config.layer_moe(layer)
     found = Cost(0, 0, 0)
     for parts in projection_shapes(config, layer).values():
@@ -119,17 +116,6 @@ def _layer_products(config: ModelConfig, layer: int, tokens: int, storage: Stora
     if moe is not None:
         found += product_cost(tokens, [moe.experts], config.dim, bits=storage.norm, activation=32)
     return found
-
-
-def total(costs: dict[str, Cost] | Iterable[Cost]) -> Cost:
-    """All operators together."""
-    values = costs.values() if isinstance(costs, dict) else costs
-    return sum(values, Cost(0, 0, 0))
-
-
-def floor(costs: dict[str, Cost], flops_per_second: float, bytes_per_second: float) -> float:
-    """The fewest seconds that a device needs when it runs one operator after another."""
-    return sum(cost.floor(flops_per_second, bytes_per_second) for cost in costs.values())
 
 
 def weight_bytes(

@@ -27,6 +27,9 @@ class Cost:
         """The least time in seconds for a device with these two ceilings."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
+    def __mul__(self, times: float) -> Cost:
+        return Cost(times * self.flops, times * self.bytes_read, times * self.bytes_written)
+
     def __add__(self, other: Cost) -> Cost:
         return Cost(
             self.flops + other.flops, self.bytes_read + other.bytes_read, self.bytes_written + other.bytes_written
