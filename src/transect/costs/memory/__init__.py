@@ -2,6 +2,7 @@
 
 * ``terms.py``: named terms, phases, an ``Estimate`` of both
 * ``serving.py``: an engine: weights, KV cache, the largest step, graphs; each rank of a layout, the smallest that fits
+* ``measured.py``: the account that an engine measures on a GPU
 * ``streaming.py``: layers that stream from the host or a disk
 * ``training_plan.py``: ``TrainingPlan``, a way to train, its trained weights and optimizer state
 * ``training.py``: a training step: weights, gradients, optimizer, activations, loss, temporaries, by phase

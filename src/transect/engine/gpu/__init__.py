@@ -4,7 +4,6 @@
 * ``build.py``: start-up, as a recipe; its parts, in order: ``setup.py`` decides what the engine does, ``load.py`` loads
   the model and its kernels, ``measure.py`` runs the largest step, ``size.py`` sizes the KV cache, ``capture.py`` makes
   the runner and its graphs (``startup_times.py`` times each)
-* ``memory.py``: where the GPU's memory goes
 * ``warm_kernels.py``: which kernels an engine needs; ``compilers.py``: processes that compile them meanwhile
 * ``runner.py``: ``GPURunner``, the executor; it works a step ahead of its tokens; ``stage_runner.py``: that of a stage
   of a pipeline, ``sharing_runner.py``: that of a rank which shares experts

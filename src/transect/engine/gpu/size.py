@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from ...costs.memory.measured import MemoryAccount, refusal
 from ...costs.memory.serving import kept_for_graphs
 from ..kv_size import KVSize, kv_size
 from .load import Loaded
 from .measure import Measured
-from .memory import MemoryAccount, refusal
 from .setup import Setup
 from .step_sizes import mixed_sizes, row_buckets, widths
 

@@ -1,23 +1,20 @@
-"""The account of a GPU's memory, measured before the KV cache is made, which gets what is left."""
+"""The account of a GPU's memory, measured before the KV cache is made; the cache gets the rest."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...costs.units import GIB
+from ..units import GIB
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccount:
-    """Bytes on one GPU.
-
-    ``usable`` is the total times the share that the engine may fill; ``others`` and ``spare`` count against it last.
-    """
+    """Bytes on one GPU. ``usable`` is the total times the share that the engine may fill."""
 
     total: int
     usable: int
     others: int
-    """Memory that was taken before the engine loaded anything: other programs, the CUDA context."""
+    """Memory in use before the engine loaded anything: other programs, the CUDA context."""
     weights: int
     tables: int
     """Angles of rotary embedding, the steps' inputs."""
@@ -28,11 +25,11 @@ class MemoryAccount:
 
     @property
     def for_cache(self) -> int:
-        """What is left for keys and values; negative if nothing is."""
+        """Memory left for keys and values; negative if the rest does not fit."""
         return self.usable - self.others - self.weights - self.tables - self.largest_step - self.graphs
 
     def lines(self, cache: int) -> list[str]:
-        """The account as text, with a KV cache of ``cache`` bytes in it."""
+        """Write the account as text, with a KV cache of ``cache`` bytes in it."""
         rest = self.total - self.others - self.weights - self.tables - self.largest_step - self.graphs - cache
         parts = (
             ("other programs and the CUDA context", self.others),
@@ -48,7 +45,7 @@ class MemoryAccount:
 
 
 def refusal(account: MemoryAccount, needed: int, max_model_len: int, bytes_per_token: float) -> str:
-    """What to change when the cache does not hold one sequence of ``max_model_len`` tokens, ``needed`` bytes: the
+    """Say what to change if the cache does not hold one sequence of ``max_model_len`` tokens, ``needed`` bytes: the
     smallest change of each kind."""
     missing = needed - account.for_cache
     share = (account.usable + missing) / account.total

@@ -5,10 +5,10 @@ import re
 import pytest
 import torch
 
+from transect.costs.memory.measured import MemoryAccount, refusal
 from transect.costs.units import GIB
 from transect.engine.config import EngineConfig
 from transect.engine.gpu.build import device_for
-from transect.engine.gpu.memory import MemoryAccount, refusal
 from transect.engine.gpu.step_sizes import row_buckets
 from transect.engine.llm import LLM
 
