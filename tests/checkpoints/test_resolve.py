@@ -21,6 +21,7 @@ from transect.checkpoints.pull import BUILTIN_MODELS
 from transect.checkpoints.resolve import ModelSource, described, resolve, tokenizer_files
 from transect.spec.hf import to_hf
 from transect.spec.model import ModelConfig
+from transect.spec.shapes import PRESETS, WEIGHTS_OF
 
 CONFIG = ModelConfig("llama", 96, 64, 2, 4, 2, 16, 96, 128)
 
@@ -256,3 +257,23 @@ def test_what_is_only_described_needs_no_weights(tmp_path):
     factors = {name.format("A"): torch.zeros(2, 64), name.format("B"): torch.zeros(64, 2)}
     save_file(factors, tmp_path / "adapter" / "adapter_model.safetensors")
     assert described(str(tmp_path / "adapter")).adapter is not None
+
+
+def test_near_names_of_shapes_are_offered(nothing_pulled):
+    fails("llama-3.1-70b", r"did you mean 'llama-3.3-70b' or 'llama-3.1-8b'.*\(shapes, without weights\)\?")
+    fails("qwen3-8", r"did you mean 'qwen3-8b'")
+    fails("llama-3.1-70b", r"no shape 'llama-3.1-70b'; did you mean 'llama-3.3-70b'", load_format="dummy")
+
+
+def test_a_shape_says_where_its_weights_come_from(nothing_pulled):
+    assert set(WEIGHTS_OF) == set(PRESETS)
+    for name, hub_id in WEIGHTS_OF.items():
+        fails(name, rf"shape without weights\. Weights come from a hub id \({hub_id}\).*load_format dummy")
+
+
+def test_a_configuration_without_an_architecture_says_which_key_is_missing(tmp_path, smollm2):
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    fails(str(tmp_path), "config.json has no 'model_type', so its architecture is not known: add the key")
+    key = b"general.architecture"
+    (tmp_path / "m.gguf").write_bytes(smollm2.path.read_bytes().replace(key, b"general.architecturf", 1))
+    fails(str(tmp_path / "m.gguf"), "the GGUF file has no 'general.architecture'")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..formats.gguf_file import GGUFFile
 from ..spec.gguf import from_gguf
 from ..spec.hf import from_hf_directory
 from ..spec.model import ModelConfig
-from ..spec.shapes import PRESETS
+from ..spec.shapes import PRESETS, WEIGHTS_OF
 from .own_head import has_own_head
 from .peft_config import CONFIG, adapted_config, is_adapter, read_settings
 from .pull import BUILTIN_MODELS, Progress, pull_builtin, pulled
@@ -151,10 +151,13 @@ def resolve(
     if (found := _HUB_GGUF.fullmatch(name)) is not None:
         return _from_file(_hub_gguf(found[1], found[2], allow_download, revision), name)
     if name in PRESETS:
-        raise ValueError(f"{name!r} is a shape without weights: run it with load_format dummy, or give {_choices()}")
-    near = difflib.get_close_matches(name.lower(), BUILTIN_MODELS, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(map(repr, near))}? Otherwise give" if near else "give"
-    raise ValueError(f"unknown model {name!r}; {hint} {_choices()}")
+        raise ValueError(
+            f"{name!r} is a shape without weights. Weights come from a hub id ({WEIGHTS_OF[name]}), a model directory "
+            "or a .gguf file; random ones, to measure with, from load_format dummy (--load-format of serve and bench)"
+        )
+    near = _near_names(name, (*BUILTIN_MODELS, *PRESETS))
+    note = " (shapes, without weights)" if any(each in PRESETS for each in near) else ""
+    raise ValueError(f"unknown model {name!r}; {_give(near, note)} {_choices()}")
 
 
 def tokenizer_files(name: str, *, revision: str | None = None) -> Path:
@@ -202,9 +205,21 @@ def _shape(path: Path, name: str) -> ModelSource:
     if name in PRESETS:
         return ModelSource("shape", Path(name), PRESETS[name], name)
     raise ValueError(
-        f"load_format dummy knows no shape {name[:80]!r}: give a directory with a config.json, or one of "
-        f"{', '.join(PRESETS)}"
+        f"load_format dummy knows no shape {name[:80]!r}; {_give(_near_names(name[:80], PRESETS))} a directory with a "
+        f"config.json, or one of {', '.join(PRESETS)}"
     )
+
+
+def _near_names(name: str, names: Iterable[str]) -> list[str]:
+    """List up to three names that are like ``name``, the nearest first; one if none is very like it."""
+    names = list(names)
+    near = difflib.get_close_matches(name.lower(), names, n=3, cutoff=0.7)
+    return near or difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.4)
+
+
+def _give(near: list[str], note: str = "") -> str:
+    """Begin a sentence that says what to give instead, with a question that offers the names ``near``."""
+    return f"did you mean {' or '.join(map(repr, near))}{note}? Otherwise give" if near else "give"
 
 
 def _choices() -> str:

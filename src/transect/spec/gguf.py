@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from types import NoneType
 from typing import Any
 
 from .fields import Fields, shown
@@ -32,9 +31,11 @@ def from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> ModelC
         ValueError: an unsupported architecture or setting, or a key that is missing or of the wrong type.
     """
     found = metadata.get("general.architecture")
+    if found is None:
+        raise ValueError("the GGUF file has no 'general.architecture': it is not a whole model, fetch it again")
     if not isinstance(found, str) or found not in _OWN:
         raise ValueError(
-            f"architecture {found if isinstance(found, (str, NoneType)) else shown(found)!r} is not supported in GGUF "
+            f"architecture {found if isinstance(found, str) else shown(found)!r} is not supported in GGUF "
             f"files; supported are: {', '.join(_OWN)}"
         )
     read = Fields(metadata, "the GGUF metadata", f"{found}.")

@@ -27,7 +27,12 @@ RopeScaling = Literal["none", "linear", "llama3", "yarn", "factors"]
 
 
 def unsupported_architecture(name: object) -> ValueError:
-    """The error for a model that no configuration here describes."""
+    """Build the error for a model that no configuration here describes; ``name`` is None if its files name none."""
+    if name is None:
+        return ValueError(
+            "config.json has no 'model_type', so its architecture is not known: add the key (\"llama\" for models of "
+            "Llama's kind), or fetch the model again"
+        )
     return ValueError(
         f"architecture {name!r} is not supported; supported are: {', '.join(ARCHITECTURES)} "
         "(llama includes Llama 2/3/3.1 and SmolLM2, qwen2 includes Qwen2.5)"

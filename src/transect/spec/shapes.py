@@ -100,4 +100,15 @@ PRESETS: dict[str, ModelConfig] = {
     QWEN3_8B.name: _qwen3(QWEN3_8B, tied=False),
     "qwen3-30b-a3b": QWEN3_30B_A3B,
 }
-"""What ``resolve(name, load_format="dummy")`` knows beside directories."""
+"""Shapes that ``resolve(name, load_format="dummy")`` finds by name, beside directories."""
+
+WEIGHTS_OF = {
+    LLAMA_8B.name: "meta-llama/Llama-3.1-8B",
+    LLAMA_1B.name: "meta-llama/Llama-3.2-1B",
+    LLAMA_3B.name: "meta-llama/Llama-3.2-3B",
+    LLAMA_70B.name: "meta-llama/Llama-3.3-70B-Instruct",
+    QWEN3_0_6B.name: "Qwen/Qwen3-0.6B",
+    QWEN3_8B.name: "Qwen/Qwen3-8B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+}
+"""Hub id of a published model of each shape."""
