@@ -11,6 +11,7 @@ from small_engine import make, recorded_batches, request
 from transect.engine.decisions import Planned
 from transect.explain.live import view
 from transect.explain.log import build
+from transect.explain.sources import NoServer
 from transect.explain.work import StepWork
 
 
@@ -56,7 +57,7 @@ def test_only_the_window_counts(core, tmp_path):
     file = str(tmp_path / "log.bin")
     assert run_here("top", file, "--once").stdout.startswith("last ")
     assert json.loads(run_here("top", file, "--json").stdout)["waiting"] == 0
-    assert "does not answer" in run_here("top", "http://127.0.0.1:9", "--once").stderr
+    assert "no server answers at http://127.0.0.1:9" in run_here("top", "http://127.0.0.1:9", "--once").stderr
 
 
 def test_an_idle_server_is_idle(core):
@@ -120,3 +121,46 @@ def test_a_request_is_found_on_any_engine_of_a_server(core, monkeypatch):
     done = run_here("explain", "request", "http://server", "b")
     assert done.returncode == 0 and done.stdout.startswith("request b, choice 0"), done.stderr
     assert "decisions over" in run_here("explain", "replay", "http://server", "--engine", "1").stdout
+
+
+@pytest.mark.parametrize("arguments", [("http://127.0.0.1:9",), ("127.0.0.1:9",), ("127.0.0.1:9", "--json")])
+def test_a_dead_address_is_one_sentence_and_the_end(arguments):
+    done = run_here("top", *arguments)
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr == (
+        "transect: error: no server answers at http://127.0.0.1:9 (connection refused): start one with `transect "
+        "serve`, or give the URL of one that runs\n"
+    )
+
+
+def test_a_silent_server_that_answered_before_is_asked_again(core, monkeypatch):
+    recorded_batches(core)
+    log = build(core.decisions.ring.records())
+    looks = iter([[log], NoServer("gone"), KeyboardInterrupt()])
+
+    def open_logs(url, key):
+        found = next(looks)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    monkeypatch.setattr("transect.explain.sources.open_logs", open_logs)
+    out = run_here("top", "http://127.0.0.1:9", "--every", "0.1", "--json").stdout
+    assert [next(iter(json.loads(line))) for line in out.splitlines()] == ["seconds", "error"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"), [((), "asks for a key"), (("--api-key", "wrong"), "refuses this key")], ids=["none", "wrong"]
+)
+def test_a_server_with_a_key_says_how_to_give_it(key, words, monkeypatch):
+    def get(url, *, headers, **_):
+        assert headers == ({"Authorization": "Bearer wrong"} if key else {})
+        return httpx.Response(401, json={"error": {"message": "a valid API key is needed"}})
+
+    monkeypatch.delenv("TRANSECT_API_KEY", raising=False)
+    monkeypatch.setattr(httpx, "get", get)
+    for command in (("top", "http://host:1", "--once"), ("explain", "request", "http://host:1", "cmpl-1")):
+        message = run_here(*command, *key).stderr
+        assert (
+            words in message and "(a valid API key is needed): give --api-key KEY, or set TRANSECT_API_KEY" in message
+        )

@@ -18,7 +18,7 @@ def command(
 ) -> None:
     """Live view of a server: where the time of its steps goes, MBU and MFU, the queue, KV blocks, who waits and why.
 
-    A server that does not answer is asked again. Of several engines each is shown.
+    A server that answered once is asked again when it is silent. Each of several engines is shown.
     """
     import sys
     import time
@@ -30,7 +30,7 @@ def command(
 
     from ..explain.live import view
     from ..explain.rates import rates_for
-    from ..explain.sources import NoLogYet, open_logs
+    from ..explain.sources import NoLogYet, NoServer, open_logs, server_url
     from ..explain.work import StepWork
 
     def look() -> str:
@@ -44,20 +44,24 @@ def command(
             rows += ([f"engine {number}"] if len(found) > 1 else []) + each.lines()
         return "\n".join(rows)
 
-    def patient() -> str:
+    def patient(first: bool = False) -> str:
         try:
             return look()
         except NoLogYet as error:
+            if first and isinstance(error, NoServer):
+                raise
             return dumps({"error": str(error)}) if json else f"{error}\n(asked again every {every:g} s)"
 
-    if once or not url.startswith("http"):
+    if once or server_url(url) is None:
         print(look())
         return
+    now = patient(first=True)
     if json or not sys.stdout.isatty():
         while True:
-            print(patient(), flush=True)
+            print(now, flush=True)
             time.sleep(every)
-    with Live(Text(patient()), console=Console(), refresh_per_second=4) as screen:
+            now = patient()
+    with Live(Text(now), console=Console(), refresh_per_second=4) as screen:
         while True:
             time.sleep(every)
             screen.update(Text(patient()))
