@@ -1,6 +1,7 @@
 """``transect eval``: perplexity of files as JSON and as a table, and mistakes in one line."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -89,3 +90,17 @@ def test_formats_that_are_written(capsys, model, tmp_path):
     assert code == 2 and "--calibrate goes with --formats" in err
     code, _, err = run(capsys, model, *files, "--formats", "plain,fp8", "--calibrate", tmp_path / "b")
     assert code == 2 and "--calibrate changes none of plain, fp8" in err
+
+
+def test_tasks_without_a_network_say_what_to_do(capsys, model, monkeypatch):
+    harness = pytest.importorskip("transect.train.harness")
+
+    def offline(**_):
+        raise ConnectionError("Couldn't reach 'some/data' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(harness, "TaskManager", lambda **_: SimpleNamespace(all_tasks=["hellaswag"]))
+    monkeypatch.setattr(harness, "HarnessModel", lambda llm, name: None)
+    monkeypatch.setattr(harness, "simple_evaluate", offline)
+    code, _, err = run(capsys, model, "--tasks", "hellaswag", "--dtype", "float32", "--no-native")
+    assert code == 2 and "the data of hellaswag cannot be read (Couldn't reach 'some/data'" in err
+    assert "$HF_HOME" in err and "--include FOLDER" in err and "this should not happen" not in err

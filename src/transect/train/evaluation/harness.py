@@ -194,7 +194,7 @@ def run_tasks(
         chat: put the questions into the model's chat template.
 
     Raises:
-        ValueError: no such task.
+        ValueError: there is no such task, or its data cannot be read.
     """
     own = None if include is None else TaskManager(include_path=str(include), include_defaults=False)
     if own is not None and set(tasks) <= set(own.all_tasks):  # reading the harness's own thousands takes seconds
@@ -206,15 +206,22 @@ def run_tasks(
         raise ValueError(
             f"the harness knows no task {missing[0]!r}: name one of its tasks, or their folder by --include"
         )
-    found = simple_evaluate(
-        model=HarnessModel(llm, name),
-        tasks=list(tasks),
-        num_fewshot=few_shot,
-        limit=limit,
-        task_manager=manager,
-        apply_chat_template=chat,
-        log_samples=False,
-        bootstrap_iters=0,
-    )
+    try:
+        found = simple_evaluate(
+            model=HarnessModel(llm, name),
+            tasks=list(tasks),
+            num_fewshot=few_shot,
+            limit=limit,
+            task_manager=manager,
+            apply_chat_template=chat,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+    except OSError as error:  # also what `datasets` and the hub's client raise without a network
+        raise ValueError(
+            f"the data of {', '.join(tasks)} cannot be read ({' '.join(str(error).split())}): it is fetched once, from the "
+            "Hugging Face hub. Run this where there is a network and copy its cache ($HF_HOME, or ~/.cache/huggingface), "
+            "or give task files with data of your own by --include FOLDER"
+        ) from error
     results: dict[str, dict[str, Any]] = found["results"]
     return results
