@@ -3,14 +3,22 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from transect.cli import main
 from transect.costs.ceilings import Ceilings
 from transect.hardware import cpu, measured
+<<<<<<< HEAD
+=======
+from transect.hardware.ceilings import Ceilings
+from transect.ops import registry
+>>>>>>> 4f6f487d (Compare kernels in bench ops --check on a CPU, and exit 1 if wrong)
 from transect.ops.cpu import ceilings
+from transect.ops.tools import bench, bench_run
 
 LIMITS = Ceilings("a processor", 1e10, 2e10, {"float32": 1e11}, 1e-6, memory_bytes=10**9)
 
@@ -104,3 +112,40 @@ def test_without_triton_a_trace_says_what_to_install(capsys: pytest.CaptureFixtu
     code, out, err = run(capsys, "trace", "vector_add")
     assert (code, out) == (2, "")
     assert err == "transect: error: Triton is not installed: pip install 'transect[gpu]'\n"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "code", "words"),
+    [
+        ("right", 0, ""),
+        ("wrong", 1, "transect: wrong: vector_add, example 0, 5000, triton forward: error "),
+        ("raises", 1, "triton forward: RuntimeError: out of bounds"),
+        ("missing", 1, "transect: vector_add was not compared with float64 (triton: no compiler)"),
+    ],
+)
+def test_a_broken_kernel_fails_the_check(capsys, monkeypatch, kernel: str, code: int, words: str) -> None:
+    pytest.importorskip("triton")
+    everything, right = registry.all_ops(), registry.get("vector_add")
+    made = right.implementations["triton"]
+
+    def load():
+        if kernel == "missing":
+            raise registry.Unavailable("no compiler")
+        return broken if kernel != "right" else made.load()
+
+    def broken(x, y):
+        if kernel == "raises":
+            raise RuntimeError("out of bounds")
+        return made.load()(x, y) + 1e-3
+
+    op = replace(right, implementations={"triton": replace(made, load=load)}, differentiable=(), peers={})
+
+    def here(ops, ceilings, device, *, check, matching, **_):
+        cases = [case for case in bench.cases_on(op, torch.device(device)) if matching in case.name]
+        return (row for case in cases for row in bench.bench_case(op, case, ceilings, device, check=check))
+
+    monkeypatch.setattr(bench_run, "run", here)
+    monkeypatch.setattr(registry, "all_ops", lambda: everything)
+    found, _, err = run(capsys, "bench", "ops", "vector_add", "--check", "--device", "cpu", "--case", "example 0,")
+    assert found == code and words in err and bool(err) == bool(words)
+    assert run(capsys, "bench", "ops", "vector_add", "--device", "cpu", "--case", "example 0,")[0] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,13 +30,20 @@ def command(
         typer.Option("--resume", help="Leave out cases that the file of --json holds from this commit and device."),
     ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw into this directory (matplotlib).")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Also compare results with float64, on a GPU.")] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Compare results with float64 too, on a CPU also those of Triton kernels (in the interpreter); exit "
+            "code 1 if one is wrong, or nothing of a named operator could be compared.",
+        ),
+    ] = False,
     limit: Annotated[float, typer.Option(min=1, help="Seconds that one contender may take at a case.")] = 30.0,
     workers: Annotated[int, typer.Option(min=0, help="Processes that compile kernels first, on a GPU.")] = 0,
     list_: Annotated[
         bool, typer.Option("--list", help="Name the operators and their cases, and measure nothing.")
     ] = False,
-) -> None:
+) -> int:
     """Measured time, floor and % of floor of every operator at its real shapes, with every peer in the same run."""
     from ..hardware.device import detect
     from ..ops.registry import all_ops, get
@@ -45,7 +53,7 @@ def command(
     found = detect(device)
     if list_:
         _list(wanted, found)
-        return
+        return 0
     from ..ops.cpu.ceilings import device_measurement
     from ..ops.tools import results
 
@@ -77,6 +85,29 @@ def command(
 
         for path in draw(rows, limits, plot):
             print(path)
+    named = len(wanted) < len(everything)
+    return _verdict(rows, [op.name for op in wanted] if named and not left_out else []) if check else 0
+
+
+def _verdict(rows: list[Timing], named: list[str]) -> int:
+    """Print what ``--check`` found wrong, and return the exit code.
+
+    Args:
+        named: operators of which something must have been compared.
+    """
+    from ..ops.tools.results import error_text
+
+    wrong = [row for row in rows if row.wrong]
+    for row in wrong:
+        why = f"error {row.error:.1e}, allowed {row.allowed_error:.1e}" if row.error is not None else row.reason
+        print(f"transect: wrong: {row.op}, {row.case}, {row.contender} {row.direction}: {why}", file=sys.stderr)
+    compared = {row.op for row in rows if row.wrong or error_text(row)}
+    for name in [name for name in named if name not in compared]:
+        reasons = dict.fromkeys(f"{row.contender}: {row.reason}" for row in rows if row.op == name and row.reason)
+        why = "; ".join(reasons) or "no implementation runs on this device"
+        print(f"transect: {name} was not compared with float64 ({why})", file=sys.stderr)
+        wrong += [row for row in rows if row.op == name][:1]
+    return int(bool(wrong))
 
 
 def _list(wanted: list[Op], found: Device) -> None:
@@ -93,7 +124,6 @@ def _list(wanted: list[Op], found: Device) -> None:
 
 def _run(limits: Ceilings, found: Device) -> dict[str, Any]:
     """The machine and the software that measured the rows."""
-    import sys
     from dataclasses import asdict
     from datetime import UTC, datetime
 

@@ -1,6 +1,7 @@
 """``transect bench ops`` on a processor: rows for everybody, what fails is a row, result files grow by operators."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +214,26 @@ def test_rows_of_a_later_run_of_numerics_take_the_place_of_those_kept(tmp_path: 
     found = {row["op"]: (row["ratio"], row["commit"]) for row in merged["rows"]}
     assert found == {"adamw": (4.0, "new"), "gelu": (1.0, "old"), "softmax": (5.0, "new")}
     assert merged["command"] == "new"
+
+
+def test_a_check_on_a_processor_compares_what_runs_there_and_triton_s_kernels() -> None:
+    pytest.importorskip("triton")
+    right = get("vector_add")
+    kernel = right.implementations["triton"]
+    off = replace(kernel, autograd=None, load=lambda: lambda x, y: kernel.load()(x, y) * 1.01)
+    nan = replace(kernel, backend="torch", autograd=None, load=lambda: lambda x, y: (x + y) / (x * 0))
+    op = replace(right, implementations={"right": kernel, "off": off, "nan": nan}, differentiable=(), peers={})
+    rows = {row.contender: row for row in _rows(op, check=True) if row.case.startswith("example 0,")}
+    assert not rows["right"].wrong and rows["right"].error is not None and rows["right"].seconds is None
+    assert rows["off"].wrong and "TOO LARGE" in results.cells(rows["off"])[7]
+    assert rows["nan"].wrong and "NaN" in rows["nan"].reason
+    assert not any(row.wrong for row in _rows(op))  # nobody asked
+
+
+def test_the_measuring_process_of_a_check_on_a_processor_interprets_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pytest.importorskip("triton")
+    all_ops()
+    rows = list(bench_run.run([get("vector_add")], LIMITS, "cpu", check=True, matching="example 1,"))
+    (row,) = [row for row in rows if (row.contender, row.direction) == ("triton", "forward")]
+    assert row.error is not None and not row.wrong

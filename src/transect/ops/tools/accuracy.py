@@ -22,6 +22,7 @@ from ..registry import Implementation, Op
 FEW = 64
 DRAWS = 16
 LAYOUTS = ("contiguous", "apart", "padded")
+_SPECIAL = "NaN or infinities do not stand where float64 has them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +128,7 @@ class _Pool:
         same = torch.equal(wide.isnan(), exact.isnan()) and torch.equal(
             wide.where(~normal & ~wide.isnan(), nothing), rounded.double().where(~normal & ~exact.isnan(), nothing)
         )
-        self.same_special &= same
+        self.same_special &= same and not bool((wide.isinf() & normal).any())
         usable = normal & wide.isfinite() & other.isfinite()
         self.exact += float(exact.where(usable, nothing).square().sum())
         self.ours += float((wide - exact).where(usable, nothing).square().sum())
@@ -204,6 +205,22 @@ def _upstream(output: Tensor, seed: int) -> Tensor:
     return torch.randn(output.shape, generator=generator, device=output.device)
 
 
+def at_example(
+    op: Op, implementation: Implementation, inputs: Mapping[str, Any], direction: str
+) -> tuple[float, float, float]:
+    """(error, torch's error, allowed) of an implementation on a small example: the worst output, or gradient.
+
+    Raises:
+        ValueError: NaN or an infinity stands where float64 has none, or the other way round.
+    """
+    found = list(check(op, implementation, torch.float32, examples=[inputs], layouts=LAYOUTS[:1]))
+    wanted = [each for each in found if ("gradient" in each.quantity) == (direction != "forward")]
+    if not all(each.same_special for each in wanted):
+        raise ValueError(_SPECIAL)
+    worst = max(wanted, key=lambda each: each.error / each.allowed if each.allowed else each.error)
+    return worst.error, worst.torch_error, worst.allowed
+
+
 def at_case(
     op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str
 ) -> tuple[float | None, float | None, float | None]:
@@ -233,7 +250,7 @@ def at_case(
     except torch.OutOfMemoryError:
         return None, None, None
     if not all(same for *_, same in verdicts):
-        raise ValueError("NaN or infinities do not stand where float64 has them")
+        raise ValueError(_SPECIAL)
     return max(((e, t, a) for e, t, a, _ in verdicts), key=lambda v: v[0] / v[2] if v[2] else v[0])
 
 

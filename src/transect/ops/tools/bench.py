@@ -21,8 +21,8 @@ import torch
 
 from ...costs.ceilings import Ceilings
 from ...costs.work import Cost
-from ..lang.jit import triton
-from ..registry import Case, OnHost, Op, Unavailable
+from ..lang.jit import INTERPRETED, triton
+from ..registry import Case, Implementation, OnHost, Op, Unavailable
 from . import accuracy, timing
 
 ROTATE_BYTES = 400 * 2**20
@@ -66,6 +66,8 @@ class Timing:
     allowed_error: float | None = None
     reason: str = ""
     note: str = ""
+    wrong: bool = False
+    """It raised while it ran, or its error is larger than allowed; never set for a peer."""
 
     @property
     def of_floor(self) -> float | None:
@@ -89,11 +91,17 @@ class Contender:
     plain: Callable[..., Any] | None
     differentiable: Callable[..., Any] | None
     reason: str = ""
+    interpreted: Implementation | None = None
+    """A Triton implementation that runs in the interpreter: it is compared, not timed."""
 
 
-def contenders(op: Op, case: Case, inputs: Mapping[str, Any], device: torch.device) -> Iterator[Contender]:
-    """Who runs at this case: implementations for this kind of device, the reference on a processor, and peers."""
-    backends = ("torch", "cpu") if device.type == "cpu" else ("triton", "cuda")
+def contenders(
+    op: Op, case: Case, inputs: Mapping[str, Any], device: torch.device, *, interpreter: bool = False
+) -> Iterator[Contender]:
+    """List who runs at this case: implementations for this kind of device, the reference on a processor, and peers;
+    with ``interpreter`` Triton's on a processor too."""
+    host = device.type == "cpu"
+    backends = ("torch", "cpu", *(["triton"] if interpreter else [])) if host else ("triton", "cuda")
     taken = set()
     for name, made in op.implementations.items():
         if made.backend not in backends or (case.only and name not in case.only):
@@ -111,8 +119,9 @@ def contenders(op: Op, case: Case, inputs: Mapping[str, Any], device: torch.devi
         except EXPECTED as error:
             reason = sentence(error)
         taken.add(name)
-        yield Contender(name, False, plain, differentiable, reason)
-    if device.type == "cpu":
+        interpreted = made if host and made.backend == "triton" else None
+        yield Contender(name, False, plain, differentiable, reason, interpreted)
+    if host:
         yield Contender("reference", False, op.reference, op.reference)
     for name, peer in op.peers.items():
         if name in case.only if case.only or isinstance(peer, OnHost) else True:
@@ -170,7 +179,7 @@ def bench_case(
     """Time every contender at one shape.
 
     Args:
-        check: also compare each implementation's results with float64.
+        check: also compare each implementation's results with float64, those of Triton's interpreter on a processor.
         skip: (contender, direction) pairs to leave out.
         started: called before a pair is run, so that a watcher knows who hangs.
         failed: called after the row of a pair that the device, or its memory, did not get through.
@@ -181,7 +190,7 @@ def bench_case(
     copies = 1 if place.type == "cpu" else max(2, min(MOST_COPIES, -(-ROTATE_BYTES // max(1, int(cost.bytes)))))
     inputs = [first, *(case.make(place, seed) for seed in range(1, copies))]
     directions = directions_of(op, case)
-    for entry in contenders(op, case, first, place):
+    for entry in contenders(op, case, first, place, interpreter=check and INTERPRETED):
         for direction in directions:
             if (entry.name, direction) in skip:
                 continue
@@ -198,7 +207,8 @@ def bench_case(
             try:
                 yield _measure(op, entry, direction, call, inputs, row, place, check)
             except EXPECTED as error:
-                yield replace(row, reason=sentence(error))
+                wrong = not (entry.is_peer or isinstance(error, Unavailable))
+                yield replace(row, reason=sentence(error), wrong=wrong)
                 if isinstance(error, RuntimeError) and not isinstance(error, Unavailable):
                     failed()
             if place.type == "cuda":
@@ -222,13 +232,18 @@ def _measure(
     place: torch.device,
     check: bool,
 ) -> Timing:
+    if entry.interpreted is not None:
+        row = _compared(row, *accuracy.at_example(op, entry.interpreted, inputs[0], direction))
+        return replace(row, reason="interpreted: not timed")
     if isinstance(call, OnHost):
         on_host = {key: _to(value, "cpu") for key, value in inputs[0].items()}
         return _with_times(row, timing.time_host([lambda: call(**on_host)], 5, 5.0), "host")
     if place.type == "cpu":
         calls = [_call(op, call, values, direction, seed) for seed, values in enumerate(inputs)]
         many = calls * max(1, int(2e-4 / max(1e-7, _once(calls[0]))))
-        return _with_times(row, timing.time_host(many), "host")
+        row = _with_times(row, timing.time_host(many), "host")
+        made = op.implementations.get(entry.name) if check and not entry.is_peer else None
+        return row if made is None else _compared(row, *accuracy.at_example(op, made, inputs[0], direction))
     with timing.own_stream():
         calls = [_call(op, call, values, direction, seed) for seed, values in enumerate(inputs)]
         peak, result = _memory(calls[0])
@@ -245,9 +260,15 @@ def _measure(
     del calls
     if check and not entry.is_peer:
         off, theirs, allowed = accuracy.at_case(op, call, inputs[0], direction)
-        note = "" if off is not None else "not compared: float64 at this shape takes more memory than there is"
-        row = replace(row, error=off, torch_error=theirs, allowed_error=allowed, note=note)
+        row = _compared(row, off, theirs, allowed)
     return row
+
+
+def _compared(row: Timing, off: float | None, theirs: float | None, allowed: float | None) -> Timing:
+    """A row with the errors that ``accuracy`` found."""
+    if off is None or allowed is None:
+        return replace(row, note="not compared: float64 at this shape takes more memory than there is")
+    return replace(row, error=off, torch_error=theirs, allowed_error=allowed, wrong=not off <= allowed)
 
 
 def _with_times(row: Timing, times: list[float], method: str) -> Timing:

@@ -7,13 +7,14 @@ process.
 from __future__ import annotations
 
 import json
+import os
 import queue
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -34,8 +35,14 @@ class _Worker:
     def __init__(self, job: dict[str, Any]) -> None:
         self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed in ``end``)
         command = [sys.executable, "-m", f"{__package__}.bench_worker"]
+        interpret = {"TRITON_INTERPRET": "1"} if job["check"] and job["device"] == "cpu" else {}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.errors, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            text=True,
+            env={**os.environ, **interpret},
         )
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(job))
@@ -91,6 +98,7 @@ def run(
         for i, case in enumerate(cases_on(op, place))
         if matching in case.name and (op.name, case.name) not in left_out
     ]
+    implementations = {op.name: op.implementations for op in ops}
     names = {op.name: [case.name for case in cases_on(op, place)] for op in ops}
     job: dict[str, Any] = {
         "device": device,
@@ -140,7 +148,8 @@ def run(
         say(f"{units[0][0]}, {names[units[0][0]][units[0][1]]}: {current[0] if current else 'making inputs'}: {reason}")
         if not started:
             raise RuntimeError(f"the measuring process did not start: {reason}")
-        yield _without_time(units[0], names, current or ("", "forward"), reason)
+        ended = _without_time(units[0], names, current or ("", "forward"), reason)
+        yield replace(ended, wrong=current is not None and current[0] in implementations[units[0][0]])
         if current is None:
             units.pop(0)
         else:

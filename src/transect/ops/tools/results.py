@@ -114,7 +114,7 @@ def cells(row: Timing) -> tuple[str, ...]:
     who = f"{row.contender}{' *' if row.is_peer else ''}"
     floor = "" if row.floor_seconds is None else time_text(row.floor_seconds)
     if row.seconds is None or row.fastest is None or row.slowest is None:
-        return (who, row.direction, "", "", floor, "", "", "", row.reason)
+        return (who, row.direction, "", "", floor, "", "", error_text(row), row.reason)
     return (
         who,
         row.direction,
