@@ -236,3 +236,42 @@ def test_letters_that_a_terminal_lacks_end_nothing(monkeypatch) -> None:
         main(["generate"])
     out.flush()
     assert end.value.code == 0 and out.buffer.getvalue().decode("latin-1") == "caf\u00e9 ?, and more\n"
+
+
+@pytest.mark.parametrize(
+    "modules", [("--lora-modules", "a=x", "b=y"), ("--lora-modules", "a=x", "--lora-modules", "b=y")]
+)
+def test_several_values_after_one_flag_as_in_vllm(run, modules):
+    code, _, errors = run("serve", "smollm2-135m", "--enable-lora", *modules, "--port", "0")
+    assert code == 2 and "--lora-modules names 2, and only one adapter at a time is served" in errors
+    assert "transect export --merge" in errors
+
+
+def test_what_follows_the_values_of_a_flag_is_read_as_ever(serve):
+    seen, _ = serve("--lora-modules", "a=x", "--port", "7", "some/model")
+    assert seen["port"] == 7 and seen["options"].model_names == ("a",)
+    seen, _ = serve("--lora-modules", "a=x", "some/model")
+    assert seen["options"].model_names == ("a",)
+
+
+def test_a_mistyped_variable_is_named_with_the_nearest_right_one(run, monkeypatch):
+    said = "transect: the environment variable {} is not known (did you mean {}?): it is ignored"
+    for wrong, right in (
+        ("TRANSECT_MODELS_JSN", "TRANSECT_MODELS_JSON"),
+        ("TRANSECT_CASHE", "TRANSECT_CACHE"),
+        ("TRANSECT_API_KEYS", "TRANSECT_API_KEY"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(wrong, "1")
+            code, _, errors = run("models", "--json")
+            assert code == 0 and said.format(wrong, right) in errors.splitlines()
+
+
+def test_variables_of_other_commands_and_of_kubernetes_are_left_alone(run, monkeypatch):
+    for name in ("TRANSECT_SERVE_PROT", "TRANSECT_DEBUG", "TRANSECT_TEST_PROVE", "TRANSECT_SERVICE_HOST"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TRANSECT_PORT", "tcp://10.0.0.1:80")
+    code, _, errors = run("models", "--json")
+    assert code == 0 and "environment variable" not in errors
+    monkeypatch.setenv("TRANSECT_PORT", "80")
+    assert "TRANSECT_PORT is not known: it is ignored" in run("models", "--json")[2]

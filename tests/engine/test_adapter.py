@@ -44,8 +44,8 @@ def test_the_server_s_options_name_one_adapter() -> None:
     ("arguments", "words"),
     [
         (([], True, None, None), "give --lora-modules NAME=DIR"),
-        ((["a=x", "b=y"], True, None, None), "one adapter at a time is served"),
-        ((["a=x"], True, "y", None), "one adapter at a time is served"),
+        ((["a=x", "b=y"], True, None, None), "only one adapter at a time is served"),
+        ((["a=x"], True, "y", None), "only one adapter at a time is served"),
         ((["x"], True, None, None), "takes NAME=DIR, not 'x'"),
         ((["a=x"], True, None, ["base"]), "not served beside a"),
     ],

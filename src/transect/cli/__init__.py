@@ -15,6 +15,7 @@
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_model.py``: find the fastest of
   them here. ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
+  ``environment.py``: variables of the environment.
   ``session.py``: an engine for the length of a command.
   ``demo_view.py``, ``demo_picture.py``: what the demo shows.
 
@@ -90,6 +91,7 @@ def _application() -> Any:
         chat,
         data,
         demo,
+        environment,
         eval,
         explain,
         export,
@@ -117,7 +119,7 @@ def _application() -> Any:
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": settings.PREFIX},
+        context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": environment.PREFIX},
     )
 
     @application.callback()

@@ -238,7 +238,11 @@ def lora_module(
             raise ValueError("--enable-lora loads nothing by itself: give --lora-modules NAME=DIR, or --adapter DIR")
         return None, adapter
     if len(modules) > 1 or adapter is not None:
-        raise ValueError("one adapter at a time is served, for all requests: start a server for each of them")
+        given = f"--lora-modules names {len(modules)}" if len(modules) > 1 else "--adapter names another"
+        raise ValueError(
+            f"{given}, and only one adapter at a time is served, for all requests: start a server for each of them, or "
+            "merge them into models of their own with `transect export --merge`"
+        )
     if modules[0].startswith("{"):
         from .engine_options import json_object
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-PREFIX = "TRANSECT"
-"""Environment variables are named PREFIX_COMMAND_OPTION."""
+from .environment import unknown_variables, warning
+
+SPREAD = {"lora_modules": lambda word: "=" in word or word.startswith("{")}
+"""Options that take several values after one flag, as vLLM's do: parameter to a test of words that are values."""
 
 SERVER, MODEL, ENGINE, GPU, REST = "Server", "Model and text", "Engine", "GPU", "Options"
 GROUPS = {
@@ -49,6 +52,29 @@ GROUPS = {
 
 class Command(TyperCommand):
     """A command whose help shows options in groups, and says where else values may come from."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the flags of ``SPREAD`` before each of their values, which is the form that click knows."""
+        flags = {flag: SPREAD[param.name] for param in self.params if param.name in SPREAD for flag in param.opts}
+        spread: list[str] = []
+        flag, values = "", 0
+        for word in args:
+            if word in flags:
+                flag, values = word, 0
+            elif flag and (values == 0 or flags[flag](word)):
+                spread += [flag] if values else []
+                values += 1
+            else:
+                flag = ""
+            spread.append(word)
+        return list(super().parse_args(ctx, spread))
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command, after a warning for each unknown variable of the environment."""
+        commands = getattr(ctx.find_root().command, "commands", {})
+        for found in unknown_variables(os.environ, ctx, commands):
+            print(warning(*found), file=sys.stderr)
+        return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each group of options."""
