@@ -12,11 +12,7 @@ import torch
 from transect.cli import main
 from transect.costs.ceilings import Ceilings
 from transect.hardware import cpu, measured
-<<<<<<< HEAD
-=======
-from transect.hardware.ceilings import Ceilings
 from transect.ops import registry
->>>>>>> 4f6f487d (Compare kernels in bench ops --check on a CPU, and exit 1 if wrong)
 from transect.ops.cpu import ceilings
 from transect.ops.tools import bench, bench_run
 
@@ -72,7 +68,7 @@ def test_presets(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("hardware", "--preset", "tpu"), "no preset 'tpu'; there are: a100-80gb"),
+        (("hardware", "--preset", "tpu"), "no preset 'tpu'; there are: a100-40gb"),
         (("hardware", "--device", "tpu"), "'tpu'"),
         (("bench", "ops", "nothing"), "no operator 'nothing'; there are: "),
         (
