@@ -220,8 +220,8 @@ def run_tasks(
     except OSError as error:  # also what `datasets` and the hub's client raise without a network
         raise ValueError(
             f"the data of {', '.join(tasks)} cannot be read ({' '.join(str(error).split())}): it is fetched once, from "
-            "the Hugging Face hub. Run this where there is a network, and copy the cache (~/.cache/huggingface or $HF_HOME) "
-            "here, or give task files with data of your own by --include FOLDER"
+            "the Hugging Face hub. Run this where there is a network, and copy the cache (~/.cache/huggingface or "
+            "$HF_HOME) here, or give task files with data of your own by --include FOLDER"
         ) from error
     results: dict[str, dict[str, Any]] = found["results"]
     return results
