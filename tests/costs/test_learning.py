@@ -1,5 +1,6 @@
 """What is learned of a device from its steps."""
 
+import math
 import random
 import statistics
 
@@ -106,3 +107,22 @@ def test_what_is_unsure_may_be_over_sooner():
     for _ in range(100):
         times.learn(work, 4e-3)
     assert 0 <= times.predict(work) - times.soonest(work) < 0.25 * unsure
+
+
+@pytest.mark.parametrize("seconds", [5e-324, 1e-200, 1e-160, 1e-20, 1e-9])
+def test_steps_that_take_next_to_no_time(seconds):
+    """A clock may not see them; and predictions may have shrunk to nothing, one late step after another."""
+    times = StepTimes()
+    for count in range(1, 20):
+        times.learn(StepLoad(count), seconds)
+    for _ in range(20):
+        times.learn(StepLoad(4), 1e-2)
+    assert times.predict(StepLoad(4)) == pytest.approx(1e-2, rel=0.1) and math.isfinite(times.error)
+
+
+def test_a_prediction_that_shrinks_to_nothing_divides_nothing():
+    times = StepTimes()
+    times.learn(StepLoad(4), 1e-3)
+    for _ in range(20_000):
+        times.learn(StepLoad(4), 0.9 * times.predict(StepLoad(4)))
+    assert times.predict(StepLoad(4)) >= 0 and math.isfinite(times.soonest(StepLoad(4)))

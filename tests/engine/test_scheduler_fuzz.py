@@ -1,7 +1,7 @@
 """Random workloads through the shipping scheduler; helpers/engine_workloads.py checks every promise on the way."""
 
 from effort import examples
-from engine_workloads import Arrival, Run, Workload, run, workloads
+from engine_workloads import Arrival, Run, Workload, preempted_failures, run, workloads
 from hypothesis import given
 
 from transect.engine.sampling_params import SamplingParams
@@ -71,3 +71,33 @@ def test_forced_tokens_that_cross_a_block_while_none_is_free():
     for depth in (1, 2):
         config = SchedulerConfig(num_blocks=5, block_size=4, watermark=0.0, pipeline_depth=depth, seed=1, **limits)
         Run(Workload(config, (Arrival(0, prompt, params, grammar=(0, 4, None)),), lag=1)).finish()
+
+
+@examples(60, 600, print_blob=True)
+@given(workloads(lag=0, breaking=True))
+def test_steps_that_raise_with_tokens_at_once(workload: Workload):
+    run(workload)
+
+
+@examples(60, 600, print_blob=True)
+@given(workloads(lag=1, breaking=True))
+def test_steps_that_raise_with_tokens_one_step_late(workload: Workload):
+    run(workload)
+
+
+@examples(40, 300, print_blob=True)
+@given(workloads(lag=2, depth=3, breaking=True))
+def test_steps_that_raise_in_a_pipeline(workload: Workload):
+    run(workload)
+
+
+@examples(40, 300, print_blob=True)
+@given(workloads(lag=1, storm=True, breaking=True))
+def test_steps_that_raise_in_a_preemption_storm(workload: Workload):
+    run(workload)
+
+
+@examples(60, 600, print_blob=True)
+@given(preempted_failures())
+def test_sequences_whose_logits_are_not_finite_while_they_are_preempted(workload: Workload):
+    run(workload)

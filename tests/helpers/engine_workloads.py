@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from grammar_fakes import Steps, allowed_after
 from hypothesis import note
 from hypothesis import strategies as st
-from kv_checker import VOCAB, CheckedCache, CheckingExecutor, chain_of, check, draw_token, extend_chain
+from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, chain_of, check, draw_token, extend_chain
 
 from transect.engine.clock import VirtualClock
 from transect.engine.core import EngineCore
@@ -56,12 +56,21 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class Break:
+    """The device raises in a step, at a place that ``CheckingExecutor.breaks`` names."""
+
+    step: int
+    where: str
+
+
+@dataclass(frozen=True)
 class Workload:
     config: SchedulerConfig
     arrivals: tuple[Arrival, ...]
     aborts: tuple[Abort, ...] = ()
     lag: int = 0
     late: bool = False
+    breaks: tuple[Break, ...] = ()
 
 
 _DOCUMENTS = tuple(tuple((7 * i * (k + 1) + k) % VOCAB for i in range(24)) for k in range(2))
@@ -111,10 +120,17 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
 
 @st.composite
 def workloads(
-    draw: st.DrawFn, *, lag: int, policy: str = "continuous", storm: bool = False, crowd: bool = False, depth: int = 1
+    draw: st.DrawFn,
+    *,
+    lag: int,
+    policy: str = "continuous",
+    storm: bool = False,
+    crowd: bool = False,
+    depth: int = 1,
+    breaking: bool = False,
 ) -> Workload:
     """Random workloads. ``storm``: pools so small that sequences drive each other out all the time; ``crowd``: steps so
-    small that long prompts stand in the way of short ones; ``depth``: of a pipeline."""
+    small that long prompts stand in the way of short ones; ``depth``: of a pipeline; ``breaking``: steps raise."""
     block_size = draw(st.integers(1, 4))
     max_model_len = draw(st.integers(20, 34)) if storm or crowd else draw(st.integers(8, 34))
     enough = -(-(max_model_len - 1) // block_size)
@@ -153,7 +169,22 @@ def workloads(
             max_size=3,
         )
     )
-    return Workload(config, tuple(arrivals), tuple(aborts), lag, lag > 1 or draw(st.booleans()))
+    late = lag > 1 or draw(st.booleans())
+    places = st.sampled_from(("submit", "submitted", "draw", "result"))
+    breaks = draw(st.lists(st.builds(Break, st.integers(1, 20), places), max_size=4)) if breaking else []
+    return Workload(config, tuple(arrivals), tuple(aborts), lag, late, tuple(breaks))
+
+
+@st.composite
+def preempted_failures(draw: st.DrawFn) -> Workload:
+    """One of two sequences is driven out about when its logits are not finite, and its prompt comes again later."""
+    sizes = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "max_model_len": draw(st.integers(7, 9))}
+    config = SchedulerConfig(num_blocks=draw(st.integers(8, 14)), block_size=1, watermark=0.0, seed=1, **sizes)
+    other = tuple(range(1, draw(st.integers(2, 5))))
+    prompt, long = (7, 6, 5), SamplingParams(seed=1, ignore_eos=True, max_tokens=20)
+    fails = Arrival(0, prompt, long, fail=(0, draw(st.integers(3, 8))))
+    later = Arrival(draw(st.integers(3, 9)), prompt, long.with_(max_tokens=1))
+    return Workload(config, (Arrival(0, other, long), fails, later), lag=1, late=draw(st.booleans()))
 
 
 def can_fit(arrival: Arrival, config: SchedulerConfig) -> bool:
@@ -231,7 +262,10 @@ class Run:
             fails=self._fails,
             on_submit=lambda: self._abort(in_flight=True),
             ended=lambda seq_id: self._choices[seq_id].finish_reason is not None,
+            breaks=self._breaks,
         )
+        self.executor.holders = lambda block_id: {s.seq_id for s in self._sequences() if block_id in s.block_ids}
+        self._left = list(workload.breaks)
         cache.on_garbage = self.executor.poison
         self.core = EngineCore(self.scheduler, self.executor, lag=workload.lag)
         self.records: dict[tuple[str, int], _Record] = {}
@@ -246,7 +280,7 @@ class Run:
     def finish(self) -> Run:
         """Run to the end, checking all the way."""
         todo = sorted(enumerate(self.workload.arrivals), key=lambda item: item[1].step)
-        bound = 60 + 4 * sum(
+        bound = 60 * (1 + len(self.workload.breaks)) + 4 * sum(
             a.params.n * min(len(a.prompt) + (a.params.max_tokens or 99), self.workload.config.max_model_len)
             for _, a in todo
         )
@@ -303,7 +337,24 @@ class Run:
         hit = in_prompt and position >= at if where == -1 else not in_prompt and (where, at) == (choice, position)
         return f"planned failure at {position}" if hit else None
 
+    def _breaks(self, step: int, where: str) -> BaseException | None:
+        found = Break(step, where)
+        if found not in self._left:
+            return None
+        self._left.remove(found)
+        return Broken(f"as planned in step {step}")
+
     def _step(self) -> None:
+        try:
+            self._step_on()
+        except Broken:
+            self._check_pool()
+            check(self.scheduler.stats().kv_blocks_used == 0, "blocks are in use after a step was taken back")
+            self._leader = None
+            self.clock.advance(1.0)
+            self.steps += 1
+
+    def _step_on(self) -> None:
         before = (self.scheduler._step, len(self.scheduler._in_flight))
         waiting = {seq.seq_id: (seq, seq.to_compute) for seq in self._sequences() if seq.status is Status.WAITING}
         check(self.scheduler.coming().tokens <= self.workload.config.max_num_batched_tokens, "too much is coming")
@@ -383,7 +434,9 @@ class Run:
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
-            check(length < min(passed), "a waiting sequence was overtaken by one that is no shorter")
+            # After a broken step all wait at once: short ones may use up their share before a longer one does.
+            shorter = length < min(passed) or bool(self.workload.breaks)
+            check(shorter, "a waiting sequence was overtaken by one that is no shorter")
             blocks = self.scheduler.blocks.blocks_for(passed[0])
             check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
 

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_workloads import Abort, Arrival, Run, Workload, workloads
+from engine_workloads import Abort, Arrival, Break, Run, Workload, preempted_failures, workloads
 from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 from planted_bugs import MUTANTS, name_of
@@ -19,7 +19,15 @@ from transect.engine.sampling_params import SamplingParams
 from transect.engine.scheduler_config import SchedulerConfig
 
 FILE = Path(__file__).parent.parent / "engine" / "killing_workloads.json"
-ALL_KINDS = st.one_of(workloads(lag=1), workloads(lag=0), workloads(lag=1, storm=True), workloads(lag=0, storm=True))
+ALL_KINDS = st.one_of(
+    workloads(lag=1),
+    workloads(lag=0),
+    workloads(lag=1, storm=True),
+    workloads(lag=0, storm=True),
+    workloads(lag=1, breaking=True),
+    workloads(lag=2, depth=3),
+    preempted_failures(),
+)
 
 
 def violation(workload: Workload, **classes: type) -> str | None:
@@ -72,6 +80,7 @@ def _from_plain(plain: dict[str, Any]) -> Workload:
         "config": SchedulerConfig(**plain["config"]),
         "arrivals": tuple(Arrival(**each) for each in arrivals),
         "aborts": tuple(Abort(**each) for each in plain.get("aborts", ())),
+        "breaks": tuple(Break(**each) for each in plain.get("breaks", ())),
     }
     return Workload(**plain | parts)
 

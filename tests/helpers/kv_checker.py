@@ -11,7 +11,8 @@ without any scheduler (``draw_token``), and each sequence's true tokens are kept
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from grammar_fakes import Steps, allowed_after
 
@@ -26,6 +27,10 @@ _POISON = -1
 
 class Violation(AssertionError):
     """The scheduler broke a promise."""
+
+
+class Broken(RuntimeError):
+    """The device failed as planned."""
 
 
 def check(condition: bool, message: str) -> None:
@@ -59,8 +64,20 @@ class CheckedCache(KVCache):
     """The shipping cache, which reports blocks whose contents nobody may read any more."""
 
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
-        super().__init__(num_blocks, enable_prefix_caching=enable_prefix_caching)
         self.on_garbage: Callable[[int], None] = lambda block_id: None
+        super().__init__(num_blocks, enable_prefix_caching=enable_prefix_caching)
+
+    def reset(self) -> None:
+        super().reset()
+        for block_id in range(self.num_blocks):
+            self.on_garbage(block_id)
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        ids = list(block_ids)
+        free = [block_id for block_id in ids if block_id in self._unused]
+        super().forget(ids)
+        for block_id in free:
+            self.on_garbage(block_id)
 
     def allocate(self) -> int | None:
         block_id = super().allocate()
@@ -82,6 +99,8 @@ class _Truth:
         self.prompt_len = len(prompt)
         self.tokens: list[int] = []
         self.chains: list[int] = []
+        self.taken_in: list[int] = []
+        """The engine's live list of output tokens."""
         self.failed = False
         self.grammar: Steps | None = None
         for token in prompt:
@@ -103,6 +122,8 @@ class CheckingExecutor:
             without draws (position of the chunk's last token).
         on_submit: called while the batch is in flight.
         ended: seq_id -> whether the sequence has ended; what is still drawn for it is thrown away.
+        breaks: (step, where) -> the exception to raise there, or None; ``where`` is "submit" (before anything is done),
+            "submitted" (the device is at work), "draw" or "result".
     """
 
     def __init__(
@@ -113,15 +134,23 @@ class CheckingExecutor:
         fails: Callable[[int, int], str | None] = lambda seq_id, position: None,
         on_submit: Callable[[], None] = lambda: None,
         ended: Callable[[int], bool] = lambda seq_id: False,
+        breaks: Callable[[int, str], BaseException | None] = lambda step, where: None,
     ) -> None:
         self.config = config
         self.late = late
         self.fails = fails
         self.on_submit = on_submit
         self.ended = ended
+        self.breaks = breaks
         self.slots = [[_POISON] * config.block_size for _ in range(config.num_blocks)]
+        self.suspect: dict[int, set[int]] = {}
+        """Blocks from which nothing finite could be computed, and the sequences that had them when that was told: no
+        other may read them."""
+        self.holders: Callable[[int], set[int]] | None = None
+        """Block -> the seq_ids that have it now; None: suspect blocks are not followed."""
         self.truths: dict[int, _Truth] = {}
-        self.done_step = 0
+        self.done_step = self.newest_step = 0
+        self.past: deque[ScheduledBatch] = deque(maxlen=config.pipeline_depth)
         self.num_copies = 0
         self.num_forced = 0
         self.last_draws: set[int] = set()
@@ -129,14 +158,48 @@ class CheckingExecutor:
     def poison(self, block_id: int) -> None:
         """Nobody may read what the block held."""
         self.slots[block_id] = [_POISON] * self.config.block_size
+        self.suspect.pop(block_id, None)
 
     def submit(self, batch: ScheduledBatch) -> _Handle:
+        self.newest_step = batch.step
+        self._break(batch.step, "submit")
         self._check_limits(batch)
+        self._check_again(batch)
         handle = _Handle(self, batch)
         if not self.late and not handle.constrained:
-            handle.result()
+            handle.run()
+        self._break(batch.step, "submitted")
         self.on_submit()
         return handle
+
+    def abandon(self) -> None:
+        """Forget tokens that the engine has not taken in: they will be drawn again."""
+        for seq_id, truth in self.truths.items():
+            known = truth.prompt_len + len(truth.taken_in)
+            del truth.tokens[known:], truth.chains[known:]
+            truth.failed = truth.failed and self.ended(seq_id)
+        self.past.clear()
+        self.last_draws = set()
+        self.done_step = self.newest_step
+
+    def _break(self, step: int, where: str) -> None:
+        error = self.breaks(step, where)
+        if error is not None:
+            raise error
+
+    def _check_again(self, batch: ScheduledBatch) -> None:
+        """``ScheduledBatch.again`` is said only of what it is true of."""
+        before = self.past[0] if len(self.past) == self.config.pipeline_depth else None
+        self.past.append(batch)
+        if not batch.again:
+            return
+        check(before is not None and len(before.rows) == len(batch.rows), f"step {batch.step} is new")
+        assert before is not None
+        for row, old in zip(batch.rows, before.rows, strict=True):
+            check(row.seq_id == old.seq_id and row.num_tokens == len(row.draws) == 1, "again, with other rows")
+            check(row.start == old.end, f"again, but sequence {row.seq_id} goes on at {row.start}, not {old.end}")
+            same = row.block_ids is old.block_ids and row.output_token_ids is old.output_token_ids
+            check(same, "again, in other lists")
 
     def _check_limits(self, batch: ScheduledBatch) -> None:
         config = self.config
@@ -193,7 +256,10 @@ class CheckingExecutor:
         check(not sources.intersection(targets), "a block is source and destination of copies")
         check(len(set(targets)) == len(targets), "two copies into one block")
         for source, target in copies:
+            self.poison(target)
             self.slots[target] = list(self.slots[source])
+            if source in self.suspect:
+                self.suspect[target] = self.suspect[source]
         self.num_copies += len(copies)
 
     def _truth(self, seq_id: int, prompt: tuple[int, ...]) -> _Truth:
@@ -249,6 +315,9 @@ class CheckingExecutor:
             what = "freed or never written" if held[wrong] == _POISON else "written by another prefix"
             block_id = row.block_ids[wrong // size]
             raise Violation(f"sequence {row.seq_id} reads position {wrong} from block {block_id}, which was {what}")
+        for block_id in row.block_ids[: row.num_blocks(size)] if self.suspect else ():
+            known = block_id not in self.suspect or row.seq_id in self.suspect[block_id]
+            check(known, f"sequence {row.seq_id} reads block {block_id}, of which was told that it is not finite")
 
     def _draw(self, row: ScheduledRow, result: StepResult) -> None:
         if row.prompt_logprobs is not None:
@@ -260,8 +329,17 @@ class CheckingExecutor:
         for draw in row.draws:
             self._draw_one(row, draw, result)
 
+    def told(self, batch: ScheduledBatch, result: StepResult) -> None:
+        """The engine gets a result: from now on it knows which KV is not finite."""
+        for row in batch.rows if self.holders is not None else ():
+            ids = [draw.seq_id for draw in row.draws] or [row.seq_id]
+            if all(seq_id in result.errors for seq_id in ids) and not all(map(self.ended, ids)):
+                for block_id in row.block_ids[: row.num_blocks(self.config.block_size)]:
+                    self.suspect[block_id] = self.holders(block_id) | {row.seq_id}
+
     def _draw_one(self, row: ScheduledRow, draw: Draw, result: StepResult) -> None:
         truth = self._truth(draw.seq_id, draw.prompt_token_ids)
+        truth.taken_in = draw.output_token_ids
         truth.grammar = draw.constraint if isinstance(draw.constraint, Steps) else None
         if not truth.failed:
             check(row.end == len(truth.tokens), f"sequence {draw.seq_id} draws for position {row.end} again")
@@ -293,12 +371,20 @@ class _Handle:
 
     def draw(self) -> None:
         check(self._masks is None, "draws are asked for twice")
+        self._executor._break(self._batch.step, "draw")
         self._masks = self._executor.masks(self._batch)
         if not self._executor.late:
-            self.result()
+            self.run()
 
-    def result(self) -> StepResult:
+    def run(self) -> StepResult:
+        """Let the device compute the step."""
         check(self._masks is not None or not self.constrained, "a result before its draws were asked for")
         if self._result is None:
             self._result = self._executor.execute(self._batch, self._masks or {})
         return self._result
+
+    def result(self) -> StepResult:
+        self._executor._break(self._batch.step, "result")
+        result = self.run()
+        self._executor.told(self._batch, result)
+        return result

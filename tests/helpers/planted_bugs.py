@@ -1,5 +1,6 @@
 """Classic bugs of schedulers and KV caches. Each is the shipping class with one method wrong."""
 
+import dataclasses
 from collections import Counter
 
 import msgspec
@@ -224,6 +225,57 @@ class TellsGrammarsTooLate(Scheduler):
         return output
 
 
+class TakesNothingBack(Scheduler):
+    """Steps that raised stay in flight."""
+
+    def take_back(self, reason: str) -> list[EngineOutput]:
+        return []
+
+
+class KeepsTheBlocksOfBrokenSteps(Scheduler):
+    """Steps that raised are forgotten, but their sequences run on as if they had been computed."""
+
+    def take_back(self, reason: str) -> list[EngineOutput]:
+        for batch, _ in self._in_flight:
+            self.blocks.step_done(batch.step)
+        self._in_flight.clear()
+        return []
+
+
+class FindsThePrefixesOfBrokenSteps(SequenceBlocks):
+    """All blocks are free after a step was taken back, but their contents can still be found."""
+
+    def reset(self, step: int) -> None:
+        cache = self.cache
+        kept = dict(cache._hash_of), dict(cache._block_of)
+        super().reset(step)
+        cache._hash_of, cache._block_of = kept
+        cache._unused.update(dict.fromkeys(kept[0]))
+        cache._blank = [block_id for block_id in cache._blank if block_id not in kept[0]]
+
+
+class TrustsWhatAPreemptedSequenceLeft(CheckedCache):
+    """KV that was not finite stays findable where its sequence has given its blocks back meanwhile."""
+
+    def forget(self, block_ids) -> None:
+        super().forget([block_id for block_id in block_ids if self._refs[block_id]])
+
+
+class SaysAgainWithoutTurns(Scheduler):
+    """A pipeline's step is called one more of the same, although a sequence had another turn between."""
+
+    def schedule(self):
+        before = self._last[0] if len(self._last) == self.config.pipeline_depth else None
+        batch = super().schedule()
+        if batch is None or before != self._last[-1]:
+            return batch
+        if any(row.num_tokens > 1 or len(row.draws) != 1 for row in batch.rows):
+            return batch
+        batch = dataclasses.replace(batch, again=True)
+        self._in_flight[-1] = batch, self._in_flight[-1][1]
+        return batch
+
+
 MUTANTS = [
     {"blocks_class": WritesSharedBlocks},
     {"blocks_class": FreesUnderTheStepInFlight},
@@ -245,6 +297,11 @@ MUTANTS = [
     {"scheduler_class": LetsDecodesWait},
     {"scheduler_class": SharesOneGrammar},
     {"scheduler_class": TellsGrammarsTooLate},
+    {"scheduler_class": TakesNothingBack},
+    {"scheduler_class": KeepsTheBlocksOfBrokenSteps},
+    {"blocks_class": FindsThePrefixesOfBrokenSteps},
+    {"cache_class": TrustsWhatAPreemptedSequenceLeft},
+    {"scheduler_class": SaysAgainWithoutTurns},
 ]
 
 

@@ -79,6 +79,43 @@ def random_arrivals(rng: random.Random, vocab: int, count: int, longest_prompt: 
     return arrivals
 
 
+class Planned(RuntimeError):
+    """A failure of ``Breaking``."""
+
+
+class Breaking:
+    """An executor whose steps fail now and then: before they are handed over, after that, or when they are done."""
+
+    def __init__(self, inner, rng: random.Random) -> None:
+        self.inner, self.rng, self.failures = inner, rng, 0
+        self.abandon = inner.abandon
+
+    def submit(self, batch):
+        self.fail()
+        handle = self.inner.submit(batch)
+        self.fail()
+        return BreakingHandle(handle, self)
+
+    def fail(self) -> None:
+        if self.rng.random() < 0.04:
+            self.failures += 1
+            raise Planned
+
+
+class BreakingHandle:
+    def __init__(self, inner, executor: Breaking) -> None:
+        self.inner, self.executor = inner, executor
+
+    def draw(self) -> None:
+        self.executor.fail()
+        self.inner.draw()
+
+    def result(self):
+        result = self.inner.result()
+        self.executor.fail()
+        return result
+
+
 def run_workload(executor, config: SchedulerConfig, arrivals: list[Arrival], lag: int):
     """What came out by (request, choice): tokens, logprobs, why it ended; and the engine."""
     core = EngineCore(Scheduler(config, VirtualClock()), executor, lag=lag)
@@ -94,7 +131,11 @@ def run_workload(executor, config: SchedulerConfig, arrivals: list[Arrival], lag
                 aborts.setdefault(step + arrival.abort_after, []).append(arrival.request.request_id)
         for request_id in aborts.pop(step, ()):
             core.abort(request_id)
-        for output in core.step():
+        try:
+            outputs = core.step()
+        except Planned:
+            outputs = []
+        for output in outputs:
             entry = found.setdefault((output.request_id, output.index), {"tokens": [], "logprobs": [], "end": None})
             entry["tokens"] += output.new_token_ids
             entry["logprobs"] += output.logprobs or []

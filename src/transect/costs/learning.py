@@ -30,6 +30,8 @@ DRIFT = 1e-3
 DEVIATIONS = 3.0
 SMOOTHING = 0.02
 """The share of the newest step in ``StepTimes.error``."""
+SHORTEST = 1e-7
+"""Seconds: a shorter step is below what clocks can tell, and teaches nothing."""
 SURPRISE = 3.0
 """The longest measured time that counts, in predictions: a longer step was held up by something else."""
 
@@ -68,8 +70,8 @@ class StepTimes:
         return expected - DEVIATIONS * math.sqrt(max(variance, 0.0) + (self.error * expected) ** 2)
 
     def learn(self, load: StepLoad, seconds: float) -> None:
-        """Learn from a step's time; a step of no seconds teaches nothing."""
-        if seconds <= 0:
+        """Learn from a step's time; a step below ``SHORTEST`` teaches nothing."""
+        if seconds < SHORTEST:
             return
         parts = _parts_of(load)
         if not self.steps:
@@ -79,9 +81,9 @@ class StepTimes:
         self.measured += seconds
         self.predicted += expected
         seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
-        self.error += SMOOTHING * (abs(seconds - expected) / seconds - self.error)
+        self.error += SMOOTHING * (abs(seconds - expected) / max(seconds, SHORTEST) - self.error)
         spread = [self._covariance(part, parts) for part in range(len(self._parts))]
-        variance = sum(share * spread[part] for part, share in parts) + (NOISE * max(expected, seconds)) ** 2
+        variance = sum(share * spread[part] for part, share in parts) + (NOISE * max(expected, seconds, SHORTEST)) ** 2
         for part, covariance in enumerate(spread):
             gain = covariance / variance
             self._parts[part] += gain * (seconds - expected)

@@ -194,6 +194,9 @@ class Executor(Protocol):
 
     An executor that can hand a step to its device in several ways has an attribute ``launched``: how it did so with the
     newest step (``graph``, ``captured`` for a graph that had to be made, or ``eager``, kernel by kernel).
+
+    If ``submit`` or a handle raises, the engine calls ``abandon``, where the executor has it. It waits until the device
+    is at rest and forgets all steps and sequences; handles of steps before are not used again. Step numbers go on.
     """
 
     def submit(self, batch: ScheduledBatch) -> Handle: ...

@@ -24,7 +24,8 @@ class Constraint(Protocol):
 
     @property
     def terminated(self) -> bool:
-        """Nothing but an end of sequence may follow: the choice is complete without one."""
+        """Nothing but an end of sequence may follow: the choice is complete without one. False after a failure, which
+        ``fill`` and ``accept`` report from then on."""
         ...
 
     def forced(self) -> list[int]:

@@ -76,9 +76,14 @@ class EngineCore:
         """The newest step is one that no graph is for."""
         self._waited = False
         """``time_to_plan`` had somebody wait for the step that is planned next."""
+        self.on_device = False
+        """The executor is at work or waits for its device: the only place where a step may take long."""
+        self._failure = ""
+        """Why steps have to be taken back, while that has not been done."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises what ``Scheduler.add`` raises; nothing else is disturbed by that."""
+        self._finish_taking_back()
         self.scheduler.add(request)
         if self.decisions is not None:
             self.decisions.added(request)
@@ -86,6 +91,7 @@ class EngineCore:
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, now. Its last outputs come with the next ``step``; unknown ids (a request
         that has just ended) are no error. KV blocks are free again at once, or when the step in flight is done."""
+        self._finish_taking_back()
         ended = self.scheduler.abort(request_id, choice)
         if ended and self.decisions is not None:
             self.decisions.aborted(request_id, choice)
@@ -133,7 +139,50 @@ class EngineCore:
 
     def step(self) -> list[EngineOutput]:
         """Submit at most one batch (in a pipeline another one, as soon as tokens have come, unless steps are sized by
-        time), wait for at most one, and return what became known. Cheap when there is no work."""
+        time), wait for at most one, and return what became known. Cheap when there is no work.
+
+        If anything raises, KeyboardInterrupt included, all steps in flight are taken back, and the exception goes on to
+        the caller. The engine stays usable: the next call computes the unfinished requests anew from the tokens that
+        are known.
+        """
+        self._finish_taking_back()
+        try:
+            return self._step()
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._finish_taking_back(error)
+            raise
+
+    def keep(self, outputs: list[EngineOutput]) -> None:
+        """Hand out outputs of ``step`` again with the next one, because the caller was interrupted."""
+        self._ready[:0] = outputs
+
+    def _finish_taking_back(self, cause: BaseException | None = None) -> None:
+        """Take steps back after a failure, unless that has been done. A second interruption leaves it to the next
+        call."""
+        if not self._failure:
+            return
+        abandon = getattr(self.executor, "abandon", None)
+        self.on_device = True
+        try:
+            if abandon is not None:
+                abandon()
+        except Exception as error:  # the device is lost: the next step meets the same
+            if cause is not None:
+                cause.add_note(f"The device could not be brought to rest either: {error}")
+        finally:
+            self.on_device = False
+        reason = f"a step of the engine failed: {self._failure}"
+        self._in_flight.clear()
+        self._work, self._waited, self._launched_large = (0, StepLoad(0)), False, False
+        self._ended = self.scheduler.clock.now()
+        partly = self.scheduler.committing is not None
+        self._ready.extend(self.scheduler.take_back(reason))
+        if self.decisions is not None:
+            self.decisions.taken_back(reason, partly)
+        self._failure = ""
+
+    def _step(self) -> list[EngineOutput]:
         batch = self._submit() if len(self._in_flight) <= self.lag else None
         if batch is None and self.idle is not None:
             self.idle()
@@ -155,7 +204,9 @@ class EngineCore:
         batch = self._plan()
         if batch is None:
             return None
+        self.on_device = True
         handle = self.executor.submit(batch)
+        self.on_device = False
         self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
         self._launched_large = large = not batch.again and batch.num_tokens > self._graph
         before = self._planning[large]
@@ -178,7 +229,9 @@ class EngineCore:
         """Let a step draw: all tokens before its own are known."""
         now = self.scheduler.clock.now
         began = now()
+        self.on_device = True
         step.handle.draw()
+        self.on_device = False
         ended = now()
         waits = ended - began > MASKED and any(draw.constraint for row in step.batch.rows for draw in row.draws)
         step.drawn = ended if waits else 0.0
@@ -188,7 +241,9 @@ class EngineCore:
         done = self._in_flight.popleft()
         now = self.scheduler.clock.now
         asked = now()
+        self.on_device = True
         result = done.handle.result()
+        self.on_device = False
         ended = now()
         learned, began = 0.0, max(done.submitted, self._ended)
         launching = self._timed and self._launched_large and self.lag > 0

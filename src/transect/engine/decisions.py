@@ -132,11 +132,22 @@ class CacheReset(msgspec.Struct, tag="r", array_like=True):
     """The prefix cache was emptied."""
 
 
-Record = Header | Added | Aborted | Planned | Done | Filled | CacheReset
+class TakenBack(msgspec.Struct, tag="t", array_like=True):
+    """A step raised ``reason``: all steps in flight are void, and their sequences wait to be computed anew."""
+
+    at: float
+    reason: str
+    partly: bool
+    """The tokens of a step were being taken in; some choices have theirs."""
+    ended: list[tuple[int, str, int, bytes]] = []
+    """Choices that this ended, and those that had ended since the record before; see ``Done``."""
+
+
+Record = Header | Added | Aborted | Planned | Done | Filled | CacheReset | TakenBack
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[str, Any] = {
     "h": msgspec.msgpack.Decoder(Header),
-    "": msgspec.msgpack.Decoder(Added | Aborted | Planned | Done | Filled | CacheReset),
+    "": msgspec.msgpack.Decoder(Added | Aborted | Planned | Done | Filled | CacheReset | TakenBack),
 }
 
 
@@ -243,6 +254,11 @@ class DecisionLog:
     def cache_reset(self) -> None:
         """The prefix cache was emptied."""
         self._put(CacheReset())
+
+    def taken_back(self, reason: str, partly: bool) -> None:
+        """All steps in flight are void; arguments as in ``TakenBack``."""
+        self.scheduler.jumps.last.clear()
+        self._put(TakenBack(self.now(), reason, partly, self._ended()))
 
     def check_fill(self) -> None:
         """Before a step is planned: note whether ``fill_tokens`` is another than before."""

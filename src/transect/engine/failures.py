@@ -19,7 +19,8 @@ def failures(
     choices = seq.request.choices
     if not row.draws:
         error = errors.get(row.seq_id)
-        concerned = [seq] if seq.request.prompt_done else choices
+        # The choices may have been forked, by the next step in flight, from the prompt that failed.
+        concerned = [seq] if any(choice.output_token_ids for choice in choices) else choices
         return [] if error is None else [(choice, error) for choice in concerned if choice.finish_reason is None]
     failed = [(choices[draw.choice], errors.get(draw.seq_id)) for draw in row.draws]
     return [

@@ -1,4 +1,4 @@
-"""Ctrl-C between two engine steps, never inside one: half a step would leave KV blocks that nobody owns."""
+"""Ctrl-C between two engine steps, or while the device works, never within the engine's bookkeeping."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from typing import Any
 
 
 class HeldInterrupts:
-    """While entered, SIGINT is noted and delivered by ``check`` or on leaving. A second one does not wait.
+    """While entered, SIGINT is noted and delivered by ``check`` or on leaving. A second one does not wait
+    for the device.
 
     Does nothing outside the main thread, which alone receives signals, or where SIGINT is not handled by Python code.
+
+    Args:
+        may_break: True while an exception does no harm that the engine cannot mend; a second SIGINT is delivered then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, may_break: Callable[[], bool]) -> None:
+        self._may_break = may_break
         self._handler: Callable[[int, FrameType | None], Any] | None = None
         self._noted = False
 
@@ -27,7 +32,7 @@ class HeldInterrupts:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._noted:
+        if self._noted and self._may_break():
             self._deliver(frame)
         self._noted = True
 

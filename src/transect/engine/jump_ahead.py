@@ -36,8 +36,12 @@ class JumpAhead:
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
         """(seq_id, number of tokens) of the jumps since this was last emptied, by whoever writes them down."""
 
+    def reset(self) -> None:
+        """Forget the void draws: no step is in flight any more."""
+        self._void.clear()
+
     def is_void(self, seq_id: int, step: int) -> bool:
-        """Whether what this step draws for a sequence is known already."""
+        """True if the token that this step draws for a sequence is known already."""
         return self._void.get(seq_id) == step
 
     def drop(self, seq_id: int) -> None:

@@ -37,8 +37,12 @@ class KVCache:
     def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.enable_prefix_caching = enable_prefix_caching
-        self._refs = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self.reset()
+
+    def reset(self) -> None:
+        """Free all blocks and forget their contents."""
+        self._refs = [0] * self.num_blocks
+        self._blank = list(range(self.num_blocks - 1, -1, -1))
         """Free blocks without contents worth finding; the last is taken first."""
         self._unused: OrderedDict[int, None] = OrderedDict()
         """Free blocks with registered contents, unused for the longest time first."""
@@ -113,9 +117,12 @@ class KVCache:
             self._hash_of[block_id] = key
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Make the contents of blocks in use unfindable, because they cannot be trusted."""
+        """Make the contents of blocks unfindable, because they cannot be trusted."""
         for block_id in block_ids:
             self._unregister(block_id)
+            if block_id in self._unused:
+                del self._unused[block_id]
+                self._blank.append(block_id)
 
     def clear(self) -> None:
         """Forget all cached contents. Blocks in use stay with who uses them."""

@@ -39,8 +39,11 @@ class LeadingCore(EngineCore):
         self.idle = core.idle
         self._ranks = ranks
         self._messages: list[Message] = []
+        self._lost = ""
+        """The exception after which the other ranks may have gone another way."""
 
     def add(self, request: Request) -> None:
+        self._check_together()
         super().add(request)
         # A grammar stays in its process: the others compile it from the parameters.
         self._messages.append(Message("add", (msgspec.structs.replace(request, constraint=None),)))
@@ -55,17 +58,29 @@ class LeadingCore(EngineCore):
 
     def step(self) -> list[EngineOutput]:
         self._ranks.check()
+        self._check_together()
         orders, self._messages = Orders(tuple(self._messages)), []
         try:
             self._ranks.world.announce(orders)
-            outputs = super().step()
-            self._ranks.check()  # what a GPU computed with a rank that has ended is worth nothing
-            return outputs
-        except Exception as error:
-            reason = self._ranks.explain(error)
+            return self._step_of_all()
+        except BaseException as error:
+            self._lost = type(error).__name__
+            reason = self._ranks.explain(error) if isinstance(error, Exception) else error
             if reason is error:
                 raise
             raise reason from error
+
+    def _step_of_all(self) -> list[EngineOutput]:
+        outputs = super().step()
+        self._ranks.check()  # what a GPU computed with a rank that has ended is worth nothing
+        return outputs
+
+    def _check_together(self) -> None:
+        if self._lost:
+            raise RuntimeError(
+                f"a step of this engine was broken off ({self._lost}), and its other ranks may have gone on: make "
+                "another engine"
+            )
 
     def release(self) -> None:
         """Let the other ranks go; they wait for another job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -285,7 +286,7 @@ class LLM:
             self._request(ids, each, priority, pooling) for (_, ids), each in zip(inputs, params, strict=True)
         ]  # all are checked before the first one starts
         finals: dict[str, RequestOutput] = {}
-        with HeldInterrupts() as interrupts:
+        with HeldInterrupts(lambda: self._core.on_device) as interrupts:
             try:
                 for (text, ids), request in zip(inputs, requests, strict=True):
                     self._add(request, text, ids)
@@ -299,8 +300,9 @@ class LLM:
                 for request in requests:
                     self._processor.finish(request.request_id)
                     self._core.abort(request.request_id)
-                while self._core.has_work:
-                    self._core.step()
+                with contextlib.suppress(Exception):  # the caller gets the first one; the engine takes steps back
+                    while self._core.has_work:
+                        self._core.step()
                 raise
         return [finals[request.request_id] for request in requests]
 
@@ -355,8 +357,18 @@ class LLM:
         return request.request_id
 
     def step(self) -> list[EngineOutput]:
-        """One engine step: what became known of submitted requests."""
-        return self._core.step()
+        """One engine step: what became known of submitted requests.
+
+        An exception of the step, or Ctrl-C, loses nothing: the next call computes anew what was under way.
+        """
+        with HeldInterrupts(lambda: self._core.on_device) as interrupts:
+            outputs = self._core.step()
+            try:
+                interrupts.check()
+            except BaseException:
+                self._core.keep(outputs)
+                raise
+            return outputs
 
     def abort(self, request_id: str) -> None:
         """End a submitted request."""

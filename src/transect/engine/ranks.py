@@ -67,6 +67,11 @@ class _Checked:
         self._compare((batch.step, plan_digest(batch)))
         return self.inner.submit(batch)
 
+    def abandon(self) -> None:
+        """Forget the steps before (``Executor``)."""
+        if (abandon := getattr(self.inner, "abandon", None)) is not None:
+            abandon()
+
     def idle(self) -> None:
         """Take part in a step without a batch."""
         self._compare(None)

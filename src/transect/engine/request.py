@@ -53,6 +53,13 @@ class Request(msgspec.Struct, frozen=True):
         """Every token of the prompt must be computed for it: nothing may come from the prefix cache."""
         return self.params.prompt_logprobs is not None or self.pooling == "mean"
 
+    def new_constraint(self) -> Constraint | None:
+        """The constraint of one more choice, before its first token; None if any token may come."""
+        constraint = None if self.constraint is None else self.constraint.fork()
+        if not self.params.bad_words_token_ids:
+            return constraint
+        return WithoutSequences(self.params.bad_words_token_ids, constraint)  # type: ignore[arg-type,return-value]
+
     def __post_init__(self) -> None:
         prompt = tuple(self.prompt_token_ids)
         if not prompt:
@@ -148,9 +155,7 @@ class Sequence:
         """Its first token is out, and no logprobs are wanted: a token is all there is to report of a step."""
         self.num_cached = 0
         """``RequestState.num_cached_tokens``, once ``plain``."""
-        self.constraint: Constraint | None = None if spec.constraint is None else spec.constraint.fork()
-        if params.bad_words_token_ids:
-            self.constraint = WithoutSequences(params.bad_words_token_ids, self.constraint)  # type: ignore[arg-type]
+        self.constraint: Constraint | None = spec.new_constraint()
         """Has accepted ``output_token_ids``."""
         self.draws = (
             Draw(
@@ -165,6 +170,18 @@ class Sequence:
                 constraint=self.constraint,
             ),
         )
+
+    def begin_anew(self) -> None:
+        """Forget KV blocks and draws in flight; what is left are the known tokens, and what follows from them."""
+        self.length = self.prompt_len + len(self.output_token_ids)
+        self.scheduled = self.last_step = self.cached = self.num_registered = 0
+        self.block_ids, self.shared_block, self.block_hashes = [], None, []
+        if self.constraint is not None:
+            self.constraint = self.request.spec.new_constraint()
+            assert self.constraint is not None
+            for token in self.output_token_ids:
+                self.constraint.accept(token)
+            self.draws = (msgspec.structs.replace(self.draws[0], constraint=self.constraint),)
 
     @property
     def to_compute(self) -> int:
@@ -229,6 +246,18 @@ class RequestState:
         """Collected by position, None in front; None altogether when not asked for or already sent."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
+
+    def begin_anew(self) -> list[Sequence]:
+        """Forget KV blocks and draws in flight of all choices. Returns the sequences that have tokens to compute."""
+        self.prompt_done = any(choice.output_token_ids for choice in self.choices)
+        going = []
+        for choice in self.choices:
+            choice.begin_anew()
+            ended = choice.finish_reason is not None
+            choice.status = Status.GONE if ended else Status.UNBORN
+            if choice is self.leader if not self.prompt_done else not ended:
+                going.append(choice)
+        return going
 
     def take_prompt(self, row: ScheduledRow, result: StepResult) -> None:
         """Keep what a step has brought about the prompt: logprobs of its tokens, a part of its vector."""

@@ -88,6 +88,10 @@ class Runner:
         if self._sharing is not None and self._sharing.meet(0):
             idle(self._model, self._model.norm.weight)
 
+    def abandon(self) -> None:
+        """Forget the steps before (``Executor``)."""
+        self._drawn = {}
+
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Copy blocks, compute the rows, draw (under a grammar: when told to). A row whose logits are not finite fails

@@ -84,6 +84,10 @@ class Scheduler:
         self._places = 0
         """Places taken of ``max_num_seqs``."""
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
+        self.committing: list[EngineOutput] | None = None
+        """The outputs made so far of the result that is being taken in; None between two of them."""
+        self._advancing: Sequence | None = None
+        """The choice whose token is being taken in."""
         self._step = 0
         self.jumps = JumpAhead(config.jump_ahead)
         self._last: deque[list[Sequence]] = deque(maxlen=config.pipeline_depth)
@@ -151,9 +155,11 @@ class Scheduler:
             if length == seq.max_length:  # its last token is being drawn
                 spare += 1
                 continue
-            if depth > 1 and (len(rows) >= most or length > seq.prompt_len + len(seq.output_token_ids)):
-                spare += 1  # it is in a step under way, or its turn is the next one's
-                continue
+            if depth > 1:
+                if len(rows) >= most or length > seq.prompt_len + len(seq.output_token_ids):
+                    spare += 1  # it is in a step under way, or its turn is the next one's
+                    continue
+                again = again and seq.last_step == step - depth  # it may have had a turn since
             take = length - seq.scheduled
             if (
                 take == 1
@@ -357,10 +363,11 @@ class Scheduler:
         """Take in the result of the oldest batch in flight. Returns what is new for each choice that it concerns."""
         oldest, sequences = self._in_flight.popleft()
         assert oldest is batch, f"step {batch.step} was committed out of order, step {oldest.step} is older"
+        outputs: list[EngineOutput] = []
+        self.committing = outputs
         self.blocks.step_done(batch.step)
         now, block_size = self.clock.now(), self.config.block_size
         tokens, errors = result.tokens, result.errors
-        outputs: list[EngineOutput] = []
         for row, seq in zip(batch.rows, sequences, strict=True):
             end = row.start + row.num_tokens
             if (
@@ -378,8 +385,8 @@ class Scheduler:
                 continue
             failed = failures(row, seq, errors, self._is_void(batch, result)) if errors else []
             if any(choice.seq_id not in result.sound for choice, _ in failed):
-                for suspect in (seq, *(choice for choice, _ in failed)):
-                    self.blocks.distrust(suspect)
+                for suspect in (row, seq, *(choice for choice, _ in failed)):  # a preempted one holds none any more
+                    self.blocks.distrust(suspect.block_ids)
             elif seq.status is Status.RUNNING and end // block_size > seq.num_registered:
                 self.blocks.register(seq, end)
             for choice, error in failed:
@@ -392,7 +399,34 @@ class Scheduler:
                 if self.jumps.is_void(draw.seq_id, batch.step):
                     self.jumps.drop(draw.seq_id)
                 elif choice.finish_reason is None:
+                    self._advancing = choice
                     outputs.append(self._advance(choice, result, now))
+        self.committing = self._advancing = None
+        return outputs
+
+    def take_back(self, reason: str) -> list[EngineOutput]:
+        """Forget all steps in flight and all KV, because the executor or ``commit`` has raised. Unfinished sequences
+        wait with the tokens that are known, and compute them anew; draws depend on positions, so the next tokens are
+        the same. A ``commit`` that raised may have left one choice half changed: it ends with the error ``reason``.
+
+        Call it before anything else after such an exception; calling it again does no harm. The executor must be done
+        with all steps. Returns the outputs that the ``commit`` had made, and the last one of a choice ended here.
+        """
+        outputs, unclear = self.committing or [], self._advancing
+        self.committing = self._advancing = None
+        self._places, self._cut, self.held_back = 0, False, ""
+        self.running.clear()
+        self._in_flight.clear()
+        self._last.clear()
+        self.waiting.reset()
+        self.jumps.reset()
+        self.blocks.reset(self._step)
+        for state in self.requests.values():
+            for seq in state.begin_anew():
+                self.waiting.push(seq)
+        told = unclear is None or any((o.request_id, o.index) == (unclear.request_id, unclear.index) for o in outputs)
+        if unclear is not None and not told and unclear.finish_reason is None:
+            outputs.append(self._end(unclear, "error", reason))
         return outputs
 
     def _is_void(self, batch: ScheduledBatch, result: StepResult) -> Callable[[int], bool]:

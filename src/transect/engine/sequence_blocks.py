@@ -24,7 +24,13 @@ class SequenceBlocks:
     def __init__(self, cache: KVCache, block_size: int) -> None:
         self.cache = cache
         self.block_size = block_size
-        self.committed_step = 0
+        self.reset(0)
+
+    def reset(self, step: int) -> None:
+        """Free all blocks and forget their contents; steps up to number ``step`` are done or void. Sequences must have
+        forgotten their blocks."""
+        self.cache.reset()
+        self.committed_step = step
         """All steps up to this one are done."""
         self._after_step: dict[int, list[list[int]]] = {}
         """Blocks to give back when a step is done."""
@@ -112,9 +118,9 @@ class SequenceBlocks:
                 self.cache.register(seq.block_ids[i], seq.block_hashes[i])
         seq.num_registered = full
 
-    def distrust(self, seq: Sequence) -> None:
-        """Take the blocks of ``seq`` out of the prefix cache: what was computed from them was not finite."""
-        self.cache.forget(seq.block_ids)
+    def distrust(self, block_ids: list[int]) -> None:
+        """Take blocks out of the prefix cache: logits computed from their contents were not finite."""
+        self.cache.forget(block_ids)
 
     def release(self, seq: Sequence) -> None:
         """Give all blocks of ``seq`` back: now, or when the last step that uses them is done."""

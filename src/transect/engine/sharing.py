@@ -116,8 +116,8 @@ class SharingCore(LeadingCore):
     def stats(self) -> SchedulerStats:
         return SchedulerStats.sum((super().stats(), *self._stats))
 
-    def step(self) -> list[EngineOutput]:
-        outputs = super().step()
+    def _step_of_all(self) -> list[EngineOutput]:
+        outputs = super()._step_of_all()
         for group, lead in enumerate(self._leads, 1):
             report: Report = self._hear(lead)
             outputs += report.outputs

@@ -32,14 +32,18 @@ class WaitingQueue:
 
     def __init__(self, max_new: int | None = None) -> None:
         self.max_new = max_new
+        self._last_admission: float | None = None
+        self._interval: float | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all that wait."""
         self.num_new = 0
         self.num_preempted = 0
         self.num_tokens = 0
         """To be computed of all that wait."""
         self._sequences: list[Sequence] = []
         """In the order of their ranks, each of which is one sequence's alone."""
-        self._last_admission: float | None = None
-        self._interval: float | None = None
 
     def check_room(self) -> None:
         """Raises QueueFull when another new request would be one too many."""

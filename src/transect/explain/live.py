@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..costs.fitting import FEWEST, FittedSteps
-from ..engine.decisions import Aborted, Done, Planned
+from ..engine.decisions import Aborted, Done, Planned, TakenBack
 from .bill import PARTS
 from .calibration import drift, host_seconds, measured_steps
 from .log import RunLog, Step
@@ -168,7 +168,7 @@ def _outputs(log: RunLog, recent: list[Step]) -> int:
 def _ended(log: RunLog) -> int:
     """Sequences that ended after the newest step was planned."""
     late = itertools.takewhile(lambda event: not isinstance(event, Planned), reversed(log.events))
-    return sum(len(event.ended) for event in late if isinstance(event, (Done, Aborted)))
+    return sum(len(event.ended) for event in late if isinstance(event, (Done, Aborted, TakenBack)))
 
 
 def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..engine.decisions import Aborted, Added, Done, Header, Planned, Record, read_records
+from ..engine.decisions import Aborted, Added, Done, Header, Planned, Record, TakenBack, read_records
 
 StepRow = tuple[int, int, int]
 """Sequence number, first position, tokens."""
@@ -190,7 +190,13 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
                     found.handed = max(0.0, found.waited - newest.planned.at)
                 found.begins = max(found.planned.at, done_at)
                 done_at = event.at
-        if isinstance(event, (Done, Aborted)):
+        elif isinstance(event, TakenBack):
+            for found in by_number.values():
+                found.at = found.waited = found.committed = max(event.at, done_at)
+                found.begins = max(found.planned.at, done_at)
+                done_at = found.at
+            by_number.clear()
+        if isinstance(event, (Done, Aborted, TakenBack)):
             for seq, reason, count, digests in event.ended:
                 if seq in of_seq:
                     owner, choice = of_seq[seq]

@@ -15,7 +15,7 @@ from typing import Any
 from ..costs.steps import StepLoad
 from ..engine.batch import ScheduledBatch, StepResult
 from ..engine.clock import VirtualClock
-from ..engine.decisions import DIGEST_BYTES, Aborted, Added, CacheReset, Done, Filled, Planned
+from ..engine.decisions import DIGEST_BYTES, Aborted, Added, CacheReset, Done, Filled, Planned, TakenBack
 from ..engine.request import Request, Sequence
 from ..engine.sampling_params import SamplingParams
 from ..engine.scheduler import Scheduler
@@ -157,6 +157,8 @@ class _Replay:
                     self.scheduler.budget.fill_tokens = event.tokens
                 case CacheReset():
                     self.scheduler.reset_prefix_cache()
+                case TakenBack():
+                    self._take_back(event)
                 case Planned():
                     difference = self._plan(event)
                     decisions += 1
@@ -202,6 +204,13 @@ class _Replay:
             event.step, f"{then}, {event.free_blocks} free blocks", f"{now}, {scheduler.cache.num_free} free blocks"
         )
 
+    def _take_back(self, event: TakenBack) -> None:
+        if event.partly:
+            raise ValueError(f"the engine itself failed here ({event.reason}), so this log cannot be run again")
+        self.batches.clear()
+        self.scheduler.take_back(event.reason)
+        self._watch_grammars()
+
     def _commit(self, event: Done) -> None:
         if event.step not in self.batches:
             raise ValueError(f"{DAMAGED}: step {event.step} ended and was not planned")
@@ -229,6 +238,9 @@ class _Replay:
             if row.prompt_logprobs is not None:
                 result.prompt_logprobs[row.seq_id] = ()
         self.scheduler.commit(batch, result)
+        self._watch_grammars()
+
+    def _watch_grammars(self) -> None:
         self.ruled = [choice for choice in self.ruled if choice.finish_reason is None]
         for choice in self.ruled:
             choice.plain = False

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from effort import proving, quick_first
-from runner_fuzz import assert_same, random_arrivals, run_workload
+from runner_fuzz import Breaking, assert_same, random_arrivals, run_workload
 
 from transect.engine.gpu.runner import GPURunner
 from transect.engine.gpu.step_inputs import Fields
@@ -75,6 +75,21 @@ def test_same_tokens_as_the_cpu_runner(model, seed):
     for lag in (0, 1):
         found, _ = run_workload(executors(model, config)[1] if lag else device, config, arrivals, lag=lag)
         assert_same(expected, found, arrivals)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", quick_first(range(12), 3))
+def test_steps_that_fail_change_no_token(model, seed, lag):
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    config = scheduler_config(rng)
+    arrivals = [replace(arrival, abort_after=None) for arrival in random_arrivals(rng, VOCAB, 14)]
+    expected, _ = run_workload(executors(model, config)[0], config, arrivals, lag=0)
+    for runner in executors(model, config):
+        breaking = Breaking(runner, rng)
+        found, _ = run_workload(breaking, config, arrivals, lag=lag)
+        assert_same(expected, found, arrivals)
+        assert breaking.failures > 0
 
 
 @pytest.mark.parametrize("seed", quick_first(range(6), 2))

@@ -51,6 +51,11 @@ class AdjustState:
     def nbytes(self) -> int:
         return self.counts.nbytes + self.bias.nbytes
 
+    def forget(self) -> None:
+        """Free all lines."""
+        self._lines.clear()
+        self._free = list(range(len(self.counts)))
+
     def line(self, draw: Draw, position: int, step: int) -> int:
         """The line for a draw of this step, ready for it; the step then counts the drawn token."""
         line = self._lines.get(draw.seq_id)

@@ -165,6 +165,14 @@ class GPURunner:
             depth=stages,
         )
 
+    def abandon(self) -> None:
+        """Wait for the device, and forget the steps and sequences before (``Executor``)."""
+        with self._on_stream():
+            self._ring.failed()
+        self._planner.forget()
+        self._adjust.forget()
+        self._host_tokens = {}
+
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Start a step: copy blocks, compute the rows, draw. A row whose logits are not finite fails alone."""

@@ -57,6 +57,11 @@ class SequenceTable:
         self.logprobs = np.full(slots, -1, np.int32)
         """Alternatives wanted; -1: no logprobs."""
 
+    def forget(self) -> None:
+        """Free all slots."""
+        self._slot_of.clear()
+        self._free = list(range(len(self._blocks)))
+
     def row(self, row: ScheduledRow, step: int) -> int:
         """The slot of a row's sequence, its block table brought up to date."""
         slot = self._slot_of.get(row.seq_id)

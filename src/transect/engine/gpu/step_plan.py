@@ -189,6 +189,11 @@ class StepPlanner:
         self.feeds = True
         """Tokens that the step before draws are read where it leaves them on the device."""
 
+    def forget(self) -> None:
+        """Forget all sequences: the steps before are void."""
+        self._sequences.forget()
+        self._groups.extend([None] * len(self._groups))
+
     def plan(self, batch: ScheduledBatch, memory: StepMemory) -> StepPlan:
         """The next step, its numbers in ``memory``."""
         self.step += 1

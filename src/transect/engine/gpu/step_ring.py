@@ -84,10 +84,14 @@ class StepRing:
         return turn
 
     def failed(self) -> None:
-        """A step was broken off: the device's turn is the host's again, however far it has come."""
+        """Wait for the device after a step was broken off: its turn is the host's again, however far it has come."""
+        for memory in self._memory:
+            memory.holds = None
         if self._device_turn is not None:
             self._device_turn.fill_(self._turn)
             self._device_turn.item()  # nothing reads the inputs any more
+        elif self._drawn.is_cuda:
+            torch.cuda.current_stream(self._drawn.device).synchronize()
 
     def results(self, turn: int, stream: torch.cuda.Stream | None) -> tuple[np.ndarray, torch.cuda.Event | None]:
         """What the step of this turn draws, uint8, and an event after which it stands there. For a CPU it does."""

@@ -36,8 +36,8 @@ class GrammarConstraint:
 
     @property
     def terminated(self) -> bool:
-        """Nothing but the end can follow (or the grammar has failed)."""
-        return self._matcher.is_stopped()
+        """Nothing but the end can follow. False if the grammar has failed: the answer is not complete then."""
+        return self._matcher.is_stopped() and not self._matcher.is_error()
 
     @property
     def may_end(self) -> bool:
