@@ -20,8 +20,8 @@ CONFIG = SchedulerConfig(num_blocks=16, block_size=4, max_num_seqs=4, max_num_ba
 class Spy:
     """Notes what is submitted and when results are asked for."""
 
-    def __init__(self, log: list[str], tokens: list[list[int]]) -> None:
-        self.device = CheckingExecutor(CONFIG, late=True)
+    def __init__(self, log: list[str], tokens: list[list[int]], config: SchedulerConfig = CONFIG) -> None:
+        self.device = CheckingExecutor(config, late=True)
         self.log = log
         self.tokens = tokens
 
@@ -74,7 +74,8 @@ def test_the_outputs_are_the_same():
 def test_in_a_pipeline_the_next_step_is_handed_over_before_the_caller_gets_outputs():
     """Both prompts are one step; from then on one sequence is at each stage."""
     log: list[str] = []
-    core = EngineCore(Scheduler(replace(CONFIG, pipeline_depth=2), VirtualClock()), Spy(log, []), lag=1)
+    config = replace(CONFIG, pipeline_depth=2)
+    core = EngineCore(Scheduler(config, VirtualClock()), Spy(log, [], config), lag=1)
     for name in "ab":
         core.add(Request(name, (1, 2, 3), SamplingParams(max_tokens=3, seed=4)))
     assert core.step() == [] and log == ["submit 1", "draw 1"]
