@@ -246,8 +246,8 @@ def lora_module(
     if modules[0].startswith("{"):
         from .engine_options import json_object
 
-        given = json_object(modules[0], "--lora-modules")
-        name, path = given.get("name"), given.get("path")
+        module = json_object(modules[0], "--lora-modules")
+        name, path = module.get("name"), module.get("path")
     else:
         name, _, path = modules[0].partition("=")
     if not (isinstance(name, str) and isinstance(path, str) and name and path):

@@ -385,8 +385,9 @@ class Scheduler:
                 continue
             failed = failures(row, seq, errors, self._is_void(batch, result)) if errors else []
             if any(choice.seq_id not in result.sound for choice, _ in failed):
-                for suspect in (row, seq, *(choice for choice, _ in failed)):  # a preempted one holds none any more
-                    self.blocks.distrust(suspect.block_ids)
+                self.blocks.distrust(row.block_ids)  # a preempted sequence holds none any more
+                for choice in (seq, *(choice for choice, _ in failed)):
+                    self.blocks.distrust(choice.block_ids)
             elif seq.status is Status.RUNNING and end // block_size > seq.num_registered:
                 self.blocks.register(seq, end)
             for choice, error in failed:
