@@ -105,13 +105,8 @@ def _advance(core: EngineCore, device: VirtualDevice, steps: int) -> None:
     """Bring sequences, blocks and counters to where ``steps`` steps leave them."""
     scheduler, lag = core.scheduler, core.lag
     running = scheduler.running
-    under_way = core._in_flight[0].handle.result().tokens if lag else {}
     for seq in running:
-        source = device.outputs[seq.seq_id]
-        known = seq.output_token_ids
-        if lag:
-            known.append(under_way[seq.seq_id])
-        known.extend(islice(source, steps - lag))
+        seq.output_token_ids.extend(islice(device.outputs[seq.seq_id], steps))
     _take_blocks(scheduler, running, steps, lag)
     for seq in running:
         seq.length += steps
@@ -156,8 +151,7 @@ def _replace_flight(core: EngineCore, device: VirtualDevice) -> None:
         for row, seq in zip(step.batch.rows, running, strict=True)
     )
     batch = ScheduledBatch(scheduler._step, rows, (), again=True)
-    tokens = {seq.seq_id: next(device.outputs[seq.seq_id]) for seq in running}
-    step.batch, step.handle = batch, device.pending(tokens)
+    step.batch, step.handle = batch, device.under_way(batch)
     step.submitted = device.clock.time
     scheduler._in_flight.clear()
     scheduler._in_flight.append((batch, scheduler._last[-1]))

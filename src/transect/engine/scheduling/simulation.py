@@ -63,6 +63,8 @@ class VirtualDevice:
         self.outputs: dict[int, Iterator[int]] = {}
         self.free_at = self.busy = 0.0
         self.steps = 0
+        self.is_void: Callable[[int, int], bool] = lambda seq_id, step: False
+        """Tells of a sequence and a step that the token is known already: a grammar forced it."""
 
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Begin the step when the one before is done."""
@@ -71,35 +73,39 @@ class VirtualDevice:
         self.free_at = max(self.free_at, self.clock.now()) + seconds
         self.busy += seconds
         self.steps += 1
-        result = StepResult({})
-        tokens, outputs = result.tokens, self.outputs
-        for row in batch.rows:
-            for draw in row.draws:
-                tokens[draw.seq_id] = next(outputs[draw.seq_id])
-            if row.prompt_logprobs is not None:
-                result.prompt_logprobs[row.seq_id] = ()
-        return Pending(self.clock, self.free_at, result)
+        return self.under_way(batch)
 
-    def pending(self, tokens: dict[int, int]) -> Handle:
-        """Return the step that the device is at, with the tokens that it draws."""
-        return Pending(self.clock, self.free_at, StepResult(tokens))
+    def under_way(self, batch: ScheduledBatch) -> Handle:
+        """Return the handle of ``batch``, the last step that the device has to do."""
+        return Pending(self, batch, self.free_at)
 
 
 @dataclass(slots=True)
 class Pending:
     """A step on its way; done at ``until``."""
 
-    clock: VirtualClock
+    device: VirtualDevice
+    batch: ScheduledBatch
     until: float
-    step_result: StepResult
+    known: StepResult | None = None
 
     def draw(self) -> None:
         """Nothing waits for it."""
 
     def result(self) -> StepResult:
-        """Move the clock to the end of the step."""
-        self.clock.advance(max(0.0, self.until - self.clock.time))
-        return self.step_result
+        """Move the clock to the end of the step, and draw its tokens."""
+        device, batch = self.device, self.batch
+        device.clock.advance(max(0.0, self.until - device.clock.time))
+        if self.known is None:
+            result = self.known = StepResult({})
+            tokens, outputs = result.tokens, device.outputs
+            for row in batch.rows:
+                for draw in row.draws:
+                    name = draw.seq_id
+                    tokens[name] = 0 if device.is_void(name, batch.step) else next(outputs[name])
+                if row.prompt_logprobs is not None:
+                    result.prompt_logprobs[row.seq_id] = ()
+        return self.known
 
 
 class SimulatedEngine:
@@ -132,6 +138,7 @@ class SimulatedEngine:
         self.clock.advance(now)
         self.device = VirtualDevice(self.clock, seconds, host)
         self.scheduler = Scheduler(config, self.clock)
+        self.device.is_void = self.scheduler.jumps.is_void
         self.core = EngineCore(self.scheduler, self.device, lag=lag)
         self.lines: dict[tuple[str, int], Timeline] = {}
         self.done: list[Timeline] = []
