@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import plan_serving
+
 if TYPE_CHECKING:
     from ..costs.machine import Machine
     from ..plan.layouts import Candidate, Ranking
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+application.command("serving")(plan_serving.command)
 
 TOKENS = 2**15
 """Tokens of a step for each device, where nobody says."""
@@ -22,7 +25,7 @@ CHOSEN = ("parallel", "accumulate", "checkpointing", "data.micro_batch")
 
 @application.callback()
 def _group() -> None:
-    """Find the best way to spread a training run over devices, and draw a pipeline's schedule, before anything runs."""
+    """Plan a service or a training run before anything runs, and draw a pipeline's schedule."""
 
 
 @application.command("training")

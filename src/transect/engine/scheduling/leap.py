@@ -151,7 +151,7 @@ def _replace_flight(core: EngineCore, device: VirtualDevice) -> None:
         for row, seq in zip(step.batch.rows, running, strict=True)
     )
     batch = ScheduledBatch(scheduler._step, rows, (), again=True)
-    step.batch, step.handle = batch, device.under_way(batch)
+    step.batch, step.handle = batch, device.newest(batch)
     step.submitted = device.clock.time
     scheduler._in_flight.clear()
     scheduler._in_flight.append((batch, scheduler._last[-1]))

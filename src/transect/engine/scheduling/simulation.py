@@ -51,6 +51,8 @@ class VirtualDevice:
         clock: moved to a step's end when its result is asked for.
         seconds: of a step on the device.
         host: seconds of the host before each step.
+        latency: seconds from the beginning of a step until its tokens are known, where the device works on several
+            steps at a time; None if they are ``seconds``.
 
     Attributes:
         outputs: tokens that each sequence draws, by its number.
@@ -58,8 +60,10 @@ class VirtualDevice:
         steps, busy: number of steps, and their seconds in all.
     """
 
-    def __init__(self, clock: VirtualClock, seconds: StepSeconds, host: float = 0.0) -> None:
-        self.clock, self.seconds, self.host = clock, seconds, host
+    def __init__(
+        self, clock: VirtualClock, seconds: StepSeconds, host: float = 0.0, latency: StepSeconds | None = None
+    ) -> None:
+        self.clock, self.seconds, self.host, self.latency = clock, seconds, host, latency
         self.outputs: dict[int, Iterator[int]] = {}
         self.free_at = self.busy = 0.0
         self.steps = 0
@@ -69,14 +73,14 @@ class VirtualDevice:
     def submit(self, batch: ScheduledBatch) -> Handle:
         """Begin the step when the one before is done."""
         self.clock.advance(self.host)
-        seconds = self.seconds(batch)
-        self.free_at = max(self.free_at, self.clock.now()) + seconds
+        seconds, began = self.seconds(batch), max(self.free_at, self.clock.now())
+        self.free_at = began + seconds
         self.busy += seconds
         self.steps += 1
-        return self.under_way(batch)
+        return Pending(self, batch, self.free_at if self.latency is None else began + self.latency(batch))
 
-    def under_way(self, batch: ScheduledBatch) -> Handle:
-        """Return the handle of ``batch``, the last step that the device has to do."""
+    def newest(self, batch: ScheduledBatch) -> Handle:
+        """Return the handle of ``batch`` as the last step that the device has to do."""
         return Pending(self, batch, self.free_at)
 
 
@@ -118,6 +122,7 @@ class SimulatedEngine:
         host: seconds of the host before each step.
         decodes: seconds of a step that only decodes. If given, steps in which the same sequences decode are taken
             together; outputs must end by their length then, not by stop tokens.
+        latency: as of ``VirtualDevice``.
         now: seconds at which the clock begins.
 
     Attributes:
@@ -132,11 +137,12 @@ class SimulatedEngine:
         lag: int = 0,
         host: float = 0.0,
         decodes: DecodeSeconds | None = None,
+        latency: StepSeconds | None = None,
         now: float = 0.0,
     ) -> None:
         self.clock = VirtualClock()
         self.clock.advance(now)
-        self.device = VirtualDevice(self.clock, seconds, host)
+        self.device = VirtualDevice(self.clock, seconds, host, latency)
         self.scheduler = Scheduler(config, self.clock)
         self.device.is_void = self.scheduler.jumps.is_void
         self.core = EngineCore(self.scheduler, self.device, lag=lag)
