@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -63,6 +63,9 @@ def command(
         list[str] | None, typer.Option(help="Dollars per hour of a card: 3.5, or h200=3.5 of several.")
     ] = None,
     simulate: Annotated[int, typer.Option(min=1, help="Choices to simulate, the cheapest by arithmetic.")] = 3,
+    profile: Annotated[
+        Path | None, typer.Option(help="A server as `transect plan calibrate` measured it, in place of cards.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Decides lengths and arrivals.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="Print JSON; levels have the keys of bench serve.")] = False,
     page: Annotated[Path | None, output_file(help="Write a page with curves to this file (.html).")] = None,
@@ -77,6 +80,7 @@ def command(
     from ..costs.presets import preset
     from ..plan.choices import choices
     from ..plan.page import page_of
+    from ..plan.profile import MeasuredChoice, Profile
     from ..plan.report import as_json, lines
     from ..plan.serving import plan_serving
     from ..plan.target import Target
@@ -85,26 +89,29 @@ def command(
         raise ValueError("say how much is asked: give one of --users, --rate and --trace")
     wanted = Target.parse(target)
     source = described(model)
-    cards = [preset(name) for name in gpu or ["h200"]]
+    measured = None if profile is None else MeasuredChoice.of(Profile.read(profile))
+    cards = [preset(name) for name in gpu or ["h200"]] if measured is None else [measured.card]
     prices = _prices(price or [], [card.name for card in cards])
+    most = source.config.max_position if measured is None else measured.engine.scheduler.max_model_len
     mix = Mix(
         prompt=Lengths.parse(prompt_tokens), output=Lengths.parse(output_tokens), burstiness=burstiness,
-        clients=clients, turns=turns, think=think, system=system_tokens, longest=context or CONTEXT,
+        clients=clients, turns=turns, think=think, system=system_tokens, longest=min(context or CONTEXT, most),
     )  # fmt: skip
     demand, asked = _demand(mix, users, think, rate, trace, speed, trace_start, requests, seed)
     needed = max(each.prompt_tokens + each.output_tokens for each in asked)
-    context = context or min(source.config.max_position, max(CONTEXT, needed))
+    context = context or min(most, max(CONTEXT, needed))
     if needed > context:
         raise ValueError(f"a request has {needed} tokens and the context {context}: give --context, or shorter lengths")
-    ways = list(
-        choices(
+    ways: list[tuple[Any, str]] = [] if measured is None else [(measured, "")]
+    if measured is None:
+        ways += choices(
             source.config, cards, tensor=_numbers(tp, "--tp"), pipeline=_numbers(pp, "--pp"),
             weights=_words(quantization), caches=_words(kv_cache_dtype), context=context,
-        )
-    )  # fmt: skip
+        )  # fmt: skip
     plan = plan_serving(ways, demand, wanted, prices=prices, simulated=simulate)
     asks = f"{users} users, {think:g} s of thinking" if users else f"{demand.rate:.2f} requests/s"
-    title = f"serving {source.name} to {asks}: predicted from data sheets and coefficients of an H200, not measured"
+    how = "from data sheets and coefficients of an H200, not measured" if measured is None else f"from {profile}"
+    title = f"serving {source.name} to {asks}: predicted {how}"
     if json:
         settings = {"model": source.name, "seed": seed, "trace": None if trace is None else str(trace)}
         settings |= {"users": users, "think": think, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}

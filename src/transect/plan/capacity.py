@@ -10,7 +10,6 @@ from ..bench.load import Run
 from ..bench.summary import summarize
 from ..bench.traces.asked import Asked, faster, rate_of
 from ..bench.traces.mix import Mix
-from ..costs.serving import ServingSteps
 from ..costs.steps import StepLoad
 from .fleet import EngineModel, Fleet, FleetRun
 from .target import Target
@@ -21,6 +20,14 @@ WARM = 0.15
 """Share of the requests at the beginning that are not counted: the engine is empty then."""
 FULL = 0.95
 """Share of the KV cache that arithmetic lets sequences fill."""
+
+
+class StepTimes(Protocol):
+    """Step times by their work."""
+
+    def seconds(self, load: StepLoad) -> float:
+        """Predict the seconds of a step."""
+        ...
 
 
 class Load(Protocol):
@@ -81,7 +88,7 @@ class Point:
     run: FleetRun
 
 
-def steady_step(steps: ServingSteps, shape: Shape, rate: float) -> tuple[float, StepLoad] | None:
+def steady_step(steps: StepTimes, shape: Shape, rate: float) -> tuple[float, StepLoad] | None:
     """Find the step that an engine repeats under ``rate``, and its seconds: each request has a row in as many steps as
     it has output tokens, and its prompt's tokens come beside them. None if steps would grow without end."""
     seconds = 1e-3
@@ -102,7 +109,7 @@ def steady_step(steps: ServingSteps, shape: Shape, rate: float) -> tuple[float, 
     return seconds, load
 
 
-def estimate(steps: ServingSteps, kv_tokens: int, shape: Shape, target: Target) -> tuple[float, str]:
+def estimate(steps: StepTimes, kv_tokens: int, shape: Shape, target: Target) -> tuple[float, str]:
     """Estimate the highest rate of an engine by arithmetic, and what bounds it: ``kv``, ``itl``, or ``compute``."""
     limit = target.limit("itl") or target.limit("tpot") or 0.2
 

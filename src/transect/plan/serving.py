@@ -10,8 +10,10 @@ from typing import Any
 
 from .capacity import WARM, Load, Point, Shape, TraceLoad, estimate, highest_rate, simulate, steady_step
 from .choices import Choice
+from .profile import MeasuredChoice
 from .target import Target
 
+Way = Choice | MeasuredChoice
 GROWTH = 1.5
 """Growth of the load for which the plan says what breaks first."""
 LEAST_RATE = 1e-3
@@ -54,7 +56,7 @@ class Estimated:
     """A choice by arithmetic: requests per second of one engine, what bounds it, engines, and dollars per hour; without
     prices cards stand for dollars."""
 
-    choice: Choice
+    choice: Way
     rate: float
     bound: str
     engines: int
@@ -93,7 +95,7 @@ class Answer:
     points: list[Point] = field(default_factory=list)
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> Way:
         """The card, the layout and the formats."""
         return self.estimated.choice
 
@@ -111,7 +113,7 @@ class ServingPlan:
     target: Target
     answers: list[Answer]
     estimated: list[Estimated]
-    refused: list[tuple[Choice, str]]
+    refused: list[tuple[Way, str]]
     prices: Mapping[str, float]
 
     def cost(self, answer: Answer) -> dict[str, float]:
@@ -138,7 +140,7 @@ class ServingPlan:
 
 
 def plan_serving(
-    ways: Sequence[tuple[Choice, str]],
+    ways: Sequence[tuple[Way, str]],
     demand: Demand,
     target: Target,
     *,
@@ -180,7 +182,7 @@ def plan_serving(
     return ServingPlan(demand, target, answers, [each for each in ranked if id(each) not in kept], refused, prices)
 
 
-def _estimated(choice: Choice, shape: Shape, demand: Demand, target: Target, prices: Mapping[str, float]) -> Estimated:
+def _estimated(choice: Way, shape: Shape, demand: Demand, target: Target, prices: Mapping[str, float]) -> Estimated:
     rate, bound = estimate(choice.steps, choice.kv_tokens, shape, target)
     step = steady_step(choice.steps, shape, rate)
     e2e = shape.output * step[0] if step is not None else math.inf
