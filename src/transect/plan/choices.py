@@ -30,6 +30,9 @@ HOPPERS = ("h100", "h200")
 """Presets of cards with kernels that take any number of rows."""
 HOST_S = 150e-6
 """Seconds of the host before each step, of the engine loop on an H200's host."""
+INTAKE_S, OUTLET_S = 5e-3, 2.5e-3
+"""Seconds of a request before the engine has it, and of a token on its way to the client, on that host: what TTFT at
+8 requests/s was above the simulated one (``benchmarks/plan_validation.py h200``)."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class Choice:
         timed = TimedSteps(self.steps, padding)
         return EngineModel(
             scheduler=limits, seconds=timed, decodes=timed.decodes, latency=timed.latency if depth > 1 else None,
-            lag=max(1, depth - 1), host=HOST_S,
+            lag=max(1, depth - 1), host=HOST_S, intake=INTAKE_S, outlet=OUTLET_S,
         )  # fmt: skip
 
 

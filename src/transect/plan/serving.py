@@ -169,7 +169,7 @@ def plan_serving(
         (_estimated(choice, shape, demand, target, prices) for choice in possible),
         key=lambda each: (each.per_hour, each.cards, -each.rate),
     )
-    answers = []
+    answers: list[Answer] = []
     waiting = list(ranked)
     while waiting and len(answers) < simulated:
         found = _answer(waiting.pop(0), shape, demand, target)
