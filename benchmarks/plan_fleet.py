@@ -52,7 +52,8 @@ def memory(ways: list[tuple[Choice, str]]) -> list[dict[str, Any]]:
 def table(result: dict[str, Any]) -> str:
     """The simulated choices."""
     lines = [
-        "| choice | engines | cards | req/s | TTFT p50, p99 | ITL p50, p99 | E2E p50, p99 | KV used | $/h | $/M out | J/token | bound |",
+        "| choice | engines | cards | req/s | TTFT p50, p99 | ITL p50, p99 | E2E p50, p99 | KV used | $/h | $/M out | "
+        "J/token | bound |",
         "|---" * 12 + "|",
     ]
     for each in result["plan"]["choices"]:

@@ -8,7 +8,7 @@ import pytest
 
 from transect.bench.lengths import Lengths
 from transect.bench.levels import WorkSource, trace_level
-from transect.bench.traces.asked import Asked, Piece, faster, rate_of, work_of
+from transect.bench.traces.asked import Asked, Piece, faster, rate_of, warped, work_of
 from transect.bench.traces.json_lines import write_lines
 from transect.bench.traces.mix import Mix
 from transect.bench.traces.reading import read_trace
@@ -153,3 +153,9 @@ def test_conversations_hold_their_beginnings(tmp_path):
     assert [each.pieces for each in again] == [each.pieces for each in asked]
     with pytest.raises(ValueError, match="turns must be"):
         Mix(**SHORT, turns=0.5)
+
+
+def test_a_rate_that_changes_over_the_day():
+    asked = warped((Asked(float(n), 5, 2) for n in range(100)), [1.0, 0.0, 2.0], 10.0)
+    at = [each.at for each in asked]
+    assert at == [*map(float, range(10)), *(20 + n / 2 for n in range(20))]

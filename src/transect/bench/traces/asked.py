@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -89,3 +89,16 @@ def rate_of(asked: Sequence[Asked]) -> float:
     """Requests per second from the first arrival to the last."""
     seconds = asked[-1].at - asked[0].at
     return (len(asked) - 1) / seconds if seconds > 0 else float("inf")
+
+
+def warped(asked: Iterable[Asked], rates: Sequence[float], seconds: float) -> Iterator[Asked]:
+    """Yield requests of a trace of one per second at other times: ``rates`` has the requests per second of consecutive
+    spans of ``seconds``. Their bursts stay; what comes after the last span is left out."""
+    span, passed = 0, 0.0
+    for each in asked:
+        while span < len(rates) and each.at >= passed + rates[span] * seconds:
+            passed += rates[span] * seconds
+            span += 1
+        if span == len(rates):
+            return
+        yield replace(each, at=seconds * span + (each.at - passed) / rates[span])
