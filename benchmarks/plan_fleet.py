@@ -49,6 +49,23 @@ def memory(ways: list[tuple[Choice, str]]) -> list[dict[str, Any]]:
     return found
 
 
+def memory_table(result: dict[str, Any]) -> str:
+    """Tokens of KV cache that an engine of each choice has."""
+    rows = result["memory"]
+    lines = [
+        "| cards of an engine | " + " | ".join(f"{card}, {form}" for card in CARDS for form in FORMATS) + " |",
+        "|---" * (1 + len(CARDS) * len(FORMATS)) + "|",
+    ]
+    for size in TENSOR:
+        cells = []
+        for card in CARDS:
+            for form in FORMATS:
+                (row,) = [each for each in rows if (each["gpu"], each["tp"], each["weights"]) == (card, size, form)]
+                cells.append(f"{row['kv_tokens'] / 1e3:,.0f}k" if row["kv_tokens"] else "does not fit")
+        lines.append(f"| {size} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def table(result: dict[str, Any]) -> str:
     """The simulated choices."""
     lines = [

@@ -6,9 +6,10 @@
 ``cpu`` starts a server on this machine, fits a profile on one synthetic sweep (``transect plan calibrate``), finds the
 knee by simulation, and then measures traces of three burstinesses at 30, 60 and 90% of the knee, each with several
 seeds, and the first seed of each twice: the spread of what was measured. The same requests at the same times are
-simulated from the profile. A shared machine is slower at one time than at another, so each cell has a second
-prediction, whose step times are multiplied by one number: the measured over the predicted time of all steps of that
-run.
+simulated from the profile. A shared machine is slower at one moment than at another, so each cell has a second
+prediction: at each moment steps get on as quickly as those of the measured run did. That leaves out what
+nobody can know beforehand, the speed of the machine, and keeps all else: arrivals, queue, scheduler, steps by their
+work.
 
 ``h200`` needs no GPU. It simulates the recorded loads of ``serve_load.json`` from the data sheet of an H200 and the
 coefficients of ``costs/serving.py``, which were fitted on offline steps. The seconds outside of the engine are fitted
@@ -25,6 +26,8 @@ import os
 import statistics
 import tempfile
 import time
+from bisect import bisect_right
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ from transect.bench.traces.asked import Asked, work_of
 from transect.bench.traces.mix import Mix
 from transect.cli.plan_calibrate import server
 from transect.costs.presets import preset
+from transect.engine.scheduling.batch import ScheduledBatch
+from transect.engine.scheduling.simulation import SimulatedEngine
 from transect.explain.engine.calibration import known_steps
 from transect.explain.engine.log import RunLog, load
 from transect.explain.engine.rates import rates_for
@@ -67,29 +72,56 @@ FIGURES = (
 CONTEXT = 1024
 
 
-def simulated(engine: EngineModel, asked: list[Asked], slower: float = 1.0) -> Any:
-    """Simulate requests, with all step times multiplied by ``slower``."""
-    if slower != 1.0:
-        seconds, decodes = engine.seconds, engine.decodes
-        engine = dataclasses.replace(
-            engine, host=slower * engine.host, seconds=lambda batch: slower * seconds(batch),
-            decodes=lambda step: slower * decodes(step),
-        )  # fmt: skip
-    return Fleet(engine).run(asked)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AtSpeed(EngineModel):
+    """An engine on a machine whose speed changes.
+
+    Attributes:
+        spans: (beginning, end, speed) of the steps of a measured run, in seconds; the speed is their predicted over
+            their measured time. Between two of them it is that of the step before.
+    """
+
+    spans: list[tuple[float, float, float]]
+
+    def start(self, now: float, prefixes: bool) -> SimulatedEngine:
+        """Make an engine whose steps get on as quickly as those that were measured at the same moments."""
+        limits = dataclasses.replace(self.scheduler, enable_prefix_caching=prefixes)
+        engine = SimulatedEngine(limits, lambda batch: 0.0, lag=self.lag, host=self.host, now=now)
+        begins = [begin for begin, _, _ in self.spans]
+
+        def seconds(batch: ScheduledBatch) -> float:
+            left, at = self.seconds(batch), engine.clock.time
+            place = max(0, bisect_right(begins, at) - 1)
+            while left > 0:
+                speed = self.spans[place][2]
+                until = begins[place + 1] if place + 1 < len(begins) else inf
+                step = min(left / speed, max(0.0, until - at))
+                left, at, place = left - step * speed, at + step, place + 1
+                if place == len(begins):
+                    break
+            return at - engine.clock.time
+
+        engine.device.seconds = seconds
+        return engine
+
+
+def at_speed(engine: EngineModel, made: Profile, log: RunLog, result: Result) -> tuple[EngineModel, float]:
+    """Return the engine on the machine as it was during a measured run, and by how much that was slower in all."""
+    loads, fitted = Loads(log.header, made.bytes_per_second, made.flops_per_second), made.times.fitted
+    end = result.began + result.summary["seconds"]
+    steps = [step for step in known_steps(log) if result.began <= step.begins <= end]
+    known = [fitted.seconds(loads.of([(start, count) for _, start, count in step.rows])) for step in steps]
+    spans = [
+        (step.begins - result.began, step.begins + step.seconds - result.began, guess / step.seconds)
+        for step, guess in zip(steps, known, strict=True)
+    ]
+    plain = {field.name: getattr(engine, field.name) for field in dataclasses.fields(engine)}
+    return AtSpeed(**plain, spans=spans), sum(step.seconds for step in steps) / sum(known)
 
 
 def figures(summary: dict[str, Any]) -> dict[str, float]:
     """Pick the figures that are compared, in seconds."""
     return {f"{name} {share}": summary[name][share] for name, share in FIGURES if share in summary[name]}
-
-
-def slowness(log: RunLog, made: Profile, began: float, ended: float) -> float:
-    """Return the measured over the predicted time of the steps of a log between two moments of its clock."""
-    header = log.header
-    loads, fitted = Loads(header, made.bytes_per_second, made.flops_per_second), made.times.fitted
-    steps = [step for step in known_steps(log) if began <= step.begins <= ended]
-    predicted = sum(fitted.seconds(loads.of([(start, count) for _, start, count in step.rows])) for step in steps)
-    return sum(step.seconds for step in steps) / predicted if predicted else 1.0
 
 
 def cpu(options: argparse.Namespace) -> dict[str, Any]:
@@ -149,12 +181,19 @@ async def _cell(
 ) -> dict[str, Any]:
     """Measure requests at their times, and predict them."""
     load_before = os.getloadavg()[0]
-    start = time.monotonic()
-    (result,) = await run_levels(target, [Level("x trace", 1.0, work_of(asked, seed=f"{start}"))])
-    end = time.monotonic()
-    await asyncio.sleep(1.5)
-    slower = slowness(load(file), made, start, end)
-    plain, scaled = (simulated(engine, asked, factor) for factor in (1.0, slower))
+    (result,) = await run_levels(target, [Level("x trace", 1.0, work_of(asked, seed=f"{time.time()}"))])
+    await asyncio.sleep(1.5)  # the log is flushed
+    if "KEEP" in os.environ:
+        import pickle
+        import shutil
+
+        keep = Path(os.environ["KEEP"])
+        shutil.copyfile(file, keep / "decisions.log")
+        made.write(keep / "profile.json")
+        with (keep / f"cell_{time.time():.0f}.pickle").open("wb") as out:
+            pickle.dump((asked, result, load_before, repeated), out)
+    slow, slower = at_speed(engine, made, load(file), result)
+    plain, scaled = (Fleet(each).run(asked) for each in (engine, slow))
     return {
         "repeated": repeated,
         "machine_load": [load_before, os.getloadavg()[0]],
@@ -194,7 +233,7 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
         work = own_level(float(level["rate"]), recorded["work"]["requests"], level["seed"], 128255).work
         asked = [Asked(each.at, len(str(each.prompt).split()), each.output_tokens) for each in work]
         began = time.process_time()
-        run = simulated(choice.engine, asked)
+        run = Fleet(choice.engine).run(asked)
         taken = time.process_time() - began
         rows.append({
             "rate": level["rate"], "measured": figures(level["result"]), "predicted": figures(summary_of(run)),
@@ -206,6 +245,76 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
             print(f"{level['rate']} requests/s {name}: {off}")
         print(f"{run.seconds:.1f} s in {taken:.2f} s of a processor", flush=True)
     return {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows}
+
+
+def cpu_table(result: dict[str, Any]) -> str:
+    """Errors by share of the knee and burstiness, medians over the seeds, beside the spread of repeated runs."""
+    cells = result["cells"]
+    shown = ("ttft p50", "ttft p90", "ttft p99", "itl p99", "e2e p50")
+    lines = [
+        "| load | burstiness | runs | machine slower by | "
+        + " | ".join(f"{n.replace('ttft', 'TTFT')}" for n in shown)
+        + " | each TTFT |",
+        "|---" * (5 + len(shown)) + "|",
+    ]
+    for share in SHARES:
+        for burst in BURSTINESS:
+            rows = [each for each in cells if (each["share"], each["burstiness"]) == (share, burst)]
+            if not rows:
+                continue
+            slow = statistics.median(each["slower"] for each in rows)
+            parts = [_errors(rows, name) for name in shown]
+            each_ttft = [statistics.median(each[key] for each in rows) for key in
+                         ("ttft_error_each", "ttft_error_each_at_speed")]  # fmt: skip
+            lines.append(
+                f"| {share:.0%} | {burst:g} | {len(rows)} | {slow:.2f} x | {' | '.join(parts)} | "
+                f"{each_ttft[0]:.0%}, {each_ttft[1]:.0%} |"
+            )
+    machine, made = result["environment"], result["sweep"]
+    loads = [load for each in cells for load in each["machine_load"]]
+    lines.append(
+        f"\nEach cell: error of the prediction from the sweep alone, error with the machine's speed of each moment, "
+        f"and (in parentheses) the spread of the first seed measured twice; medians over runs. {result['model']}, "
+        f"{result['requests']} requests a run, knee {result['knee_requests_per_second']:.2f} requests/s. The machine "
+        f"was shared: its load was {min(loads):.0f} to {max(loads):.0f} on {machine['cores']} cores, and held-out "
+        f"steps of the sweep itself were off by {made['step_errors']['median']:.0%} at the median. "
+        f"`{result['command']}`, {machine['processor']}, {record.made_at([machine])}.\n"
+    )
+    return "\n".join(lines)
+
+
+def _errors(rows: list[dict[str, Any]], name: str) -> str:
+    found = []
+    for kind in ("predicted", "predicted_at_speed"):
+        found.append(statistics.median(abs(each[kind][name] / each["measured"][name] - 1) for each in rows))
+    first = rows[0]["seed"]
+    again = [each["measured"][name] for each in rows if each["seed"] == first]
+    spread = f" ({max(again) / min(again) - 1:.0%})" if len(again) > 1 else ""
+    return f"{found[0]:.0%}, {found[1]:.0%}{spread}"
+
+
+def h200_table(result: dict[str, Any]) -> str:
+    """Predicted and measured figures of each recorded rate."""
+    names = [name for name in result["levels"][0]["measured"] if name != "itl p50"]
+    lines = [
+        "| requests/s | "
+        + " | ".join(name.replace("ttft", "TTFT").replace("itl", "ITL") for name in names)
+        + " | times real time |",
+        "|---" * (len(names) + 2) + "|",
+    ]
+    for row in result["levels"]:
+        cells = []
+        for name in names:
+            guess, value = row["predicted"][name], row["measured"][name]
+            cells.append(f"{1e3 * guess:,.0f} of {1e3 * value:,.0f} ms, {guess / value - 1:+.0%}")
+        rate = "all at once" if row["rate"] == "inf" else row["rate"]
+        lines.append(f"| {rate} | {' | '.join(cells)} | {row['simulated_s'] / row['processor_s']:.0f} |")
+    recorded, machine = result["recorded"], result["environment"]
+    lines.append(
+        f"\n{result['model']}, predicted of measured, {record.made_at([recorded])}; the simulation by "
+        f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}.\n"
+    )
+    return "\n".join(lines)
 
 
 def main() -> None:

@@ -41,6 +41,9 @@ import moe_tables
 import numerics
 import offload_tables
 import ops_tables
+import plan_fleet
+import plan_scaling
+import plan_validation
 import precisions
 import pretrain_tables
 import products_by_shape
@@ -356,6 +359,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
+    "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
+    "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
+    "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
+    "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),
+    "plan-fleet-memory": lambda: plan_fleet.memory_table(_load("cpu/plan_fleet.json")),
+    "plan-scaling": lambda: plan_scaling.table(_load("cpu/plan_scaling.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
     "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),

@@ -17,6 +17,15 @@ if TYPE_CHECKING:
 LENGTHS = "lognormal:500,0.8,4000", "lognormal:180,0.6,1500"
 CONTEXT = 8192
 THINK = 30.0
+FORMS = "512, uniform:LOW-HIGH or lognormal:MEDIAN,SIGMA[,MOST]"
+
+PromptTokens = Annotated[str, typer.Option(help=f"Of a user's question: {FORMS}.")]
+OutputTokens = Annotated[str, typer.Option(help="Likewise, of an answer.")]
+Turns = Annotated[float, typer.Option(min=1, help="Mean number of turns of a conversation.")]
+Think = Annotated[float, typer.Option(min=0, help="Seconds from an answer to the same user's next question.")]
+SystemTokens = Annotated[int, typer.Option(min=0, help="Tokens of a system prompt that all prompts begin with.")]
+Burstiness = Annotated[float, typer.Option(help="Squared coefficient of variation of arrivals' gaps; 1 is Poisson.")]
+Clients = Annotated[int, typer.Option(min=1, help="Independent senders, each with bursts of its own.")]
 
 
 def command(
@@ -25,9 +34,7 @@ def command(
         list[str] | None, typer.Option(help="A card as sold (a preset), or a file of one. May be given again.")
     ] = None,
     users: Annotated[int | None, typer.Option(min=1, help="Users who ask, read, think, and ask again.")] = None,
-    think: Annotated[
-        float, typer.Option(min=0, help="Seconds from an answer to the same user's next question.")
-    ] = THINK,
+    think: Think = THINK,
     rate: Annotated[float | None, typer.Option(help="Requests per second of the whole service.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Requests at recorded times, in any format that bench serve --trace reads.")
@@ -37,18 +44,12 @@ def command(
     requests: Annotated[
         int | None, typer.Option(min=50, help="Requests to simulate; default: 400, or 2000 of a trace.")
     ] = None,
-    prompt_tokens: Annotated[
-        str, typer.Option(help="Of a user's question: 512, uniform:LOW-HIGH or lognormal:MEDIAN,SIGMA[,MOST].")
-    ] = LENGTHS[0],
-    output_tokens: Annotated[str, typer.Option(help="Likewise, of an answer.")] = LENGTHS[1],
-    turns: Annotated[float, typer.Option(min=1, help="Mean number of turns of a conversation.")] = 1.0,
-    system_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of a system prompt that all prompts begin with.")
-    ] = 0,
-    burstiness: Annotated[
-        float, typer.Option(help="Squared coefficient of variation of arrivals' gaps; 1 is Poisson.")
-    ] = 1.0,
-    clients: Annotated[int, typer.Option(min=1, help="Independent senders, each with bursts of its own.")] = 1,
+    prompt_tokens: PromptTokens = LENGTHS[0],
+    output_tokens: OutputTokens = LENGTHS[1],
+    turns: Turns = 1.0,
+    system_tokens: SystemTokens = 0,
+    burstiness: Burstiness = 1.0,
+    clients: Clients = 1,
     target: Annotated[
         str, typer.Option(help="Percentiles to keep: ttft, itl, tpot, e2e, as in the default.")
     ] = "ttft.p99=1s,itl.p99=50ms",

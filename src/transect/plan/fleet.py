@@ -6,7 +6,7 @@ the router chooses. Engines may start, drain and fail while requests come.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 
@@ -147,6 +147,7 @@ class Fleet:
         scaler: changes the number, every ``interval`` seconds; None: it stays.
         start_s: seconds that an engine takes to start.
         kills: engines that fail.
+        router: makes what chooses engines, from the tokens that each one's cache holds and the tokens of a block.
     """
 
     def __init__(
@@ -158,13 +159,14 @@ class Fleet:
         interval: float = 15.0,
         start_s: float = 60.0,
         kills: Sequence[Kill] = (),
+        router: Callable[[list[int], int], Router] = Router,
     ) -> None:
         self.model, self.scaler, self.interval, self.start_s = model, scaler, interval, start_s
         self._kills = sorted(kills, key=lambda kill: kill.at)
         self._tokens = Tokens()
         places = engines if scaler is None else 2 * max(engines, scaler.most)  # some drain while others start
         limits = model.scheduler
-        self._router = Router([limits.num_blocks * limits.block_size] * places, limits.block_size)
+        self._router = router([limits.num_blocks * limits.block_size] * places, limits.block_size)
         self._engines = engines
         self._members: list[_Member] = []
         """By the router's number; an engine that starts takes the place of one that has ended."""

@@ -16,6 +16,8 @@ from .target import Target
 Way = Choice | MeasuredChoice
 GROWTH = 1.5
 """Growth of the load for which the plan says what breaks first."""
+MORE = 1.02
+"""Factor by which engines become more until the target is kept."""
 LEAST_RATE = 1e-3
 """Requests per second of an engine; one that keeps the target below this alone does not count."""
 MOST_ENGINES = 64
@@ -201,13 +203,17 @@ def _answer(estimated: Estimated, shape: Shape, demand: Demand, target: Target) 
     most, worst = highest_rate(choice.engine, demand.load, target, 0.9 * estimated.rate, points.append)
     if most is None:
         return None
-    mean = most.summary["e2e"]["mean"]
-    total = demand.rate_for(mean)
+    total = demand.rate_for(most.summary["e2e"]["mean"])
     engines = max(1, math.ceil(total / most.rate - 1e-9))
-    level = simulate(choice.engine, demand.load, total / engines)
+    while True:
+        level = simulate(choice.engine, demand.load, total / engines)
+        points.append(level)
+        if not target.missed(level.summary):
+            break
+        engines = math.ceil(MORE * engines)  # another rate has other requests side by side
     total = demand.rate_for(level.summary["e2e"]["mean"])
     grown = simulate(choice.engine, demand.load, GROWTH * total / engines)
-    points += [level, grown]
+    points.append(grown)
     return _with_reasons(estimated, shape, target, most, worst, engines, total, level, grown, points)
 
 
