@@ -17,8 +17,8 @@ from ...text.inert import ChatRendering
 from ...text.tokenizer import Tokenizer
 from ...text.tools.registry import for_template
 from .files import DataFile, Row
-from .layouts import Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
-from .messages import USED
+from .layouts import ALIKE, Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
+from .messages import USED, Messages
 
 Document = tuple[list[int], list[bool] | None]
 """Token ids, and a mask of those that are trained on; None if all are."""
@@ -64,7 +64,7 @@ class Tally:
 
     def unread(self) -> str:
         """Keys that nothing reads, and columns that no row has, as one line; empty if there are none."""
-        parts = [f"{key} ({count} row{'s' * (count > 1)})" for key, count in self.ignored.items()]
+        parts = [f"{key} ({count} row{'s' * (count > 1)})" for key, count in sorted(self.ignored.items())]
         found = [f"ignored keys: {', '.join(parts)}"] if parts else []
         if self.absent:
             names = ", ".join(f"{own!r} (data.columns.{key})" for key, own in self.absent.items())
@@ -121,6 +121,7 @@ class Forms:
                 if isinstance(row, ValueError):
                     raise row
                 tally.absent = {key: own for key, own in tally.absent.items() if own not in row}
+                replaced = row.keys() & self._columns.keys() - set(self._columns.values())
                 row = renamed(row, self._columns)
                 found, form = form_of(row)
                 if layout is not None and found is not layout:
@@ -134,6 +135,7 @@ class Forms:
                 tally.layout, tally.trained = layout.name, layout.trained
             tally.read += 1
             tally.ignored.update(found.ignored(row))
+            tally.ignored.update(replaced)
             tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template))
             yield made
         if layout is None and tally.left_out and self._some:
@@ -288,6 +290,8 @@ def chat_tokens(
         ids += before + answer
         own = turn - chat.added
         learns = own >= first and own not in masked
+        if learns:
+            chat.check_answer(turn, answer)
         trained += [False] * len(before) + (said(answer, tokenizer) if learns else [False] * len(answer))
         done = answered
     chat.check(trained)
@@ -314,9 +318,30 @@ def answers_apart(
         if not answered.startswith(opened):
             raise ValueError("the chat template does not render an answer as the continuation of its prompt")
         before, answer = chat.encode(opened), chat.encode(answered[len(opened) :])
+        chat.check_answer(turn, answer)
         made.append((before + answer, [False] * len(before) + said(answer, tokenizer)))
     chat.check(made)
     return made
+
+
+def last_answer(
+    prompt: Messages, answer: Messages, tools: list[Any] | None, tokenizer: Tokenizer, template: ChatTemplate
+) -> tuple[list[int], list[bool]]:
+    """The document of a prompt and an answer, of which the last message is trained on. ValueError as above."""
+    messages = [*prompt, *answer]
+    return answers_apart(messages, tokenizer, template, tools=tools, first=len(messages) - 1)[0]
+
+
+def pair_documents(
+    pair: Preference, tokenizer: Tokenizer, template: ChatTemplate
+) -> list[tuple[list[int], list[bool]]]:
+    """The documents of the chosen and of the rejected answer. ValueError as above, or if their tokens are equal."""
+    sides = [
+        last_answer(pair.prompt, answer, pair.tools, tokenizer, template) for answer in (pair.chosen, pair.rejected)
+    ]
+    if sides[0] == sides[1]:
+        raise ValueError(f"{ALIKE} to the model: the chat template prints nothing of what differs")
+    return sides
 
 
 class _Rendered:
@@ -329,7 +354,7 @@ class _Rendered:
         self.added = len(told) - len(messages) if told is not messages else 0
         """Messages before the chat's own: one that describes its tools."""
         self._inert = ChatRendering(tokenizer, told, variables)
-        self._template = template
+        self._template, self._tokenizer = template, tokenizer
         self._messages: Any = self._inert.messages
         turns = self._messages if isinstance(self._messages, list) else []
         self.answers = [
@@ -349,6 +374,14 @@ class _Rendered:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._inert.encoder.encode(text, parse_special=True)
         return ids
+
+    def check_answer(self, turn: int, answer: Sequence[int]) -> None:
+        """ValueError if the tokens of an answer that is trained on are special tokens alone."""
+        if not self._tokenizer.decode(answer, skip_special_tokens=True).strip():
+            raise ValueError(
+                f"the chat template prints nothing of the answer messages[{turn - self.added}], so that it would train "
+                'the model to say nothing: give it "weight": 0, take it out, or set data.chat_template'
+            )
 
     def check(self, found: Any) -> None:
         """ValueError if there is nothing to learn from, with what is wrong with the messages, if that is it."""
