@@ -133,6 +133,17 @@ def test_a_refusal_beside_content_and_a_column_that_another_replaces_are_named(t
     assert not found.problems and found.unread == "ignored keys: question (1 row)"
 
 
+def test_thoughts_that_a_template_prints_beside_calls_alone_are_named(tools, tmp_path) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}{{ m.reasoning_content }}{% endif %}"
+        "{{ m.content }}{{ m.tool_calls }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    chats = [[USER, {**each, "reasoning_content": "t"}] for each in (ANSWER, call())]
+    path = lines(tmp_path / "c.jsonl", *({"messages": chat} for chat in chats))
+    assert next(check_files([path], tools[0], template)).unread == "ignored keys: reasoning_content of messages (1 row)"
+
+
 def test_keys_that_nothing_reads_are_named_when_files_are_streamed_or_tokenized(tools, tmp_path) -> None:
     plain = [{"question": "q", "answer": "a"}] * 3
     paths = [

@@ -105,6 +105,7 @@ class Forms:
         self._skip, self._some, self._columns = skip, some, columns or {}
         check_columns(self._columns)
         self._template = "" if template is None else template.sources
+        self._thoughts = template is not None and prints_thoughts(template)
         self.tallies: list[Tally] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
@@ -136,14 +137,18 @@ class Forms:
             tally.read += 1
             tally.ignored.update(found.ignored(row))
             tally.ignored.update(replaced)
-            tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template))
+            tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template, self._thoughts))
             yield made
         if layout is None and tally.left_out and self._some:
             raise ValueError(str(tally))
 
 
-def unread_keys(form: Form, template: str) -> set[str]:
-    """Keys of a form's messages that hold something, and that a template of this text does not print."""
+def unread_keys(form: Form, template: str, thoughts: bool) -> set[str]:
+    """Keys of a form's messages that hold something, and that a template of this text does not print.
+
+    Args:
+        thoughts: as ``prints_thoughts``.
+    """
     if isinstance(form, Text | Completion):
         return set()
     if isinstance(form, Chat):
@@ -152,12 +157,23 @@ def unread_keys(form: Form, template: str) -> set[str]:
         answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
         messages = [*form.prompt, *(message for answer in answers for message in answer)]
     keys = {key for message in messages for key, value in message.items() if value not in (None, "", [], {})} - USED
-    return {key for key in keys if key not in template and not (key == THOUGHTS and prints_thoughts(template))}
+    found = {key for key in keys - {THOUGHTS} if key not in template}
+    thinking = [message for message in messages if message.get(THOUGHTS)]
+    beside_calls = thoughts or any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
+    if any(not (beside_calls if message.get("tool_calls") else thoughts) for message in thinking):
+        found.add(THOUGHTS)
+    return found
 
 
-def prints_thoughts(template: str) -> bool:
-    """True if a template of this text prints thoughts: under a name of its own, or as the beginning of the content."""
-    return any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
+def prints_thoughts(template: ChatTemplate) -> bool:
+    """True if a template prints the thoughts of an answer without calls."""
+    probe = "thoughts of a probe"
+    messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1", THOUGHTS: probe}]
+    told, variables = for_template(template.source, with_thoughts(messages, template.source), {}, apart=False)
+    try:
+        return probe in template.render(told, add_generation_prompt=False, **variables)
+    except ValueError:  # it refuses the probe; rows will tell
+        return True
 
 
 def with_thoughts(messages: Any, template: str) -> Any:
