@@ -28,6 +28,7 @@ class Done:
     """The handle of work that is complete."""
 
     step_result: StepResult
+    over = True
 
     def draw(self) -> None:
         """It has been done."""
@@ -43,6 +44,11 @@ class Waiting:
 
     work: Callable[[], Handle]
     _drawn: Handle | None = None
+
+    @property
+    def over(self) -> bool:
+        """True if the draws were made."""
+        return getattr(self._drawn, "over", False)
 
     def draw(self) -> None:
         """Make the draws, or start them."""

@@ -27,6 +27,8 @@ from .scheduler import Scheduler
 
 SHORTEST_LEAD = 3e-4
 """Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
+LOOK = 1e-3
+"""Seconds after which one who waits to plan looks again: predictions may be too long, and the step over."""
 LATE = 5e-5
 """Seconds: a step whose result was there this soon was over before the next was handed over."""
 
@@ -117,12 +119,13 @@ class EngineCore:
         return stats
 
     def time_to_plan(self) -> float:
-        """Seconds until the next step should be planned; 0 for now. What is added until then is part of that step.
+        """Seconds until this should be asked again; 0: plan the next step now. What is added until then is part of that
+        step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
-        late counts as a large error, so that the next ones come earlier. There is nothing to wait for where the prompts
-        that are here fill the next step already.
+        late counts as a large error, so that the next ones come earlier. If the step in flight is over before, it is
+        time to plan at once. There is nothing to wait for where the prompts that are here fill the next step already.
         """
         if not self._timed or not self.lag or len(self._in_flight) != 1:
             return 0.0
@@ -130,12 +133,14 @@ class EngineCore:
         if coming.full:
             return 0.0
         running = self._in_flight[0]
+        if getattr(running.handle, "over", False):
+            return 0.0
         work = self._work_of(running.batch)
         end = max(running.submitted, self._ended) + self.scheduler.times.soonest(work)
         planning = self._planning[coming.tokens > self._graph]
         seconds = end - planning - SHORTEST_LEAD - self.scheduler.clock.now()
         self._waited = self._waited or seconds > 0
-        return max(seconds, 0.0)
+        return min(max(seconds, 0.0), LOOK)
 
     def step(self) -> list[EngineOutput]:
         """Submit at most one batch (in a pipeline another one, as soon as tokens have come, unless steps are sized by

@@ -34,6 +34,11 @@ class PendingStep:
     """By seq_id, why a grammar could not say what may come."""
     _result: StepResult | None = None
 
+    @property
+    def over(self) -> bool:
+        """True if the device is done with the step."""
+        return self.ready is None or self.ready.query()
+
     def draw(self) -> None:
         """The draws are on their way."""
 
