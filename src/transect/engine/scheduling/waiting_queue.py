@@ -1,4 +1,4 @@
-"""Who waits for KV blocks and a place, in which order, and when the queue is full."""
+"""The queue of sequences that wait for KV blocks and a place: its order, and its bound."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class WaitingQueue:
         seq.status = Status.GONE
 
     def grew(self, seq: Sequence, tokens: int) -> None:
-        """A sequence has so many more tokens. It may wait: preempted while its step was in flight."""
+        """Count more tokens of a sequence, which may wait if it was preempted while its step was in flight."""
         if seq.status is Status.WAITING:
             self.num_tokens += tokens
 

@@ -28,7 +28,7 @@ THOUGHTS, THOUGHTS_END = "reasoning_content", "</think>"
 
 @dataclass(slots=True)
 class Tally:
-    """What was found in a file: its layout, rows that were read, and rows that were left out by reason."""
+    """The content of a file: its layout, rows that were read, and rows that were left out by reason."""
 
     name: str
     layout: str = ""
@@ -42,7 +42,7 @@ class Tally:
     absent: dict[str, str] = field(default_factory=dict)
     """Entries of ``data.columns`` that no row so far has."""
     apart: int = 0
-    """Chats that became a document for each answer, because the template renders earlier turns anew."""
+    """Chats that became a document for each answer, because the template renders earlier turns differently."""
 
     def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
         """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""

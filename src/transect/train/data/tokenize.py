@@ -54,7 +54,7 @@ def tokenize(
 
     Args:
         model: whose tokenizer and chat template to use; what ``resolve`` takes.
-        workers: processes; None: one for each core.
+        workers: processes; one for each core if None.
         chats: how rows are read and rendered: ``columns``, ``chat_template``, ``turns`` and ``date``.
         progress: is told how many bytes of how many are done.
         tell: is told of keys that nothing reads, in one line.
@@ -104,7 +104,7 @@ def tokenize(
 
 
 def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str], chats: DataConfig) -> DataConfig:
-    """Keep the existing parts if they belong to this very plan, else begin anew.
+    """Keep the existing parts if they belong to this very plan, else start again.
 
     Args:
         made_by: the tokenizer's fingerprint, and the chat template.

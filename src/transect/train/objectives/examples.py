@@ -52,7 +52,7 @@ class Examples:
     """The examples of a stream, packed best-fit.
 
     Args:
-        good: ``[examples]``; None: all are.
+        good: ``[examples]``; all are if None.
 
     Raises:
         ValueError: none is short enough for ``config``.
@@ -72,7 +72,7 @@ class Examples:
 
     @property
     def left_out(self) -> int:
-        """How many examples are too long."""
+        """Number of examples that are too long."""
         return self.count - len(self._usable)
 
     def plan(self, epoch: int) -> list[list[int]]:
