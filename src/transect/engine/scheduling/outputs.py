@@ -73,6 +73,10 @@ class SchedulerStats(msgspec.Struct):
     generation_tokens: int
     jumped_tokens: int
     """Those among ``generation_tokens`` that a grammar forced, and that no step drew."""
+    drafted_tokens: int
+    """Tokens that were drafted for verification."""
+    accepted_tokens: int
+    """Drafted tokens that equalled the draws at their positions."""
     steps: int
     timed_steps: int
     """Steps whose time was measured: with ``itl_target`` all of them."""
