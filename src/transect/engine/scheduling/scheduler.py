@@ -622,11 +622,10 @@ class Scheduler:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             jumped_tokens=self.jumps.taken,
-            drafted_tokens=0 if self.speculation is None else self.speculation.drafted,
-            accepted_tokens=0 if self.speculation is None else self.speculation.accepted,
             steps=self._step,
             timed_steps=self.times.steps,
             step_seconds=self.times.measured,
             predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
+            **({} if self.speculation is None else self.speculation.counts()),
         )

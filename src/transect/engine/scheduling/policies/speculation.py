@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
+from typing import Any
 
 from ....costs.learning import StepTimes
 from ....costs.steps import StepLoad
@@ -27,9 +28,13 @@ LEAST_GAIN = 1.03
 LEARN_STEPS = 4
 """Steps whose times must be known before the first draft."""
 DECAY = 0.9
-"""Weight of older trials at each new one: estimates follow the last ten or so."""
-PRIOR_TRIALS = 2.0
+"""Weight of older guesses at each new one: estimates follow the last ten or so. (Decay at each token would favour the
+newest trial, which is a miss whenever a guess was wrong.)"""
+PRIOR_TRIALS = 4.0
 """Weight of the acceptance of all sequences in the estimate of one, in trials."""
+PROBES = 2
+"""Steps of a size that must be measured before its predicted time counts; until then more rows are taken to cost
+nothing, so that sizes are tried. Sizes up to the same power of two count as one."""
 CORRECTED_ROWS = 64
 """Rows up to which predicted step times are corrected by measured ones."""
 CORRECTION_RATE = 0.1
@@ -40,7 +45,7 @@ MATCHES = (2, 4, 8)
 
 
 class Acceptance:
-    """Estimates the chance that a guessed token is right, with a decaying count of trials."""
+    """Estimates the chance that a guessed token is right, from a decaying count of guesses."""
 
     __slots__ = ("hits", "trials")
 
@@ -49,9 +54,8 @@ class Acceptance:
 
     def add(self, hits: int, missed: bool) -> None:
         """Count ``hits`` right tokens in a row, and a wrong one after them if ``missed``."""
-        for right in [1.0] * hits + [0.0] * missed:
-            self.hits = DECAY * self.hits + right
-            self.trials = DECAY * self.trials + 1.0
+        self.hits = DECAY * self.hits + hits
+        self.trials = DECAY * self.trials + hits + missed
 
     def rate(self, prior: float) -> float:
         """The chance, given that of comparable guesses."""
@@ -81,8 +85,8 @@ class Speculation:
     def __init__(self, config: SpeculativeConfig, times: StepTimes) -> None:
         self.config = config
         self.drafter = config.drafter()
-        self.drafted = self.accepted = 0
-        """Tokens drafted for verification, and those that were right."""
+        self.drafted = 0
+        """Tokens drafted for verification."""
         self.accepted_at = [0] * config.num_speculative_tokens
         """Accepted tokens by their place among the drafts of a row."""
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
@@ -94,6 +98,8 @@ class Speculation:
         self._common = [Acceptance(1.0, 2.0) for _ in range(len(MATCHES) + 1)]
         """Acceptance over all sequences, by length of match."""
         self._corrections = [1.0] * (CORRECTED_ROWS + 1)
+        self._measured = [0] * 32
+        """Decode steps by the bit length of their tokens."""
 
     def drafts(self, sequences: Listed[Sequence], room: int) -> dict[int, tuple[int, ...]]:
         """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together."""
@@ -118,9 +124,13 @@ class Speculation:
         """Count the drafts of a row."""
         self.last.append((seq_id, accepted))
         self.drafted += drafted
-        self.accepted += accepted
         for at in range(accepted):
             self.accepted_at[at] += 1
+
+    def counts(self) -> dict[str, Any]:
+        """The counters, as fields of ``SchedulerStats``."""
+        accepted = {str(place): count for place, count in enumerate(self.accepted_at)}
+        return {"drafted_tokens": self.drafted, "accepted_at": accepted}
 
     def ended(self, seq: Sequence) -> None:
         """Forget a sequence that has ended."""
@@ -130,6 +140,7 @@ class Speculation:
     def timed(self, load: StepLoad, seconds: float) -> None:
         """Learn how much a decode step differs from its prediction."""
         expected = self._times.predict(load)
+        self._measured[load.tokens.bit_length()] += 1
         if load.tokens <= CORRECTED_ROWS and expected > 0:
             ratio = min(max(seconds / expected, 0.25), 4.0)
             self._corrections[load.tokens] += CORRECTION_RATE * (ratio - self._corrections[load.tokens])
@@ -194,6 +205,8 @@ class Speculation:
 
         def seconds(drafts: int) -> float:
             tokens = rows + drafts
+            if self._measured[tokens.bit_length()] < PROBES:
+                tokens, drafts = rows, 0
             load = StepLoad(tokens, keys + int(drafts * each))
             return max(self._times.predict(load) * self._corrections[min(tokens, CORRECTED_ROWS)], 1e-9)
 
