@@ -107,3 +107,14 @@ def test_an_error_counts_only_if_the_drafts_before_it_are_right():
     assert result.accepted == {4: [1]} and result.errors == {4: "not finite"} and not result.tokens
     result = Drafted(Recorded({4: 3, 6: 3}, error)).submit(batch_with((1, 2))).result()
     assert result.accepted == {4: []} and result.tokens == {4: 3} and not result.errors
+
+
+def test_rows_of_drafts_have_other_numbers_in_the_next_step():
+    """A GPU reads the token that a sequence drew in the step before on the device; a draft is not that token."""
+    executor = Recorded({4: 1, 5: 2}, {})
+    drafted = Drafted(executor)
+    batch = batch_with((1,))
+    drafted.submit(batch)
+    drafted.submit(ScheduledBatch(2, batch.rows))
+    first, second = ({row.seq_id for row in each.rows[1:]} for each in executor.batches)
+    assert not first & second

@@ -97,8 +97,9 @@ def _rows_of(row: ScheduledRow, step: int) -> list[ScheduledRow]:
     rows = [msgspec.structs.replace(row, num_tokens=row.num_tokens - len(row.drafts), drafts=())]
     (draw,) = row.draws
     follows = draw.constraint is not None or is_penalised(draw)
-    # Executors remember what a sequence has drawn. After wrong drafts that memory is wrong, so its number is new.
-    first = FIRST_VIRTUAL * (1 + step if follows else 1) + row.seq_id * MOST
+    # Executors remember a sequence's tokens: the newest, which the next step may read on the device, and with penalties
+    # all of them. After wrong drafts that memory is wrong, so numbers are not used again too soon, or never.
+    first = FIRST_VIRTUAL * (2 + step if follows else step % 2 + 1) + row.seq_id * MOST
     for at, draft in enumerate(row.drafts):
         made = msgspec.structs.replace(draw, seq_id=first + at)
         if follows:
