@@ -207,7 +207,7 @@ def test_names_that_damage_broke_are_shown_in_one_line(tmp_path):
     [
         ("gemma2", {"query_pre_attn_scalar": 9}, "gemma2 model with scores scaled by other than 0.25 cannot"),
         ("smollm3", {}, "smollm3 model with other layers that rotate than three of four cannot"),
-        ("qwen2-moe", {}, "no qwen2moe model with layers without experts"),
+        ("qwen2-moe", {}, "qwen2_moe model with layers without experts cannot"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "a sliding window cannot"),
     ],
 )
