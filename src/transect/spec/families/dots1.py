@@ -53,7 +53,7 @@ DOTS1 = Family(
         Part(write=_gguf),
     ),
     tiny={
-        "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "sliding_window": None,
     },

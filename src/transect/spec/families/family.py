@@ -131,5 +131,7 @@ TINY = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 """Sizes of a family's tiny test model, as keys of config.json."""

@@ -15,5 +15,4 @@ OLMO2 = Family(
     gguf="olmo2",
     gguf_parts=(refusal("attention.sliding_window", lambda value: not value, _OLMO3),),
     hf_names=POST_NORMS,
-    tiny={"eos_token_id": 2},
 )

@@ -23,5 +23,5 @@ OLMOE = Family(
     fixed={"qk_norm": True, "qk_norm_whole": True},
     gguf="olmoe",
     gguf_parts=(SUM_TO_LESS, ALL_SPARSE),
-    tiny={"num_experts": 6, "num_experts_per_tok": 2, "eos_token_id": 2},
+    tiny={"num_experts": 6, "num_experts_per_tok": 2},
 )

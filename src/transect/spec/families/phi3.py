@@ -17,5 +17,5 @@ PHI3 = Family(
     gguf_parts=(window(zero=True),),
     hf_names=_JOINED,
     joined=("qkv", "gate_up"),
-    tiny={"pad_token_id": 0, "eos_token_id": 2},
+    tiny={"pad_token_id": 0},
 )

@@ -35,5 +35,5 @@ QWEN3 = Family(
         "qwen3-0.6b": ("Qwen/Qwen3-0.6B", _config(True, 1024, 3072, 28, 16)),
         "qwen3-8b": ("Qwen/Qwen3-8B", _config(False, 4096, 12288, 36, 32)),
     },
-    tiny={"head_dim": 16},
+    tiny={"head_dim": 32},
 )

@@ -19,5 +19,5 @@ SMOLLM3 = Family(
     gguf="smollm3",
     gguf_parts=(STILL,),
     gguf_paired=True,
-    tiny={"no_rope_layers": [1, 0, 1], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+    tiny={"no_rope_layers": [1, 0, 1], "pad_token_id": 0},
 )
