@@ -11,9 +11,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transect.engine.gpu.options import GPUOptions
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.executors.gpu.options import GPUOptions
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 
 ABLATIONS: dict[str, dict[str, Any]] = {
     "everything on": {},

@@ -41,7 +41,7 @@ from transect.bench.offline import decode_steps, prefill_seconds, run_all
 from transect.bench.workload import throughput_protocol
 from transect.costs.floors import Rates, batch_floor, step_floor
 from transect.costs.model import Row
-from transect.engine.llm import LLM
+from transect.engine.frontends.llm import LLM
 from transect.spec.shapes import PRESETS
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")
@@ -168,8 +168,8 @@ def deterministic(model: str, fast: dict[str, Any] | None) -> dict[str, Any]:
 STARTUP = """
 import sys, time
 start = time.time()
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 imported = time.time()
 llm = LLM(sys.argv[1], load_format="dummy", max_model_len=8192)
 built = time.time()

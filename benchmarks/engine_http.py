@@ -29,8 +29,8 @@ from transect.bench.lengths import Lengths
 from transect.bench.levels import WorkSource
 from transect.bench.summary import distribution
 from transect.bench.workload import Work, throughput_protocol
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 
 MODELS = {"saturation": ("llama-3.1-8b", 256), "streams": ("qwen3-0.6b", 64)}
 """Shape, and requests under way."""

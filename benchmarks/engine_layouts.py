@@ -32,7 +32,7 @@ from transect.bench.workload import Work, throughput_protocol
 from transect.costs.floors import batch_floor
 from transect.costs.links import MeasuredLinks
 from transect.costs.serving import HOPPER, ServingSteps, batch_seconds
-from transect.engine.llm import LLM
+from transect.engine.frontends.llm import LLM
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 

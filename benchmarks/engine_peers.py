@@ -23,7 +23,7 @@ import transformers
 import record
 from engine_tables import peers_table
 from transect.bench.offline import decode_steps
-from transect.engine.llm import LLM
+from transect.engine.frontends.llm import LLM
 from transect.spec.shapes import PRESETS
 
 PROMPT = 512

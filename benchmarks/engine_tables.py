@@ -21,10 +21,10 @@ PARTS = {
 }
 """Regular expressions of kernels' names, by part of a step; the first that is found counts."""
 STAGES = {
-    "schedule": ("`engine/scheduler.py`", "who runs, how many tokens, which KV blocks"),
-    "submit": ("`engine/gpu/runner.py`", "the inputs filled, copied, and the graph launched"),
-    "read": ("`engine/gpu/runner.py`", "the tokens of the step before, taken apart"),
-    "commit": ("`engine/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
+    "schedule": ("`engine/scheduling/scheduler.py`", "who runs, how many tokens, which KV blocks"),
+    "submit": ("`engine/executors/gpu/runner.py`", "the inputs filled, copied, and the graph launched"),
+    "read": ("`engine/executors/gpu/runner.py`", "the tokens of the step before, taken apart"),
+    "commit": ("`engine/scheduling/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
 }
 OTHER, IDLE = "other kernels", "nothing runs"
 

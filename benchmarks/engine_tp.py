@@ -36,9 +36,9 @@ from transect.costs.links import MeasuredLinks
 from transect.costs.model import Row
 from transect.costs.serving import HOPPER, ServingSteps, batch_seconds
 from transect.costs.steps import StepLoad
-from transect.engine.gpu.options import GPUOptions
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.executors.gpu.options import GPUOptions
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.parallel.launch import Ranks
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS

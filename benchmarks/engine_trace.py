@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 
 WARM, TIMED, TRACED = 20, 60, 20
 """Steps."""

@@ -19,9 +19,9 @@ import torch
 import record
 from transect.costs.ceilings import Ceilings
 from transect.explain import Explain
-from transect.explain.apply import Applied, apply
-from transect.explain.program import explain_script, machine_ceilings
-from transect.explain.script import Script
+from transect.explain.program.apply import Applied, apply
+from transect.explain.program.explain import explain_script, machine_ceilings
+from transect.explain.program.script import Script
 
 HEAD = "import sys\nimport torch\nfrom torch import nn\ntorch.manual_seed(0)\ndevice = sys.argv[1]\n"
 SCRIPTS = {

@@ -3,9 +3,9 @@
     python benchmarks/explain_faults.py [NAMES]                                            # on a CPU
     python benchmarks/explain_faults.py --device cuda --out benchmarks/results/h200/explain_faults.json
 
-The programs are those of ``tests/explain/faults``. Each is explained once and then timed with its fault and without, in
-turns. A healthy program stands beside them: no finding of it may promise more than 5%. ``--keep FOLDER`` writes the
-profiler's trace and the whole explanation of each program that was not judged right.
+The programs are those of ``tests/explain/program/faults``. Each is explained once and then timed with its fault and
+without, in turns. A healthy program stands beside them: no finding of it may promise more than 5%. ``--keep FOLDER``
+writes the profiler's trace and the whole explanation of each program that was not judged right.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 import record
 from transect.costs.ceilings import Ceilings
 from transect.explain import Explain
-from transect.explain.program import machine_ceilings
+from transect.explain.program.explain import machine_ceilings
 
 LARGE = 0.05
 """A finding of a healthy program that promises more than this share is a false one."""

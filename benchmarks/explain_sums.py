@@ -28,7 +28,7 @@ import torch
 import record
 from transect import LLM, SamplingParams
 from transect.explain import Explain
-from transect.explain.program import Explanation, machine_ceilings
+from transect.explain.program.explain import Explanation, machine_ceilings
 
 BUSY = ("floor", "inefficiency", "unrated", "padding", "copies", "communication")
 """Parts in which a GPU does something."""

@@ -83,6 +83,6 @@ def xor_to_llm(result: dict[str, Any]) -> str:
 
 
 def _named(parts: dict[str, float]) -> list[tuple[str, float]]:
-    from transect.explain.split import PARTS
+    from transect.explain.program.split import PARTS
 
     return [(PARTS[part].partition(":")[0], share) for part, share in parts.items()]

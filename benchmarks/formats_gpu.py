@@ -36,9 +36,9 @@ from transect.checkpoints.dummy import dummy_weights
 from transect.costs.floors import batch_floor, step_floor
 from transect.costs.model import Row
 from transect.costs.storage import Storage, storage_for
-from transect.engine.gpu import build
-from transect.engine.gpu.options import GPUOptions
-from transect.engine.llm import LLM
+from transect.engine.executors.gpu import build
+from transect.engine.executors.gpu.options import GPUOptions
+from transect.engine.frontends.llm import LLM
 from transect.models.stored import BlockCodes, Stored
 from transect.models.weights.kinds import kinds_for
 from transect.ops.linear.packed.gguf.gguf_matmul import random_blocks

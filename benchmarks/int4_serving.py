@@ -30,8 +30,8 @@ from transect.bench.offline import decode_steps
 from transect.costs.floors import step_floor
 from transect.costs.model import Row, weight_bytes
 from transect.costs.storage import storage_for
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.spec.shapes import PRESETS
 from transect.train.evaluation.perplexity import score_tokens
 

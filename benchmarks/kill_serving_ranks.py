@@ -114,7 +114,7 @@ def one_kill(model: Path, device: str, rank: int, delay: float) -> dict[str, Any
         assert " ready on " in ready, "".join(said)
         started = time.monotonic() - began
         url, family = ready.split(" ready on ")[1].split()[0], children(server.pid)
-        module = "transect.parallel.rank" if rank else "transect.engine.process"
+        module = "transect.parallel.rank" if rank else "transect.engine.frontends.process"
         ranks = [pid for pid in family if module in Path(f"/proc/{pid}/cmdline").read_text()]
         assert len(ranks) == 1, ranks
         with concurrent.futures.ThreadPoolExecutor(CLIENTS) as clients:

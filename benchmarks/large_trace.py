@@ -22,9 +22,9 @@ import record
 
 READ = """
 import json, resource, sys, time
-import transect.explain.program
+import transect.explain.program.explain
 from pathlib import Path
-from transect.explain.trace_file import read_trace
+from transect.explain.program.trace_file import read_trace
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 began = time.perf_counter()
 shares = []

@@ -30,7 +30,7 @@ from serve_load import model_folder
 from transect.bench.offline import prefill_seconds
 from transect.costs.floors import Rates, step_floor
 from transect.costs.model import Row
-from transect.engine.llm import LLM
+from transect.engine.frontends.llm import LLM
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.opset import resolve_ops
 from transect.spec.hf import from_hf

@@ -35,8 +35,8 @@ from transect.bench.offline import decode_steps, prefill_seconds
 from transect.costs.floors import step_floor
 from transect.costs.model import Row
 from transect.costs.work import touched
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.models.moe import MoE
 from transect.ops.moe.ordering import draw
 from transect.ops.registry import get

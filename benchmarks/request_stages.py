@@ -19,7 +19,7 @@ from typing import Any
 
 from transect.bench.load import Record
 from transect.bench.summary import percentile
-from transect.explain.log import Life, RunLog
+from transect.explain.engine.log import Life, RunLog
 
 STAGES = ("late", "to the engine", "to a plan", "to the device", "prompt", "to the client")
 

@@ -24,19 +24,19 @@ import record
 PROMPT = "Continuous batching lets a request join the batch that is running, instead of waiting for it to end. " * 6
 WARM, STEPS = 8, 48
 STAGES = {
-    "parse": ("`server/protocol.py`", "the JSON body, parsed and checked"),
+    "parse": ("`server/openai/protocol.py`", "the JSON body, parsed and checked"),
     "tokenize": ("`text/tokenizer.py`", "text to token ids"),
-    "to engine": ("`engine/wire.py`", "the request as a message, and back from it"),
-    "add": ("`engine/scheduler.py`", "checked, and into the queue"),
-    "schedule": ("`engine/scheduler.py`", "who runs, how many tokens, which KV blocks"),
-    "inputs": ("`engine/runner.py`", "the batch as tensors, embedding, last norm"),
+    "to engine": ("`engine/frontends/wire.py`", "the request as a message, and back from it"),
+    "add": ("`engine/scheduling/scheduler.py`", "checked, and into the queue"),
+    "schedule": ("`engine/scheduling/scheduler.py`", "who runs, how many tokens, which KV blocks"),
+    "inputs": ("`engine/executors/runner.py`", "the batch as tensors, embedding, last norm"),
     "layers": ("`models/decoder.py`", "all layers"),
     "head": ("`models/decoder.py`", "logits of the last token"),
-    "sample": ("`engine/sampler.py`", "a token for each request, and taking the batch apart"),
-    "commit": ("`engine/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
-    "from engine": ("`engine/wire.py`", "what is new as a message, and back from it"),
+    "sample": ("`engine/executors/sampler.py`", "a token for each request, and taking the batch apart"),
+    "commit": ("`engine/scheduling/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
+    "from engine": ("`engine/frontends/wire.py`", "what is new as a message, and back from it"),
     "detokenize": ("`text/output_processor.py`", "tokens to text, stop strings"),
-    "event": ("`server/sse.py`", "the text as a server-sent event"),
+    "event": ("`server/http/sse.py`", "the text as a server-sent event"),
 }
 ONCE = ("parse", "tokenize", "to engine", "add")
 IN_STEP = ("schedule", "inputs", "layers", "head", "sample", "commit")
@@ -79,8 +79,8 @@ class Walk:
     def __init__(self, model: str, threads: int, most: int) -> None:
         from transect.engine.build import build_engine
         from transect.engine.config import EngineConfig
-        from transect.server.replies import CompletionChoice, CompletionResponse
-        from transect.server.sse import PLACE, TextEvents
+        from transect.server.http.sse import PLACE, TextEvents
+        from transect.server.openai.replies import CompletionChoice, CompletionResponse
         from transect.text.output_processor import OutputProcessor
         from transect.text.sampling_defaults import SamplingDefaults
         from transect.text.tokenizer import Tokenizer
@@ -105,10 +105,10 @@ class Walk:
         """A request comes in; its length in tokens."""
         import msgspec
 
-        from transect.engine import wire
-        from transect.engine.request import Request
-        from transect.engine.sampling_params import SamplingParams
-        from transect.server.protocol import CompletionRequest
+        from transect.engine.frontends import wire
+        from transect.engine.scheduling.request import Request
+        from transect.engine.scheduling.sampling_params import SamplingParams
+        from transect.server.openai.protocol import CompletionRequest
 
         body = msgspec.json.encode({"prompt": PROMPT, "max_tokens": new, "temperature": 0.7, "ignore_eos": True})
         stage = self.watch.stage
@@ -127,7 +127,7 @@ class Walk:
 
     def step(self) -> tuple[int, int]:
         """One engine step and what follows for its tokens; (tokens computed, tokens drawn)."""
-        from transect.engine import wire
+        from transect.engine.frontends import wire
 
         core, stage = self.built.core, self.watch.stage
         with stage("schedule"):

@@ -39,8 +39,8 @@ REQUESTS = 12
 
 def inside(graphs: bool) -> None:
     """Prompts of one to several blocks, decodes, every kind of sampling, a shared prefix, an abort."""
-    from transect.engine.llm import LLM
-    from transect.engine.sampling_params import SamplingParams
+    from transect.engine.frontends.llm import LLM
+    from transect.engine.scheduling.sampling_params import SamplingParams
 
     options = [
         {"temperature": 0.0},

@@ -57,7 +57,7 @@ from step_timeline import timeline
 from transect.bench.levels import Level, Result
 from transect.bench.summary import summarize
 from transect.bench.target import Target, served_model
-from transect.explain.log import load
+from transect.explain.engine.log import load
 
 VLLM = {
     "8": {"output_tokens_per_second": 1172, "ttft": (34, 64), "tpot": (5.57, 6.42), "itl": 17.4, "e2e": (848, 1409)},

@@ -31,7 +31,7 @@ from transect.bench.energy import Nvml
 from transect.bench.offline import decode_steps
 from transect.costs.floors import Rates, step_floor
 from transect.costs.model import Row
-from transect.engine.llm import LLM
+from transect.engine.frontends.llm import LLM
 from transect.spec.hf import from_hf
 
 RATES = Rates(4.35e12, 750e12, "H200, measured")

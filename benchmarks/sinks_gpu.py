@@ -21,9 +21,9 @@ import torch
 import record
 from serve_load import model_folder
 from transect.bench.offline import decode_steps
-from transect.engine.gpu.options import GPUOptions
-from transect.engine.llm import LLM
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.executors.gpu.options import GPUOptions
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.sampling_params import SamplingParams
 
 CONFIG = {
     "architectures": ["GptOssForCausalLM"],

@@ -27,14 +27,14 @@ from typing import Any
 import record
 from transect.bench.arrivals import random_arrivals
 from transect.costs.steps import StepLoad
-from transect.engine.batch import ScheduledBatch, StepResult
-from transect.engine.clock import VirtualClock
-from transect.engine.core import EngineCore
-from transect.engine.gpu.step_sizes import row_bucket, token_bucket
-from transect.engine.request import Request
-from transect.engine.sampling_params import SamplingParams
-from transect.engine.scheduler import Scheduler
-from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.executors.gpu.step_sizes import row_bucket, token_bucket
+from transect.engine.scheduling.batch import ScheduledBatch, StepResult
+from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.request import Request
+from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.engine.scheduling.scheduler import Scheduler
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.spec.shapes import PRESETS
 
 MODEL = PRESETS["llama-3.1-8b"]

@@ -31,14 +31,14 @@ import torch
 import record
 from transect import LLM, SamplingParams
 from transect.costs.fitting import FittedSteps
-from transect.engine.gpu.runner import GPURunner
-from transect.explain.calibration import measured_steps
-from transect.explain.log import RunLog, load
-from transect.explain.rates import rates_for
-from transect.explain.replay import replay
-from transect.explain.simulate import recorded
-from transect.explain.what_if import what_if
-from transect.explain.work import StepWork
+from transect.engine.executors.gpu.runner import GPURunner
+from transect.explain.engine.calibration import measured_steps
+from transect.explain.engine.log import RunLog, load
+from transect.explain.engine.rates import rates_for
+from transect.explain.engine.replay import replay
+from transect.explain.engine.simulate import recorded
+from transect.explain.engine.what_if import what_if
+from transect.explain.engine.work import StepWork
 
 BEFORE, AFTER = 2048, 512
 """``max_num_batched_tokens`` of the logged run, and of the predicted one."""

@@ -24,9 +24,9 @@ from typing import Any
 from transect.bench.summary import percentile
 from transect.costs.learning import StepTimes
 from transect.costs.steps import StepLoad
-from transect.engine.decisions import Done, Planned
-from transect.engine.gpu.step_sizes import row_bucket, token_bucket
-from transect.explain.log import RunLog, StepRow, last_rows_on, load, rows_of
+from transect.engine.executors.gpu.step_sizes import row_bucket, token_bucket
+from transect.engine.scheduling.decisions import Done, Planned
+from transect.explain.engine.log import RunLog, StepRow, last_rows_on, load, rows_of
 
 PARTS = ("commit", "take", "plan", "launch", "device")
 LONGEST = 16

@@ -32,8 +32,8 @@ from transect.checkpoints.resolve import resolve
 from transect.costs.floors import step_floor
 from transect.costs.model import Row, weight_bytes
 from transect.costs.storage import Storage
-from transect.engine.decisions import read_records
-from transect.engine.llm import LLM
+from transect.engine.frontends.llm import LLM
+from transect.engine.scheduling.decisions import read_records
 from transect.parallel.launch import Ranks
 
 STEP_TOKENS = 8192

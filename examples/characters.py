@@ -28,7 +28,7 @@ import torch
 from curve import show
 from torch import Tensor
 
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.models.decoder import Decoder
 from transect.spec.model import ModelConfig
 from transect.train.config import DataConfig, OptimizerConfig, ScheduleConfig

@@ -28,7 +28,7 @@ from pathlib import Path
 from curve import show
 from torch import Tensor
 
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.train.config import TrainConfig
 from transect.train.loop.trainer import Trainer
 from transect.train.model.build import Trainable

@@ -25,7 +25,7 @@ from transect.checkpoints.resolve import resolve
 from transect.costs.floors import Rates, step_floor
 from transect.costs.model import Row
 from transect.explain import Explain
-from transect.explain.program import Explanation, machine_ceilings
+from transect.explain.program.explain import Explanation, machine_ceilings
 from transect.hardware.environment import environment
 from transect.spec.hf import to_hf
 from transect.spec.shapes import PRESETS

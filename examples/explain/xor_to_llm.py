@@ -29,12 +29,12 @@ from transect import LLM, SamplingParams
 from transect.costs.ceilings import Ceilings
 from transect.costs.floors import Rates
 from transect.explain import Explain
-from transect.explain.log import build
-from transect.explain.op_floor import cost
-from transect.explain.program import Explanation, explain_script, machine_ceilings
-from transect.explain.script import Script
-from transect.explain.split import PARTS
-from transect.explain.work import StepWork
+from transect.explain.engine.log import build
+from transect.explain.engine.work import StepWork
+from transect.explain.program.explain import Explanation, explain_script, machine_ceilings
+from transect.explain.program.op_floor import cost
+from transect.explain.program.script import Script
+from transect.explain.program.split import PARTS
 from transect.hardware.device import detect
 from transect.hardware.environment import environment
 from transect.ops.cpu.ceilings import device_measurement

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:
-    from .engine.async_engine import AsyncEngine
-    from .engine.beam_search import BeamSearchParams
-    from .engine.llm import LLM
-    from .engine.pooling import PoolingParams
-    from .engine.sampling_params import SamplingParams
+    from .engine.executors.pooling import PoolingParams
+    from .engine.frontends.async_engine import AsyncEngine
+    from .engine.frontends.beam_search import BeamSearchParams
+    from .engine.frontends.llm import LLM
+    from .engine.scheduling.sampling_params import SamplingParams
     from .text.grammar.params import StructuredOutputsParams
     from .text.outputs import CompletionOutput, RequestOutput
 
@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "transect.engine.llm",
-    "AsyncEngine": "transect.engine.async_engine",
-    "BeamSearchParams": "transect.engine.beam_search",
+    "LLM": "transect.engine.frontends.llm",
+    "AsyncEngine": "transect.engine.frontends.async_engine",
+    "BeamSearchParams": "transect.engine.frontends.beam_search",
     "CompletionOutput": "transect.text.outputs",
-    "PoolingParams": "transect.engine.pooling",
+    "PoolingParams": "transect.engine.executors.pooling",
     "RequestOutput": "transect.text.outputs",
-    "SamplingParams": "transect.engine.sampling_params",
+    "SamplingParams": "transect.engine.scheduling.sampling_params",
     "StructuredOutputsParams": "transect.text.grammar.params",
 }
 

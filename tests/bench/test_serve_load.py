@@ -14,7 +14,7 @@ from scripted_server import answer
 from transect.bench.levels import run_levels
 from transect.bench.load import Record
 from transect.bench.target import Target
-from transect.engine.decisions import Added, Done, Header, Planned, _framed
+from transect.engine.scheduling.decisions import Added, Done, Header, Planned, _framed
 from transect.text.tokenizer import Tokenizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"

@@ -8,7 +8,7 @@ import pytest
 
 from transect.costs.learning import StepTimes
 from transect.costs.steps import StepLoad
-from transect.engine.batch import ScheduledBatch, ScheduledRow
+from transect.engine.scheduling.batch import ScheduledBatch, ScheduledRow
 
 
 def device(work: StepLoad) -> float:

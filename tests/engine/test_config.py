@@ -7,7 +7,7 @@ import pytest
 from transect.cli.engine_options import engine_config
 from transect.engine import config
 from transect.engine.config import EngineConfig
-from transect.engine.gpu.options import GPUOptions
+from transect.engine.executors.gpu.options import GPUOptions
 
 
 def test_threads_are_the_cores_and_never_more(monkeypatch):

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from transect import LLM, SamplingParams
-from transect.engine.async_engine import AsyncEngine
 from transect.engine.config import EngineConfig
+from transect.engine.frontends.async_engine import AsyncEngine
 
 SHAPE = {
     "model_type": "llama",

@@ -5,12 +5,12 @@ import pytest
 import torch
 from small_engine import make, recorded_batches, request
 
-from transect.engine import penalties
-from transect.engine.batch import Draw, StepResult
-from transect.engine.inputs import check_token_ids
-from transect.engine.penalties import LogitAdjuster, Pick
-from transect.engine.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.executors import penalties
+from transect.engine.executors.penalties import LogitAdjuster, Pick
+from transect.engine.executors.sampler import NOT_FINITE, NOTHING_LEFT, Sampler
+from transect.engine.frontends.inputs import check_token_ids
+from transect.engine.scheduling.batch import Draw, StepResult
+from transect.engine.scheduling.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from transect import LLM, SamplingParams
 from transect.checkpoints.load import cache_dtype
 from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
-from transect.engine.gpu.setup import check_cache
-from transect.engine.vllm_arguments import engine_settings
+from transect.engine.executors.gpu.setup import check_cache
+from transect.engine.frontends.vllm_arguments import engine_settings
 from transect.ops.attention.paged import kv_cache_write, paged_attention, paged_attention_torch, rotary_kv_write
 from transect.ops.attention.paged.cache_codes import encode, values_of
 from transect.ops.attention.paged.kv_cache_write import example_batch

@@ -12,9 +12,9 @@ from transect.costs.memory.streaming import plan_stream
 from transect.costs.storage import storage_for
 from transect.engine import offload
 from transect.engine.config import EngineConfig
-from transect.engine.decisions import read_records
-from transect.engine.gpu.setup import _check_weights, plan_of, without_graphs
-from transect.engine.vllm_arguments import engine_settings
+from transect.engine.executors.gpu.setup import _check_weights, plan_of, without_graphs
+from transect.engine.frontends.vllm_arguments import engine_settings
+from transect.engine.scheduling.decisions import read_records
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.model import ModelConfig
 

@@ -8,8 +8,8 @@ import torch
 from tiny_llm import EOS, save_tiny_llm
 
 from transect import LLM, SamplingParams, StructuredOutputsParams
-from transect.engine.penalties import LogitAdjuster, Pick
-from transect.engine.request import Request, RequestState, Sequence
+from transect.engine.executors.penalties import LogitAdjuster, Pick
+from transect.engine.scheduling.request import Request, RequestState, Sequence
 from transect.text.grammar.bad_words import WithoutSequences, spellings
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 7, "max_num_seqs": 8}

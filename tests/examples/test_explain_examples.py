@@ -10,11 +10,11 @@ import pytest
 import torch
 from planted_faults import ceilings, seconds
 
-from transect.explain.apply import apply
-from transect.explain.program import Explain, explain_script
-from transect.explain.script import Script
-from transect.explain.split import PARTS, Split
-from transect.explain.trace import Trace
+from transect.explain.program.apply import apply
+from transect.explain.program.explain import Explain, explain_script
+from transect.explain.program.script import Script
+from transect.explain.program.split import PARTS, Split
+from transect.explain.program.trace import Trace
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "explain"
 
@@ -51,7 +51,7 @@ def test_one_batch_is_at_least_twenty_times_as_fast():
 
 def test_gelu_in_one_kernel_has_fewer_operators(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["gelu_mlp.py", "--json", str(tmp_path / "g.json")])
-    monkeypatch.setattr("transect.explain.program.machine_ceilings", ceilings)
+    monkeypatch.setattr("transect.explain.program.explain.machine_ceilings", ceilings)
     runpy.run_path(str(FOLDER / "gelu_mlp.py"), run_name="__main__")
     written, one = json.loads((tmp_path / "g.json").read_text())["rows"]
     assert written["operators"] > 2 * one["operators"] and written["floor_s"] > one["floor_s"]
@@ -73,7 +73,7 @@ def test_what_can_be_applied_is_measured_again(tmp_path):
 
 def run_main(monkeypatch, name, *arguments):
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-    monkeypatch.setattr("transect.explain.program.machine_ceilings", ceilings)
+    monkeypatch.setattr("transect.explain.program.explain.machine_ceilings", ceilings)
     monkeypatch.setattr(
         "transect.ops.cpu.ceilings.device_measurement", lambda device: SimpleNamespace(ceilings=ceilings())
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from transect.engine.decisions import FORMAT, DecisionLog, Header
+from transect.engine.scheduling.decisions import FORMAT, DecisionLog, Header
 
 
 def log_for(core, **options):

@@ -13,15 +13,15 @@ from hypothesis import note
 from hypothesis import strategies as st
 from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, chain_of, check, draw_token, extend_chain
 
-from transect.engine.clock import VirtualClock
-from transect.engine.core import EngineCore
-from transect.engine.outputs import EngineOutput
-from transect.engine.request import Request, Sequence, Status
-from transect.engine.sampling_params import SamplingParams
-from transect.engine.scheduler import Scheduler
-from transect.engine.scheduler_config import SchedulerConfig
-from transect.engine.sequence_blocks import SequenceBlocks
-from transect.engine.waiting_queue import QueueFull
+from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.outputs import EngineOutput
+from transect.engine.scheduling.request import Request, Sequence, Status
+from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.engine.scheduling.scheduler import Scheduler
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
+from transect.engine.scheduling.sequence_blocks import SequenceBlocks
+from transect.engine.scheduling.waiting_queue import QueueFull
 
 _EOS = 0
 

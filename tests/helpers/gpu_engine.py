@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from transect.checkpoints.load import allocated
-from transect.engine.gpu.runner import GPURunner
-from transect.engine.gpu.setup import gpu_ops
-from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.executors.gpu.runner import GPURunner
+from transect.engine.executors.gpu.setup import gpu_ops
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack
 from transect.spec.model import ModelConfig

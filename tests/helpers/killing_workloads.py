@@ -1,4 +1,5 @@
-"""Workloads in which planted bugs show: searched for once, small, and kept in ``tests/engine/killing_workloads.json``.
+"""Workloads in which planted bugs show: searched for once, small, and kept in
+``tests/engine/scheduling/killing_workloads.json``.
 
 ``python tests/helpers/killing_workloads.py`` searches for all of them anew.
 """
@@ -15,10 +16,10 @@ from hypothesis import HealthCheck, Phase, find, settings
 from hypothesis import strategies as st
 from planted_bugs import MUTANTS, name_of
 
-from transect.engine.sampling_params import SamplingParams
-from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
-FILE = Path(__file__).parent.parent / "engine" / "killing_workloads.json"
+FILE = Path(__file__).parent.parent / "engine" / "scheduling" / "killing_workloads.json"
 ALL_KINDS = st.one_of(
     workloads(lag=1),
     workloads(lag=0),

@@ -16,9 +16,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 from grammar_fakes import Steps, allowed_after
 
-from transect.engine.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
-from transect.engine.kv_cache import KVCache
-from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.scheduling.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow, StepResult, TokenLogprobs
+from transect.engine.scheduling.kv_cache import KVCache
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
 VOCAB = 8
 _ROOT = 0x5EED

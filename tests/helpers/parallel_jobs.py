@@ -9,13 +9,13 @@ import torch
 from transect.bench import collectives as collectives_of_bench
 from transect.checkpoints.load import load_on_device
 from transect.checkpoints.resolve import resolve
-from transect.engine.clock import WallClock
-from transect.engine.core import EngineCore
-from transect.engine.gpu.measure import runner_of
-from transect.engine.request import Request
-from transect.engine.sampling_params import SamplingParams
-from transect.engine.scheduler import Scheduler
-from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.executors.gpu.measure import runner_of
+from transect.engine.scheduling.clock import WallClock
+from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.request import Request
+from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.engine.scheduling.scheduler import Scheduler
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.models.context import VarlenContext
 from transect.models.fused_stack import FusedStack
 from transect.models.weights.dense import Dense

@@ -6,10 +6,10 @@ from collections import Counter
 import msgspec
 from kv_checker import CheckedCache
 
-from transect.engine.outputs import EngineOutput
-from transect.engine.request import Request, Sequence, Status
-from transect.engine.scheduler import Scheduler
-from transect.engine.sequence_blocks import SequenceBlocks
+from transect.engine.scheduling.outputs import EngineOutput
+from transect.engine.scheduling.request import Request, Sequence, Status
+from transect.engine.scheduling.scheduler import Scheduler
+from transect.engine.scheduling.sequence_blocks import SequenceBlocks
 
 
 class WritesSharedBlocks(SequenceBlocks):

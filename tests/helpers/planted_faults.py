@@ -11,9 +11,9 @@ from types import ModuleType
 import torch
 
 from transect.costs.ceilings import Ceilings
-from transect.explain.program import Explain, Explanation
+from transect.explain.program.explain import Explain, Explanation
 
-FOLDER = Path(__file__).resolve().parents[1] / "explain" / "faults"
+FOLDER = Path(__file__).resolve().parents[1] / "explain" / "program" / "faults"
 _ALL = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 NAMES = [name for name in _ALL if not name.startswith("gpu_")]
 HOST_ONLY = ("one_thread", "sync_in_the_loop", "tiny_operators")

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from grammar_fakes import Steps
 
-from transect.engine.clock import VirtualClock
-from transect.engine.core import EngineCore
-from transect.engine.request import Request
-from transect.engine.sampling_params import SamplingParams
-from transect.engine.scheduler import Scheduler
-from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.request import Request
+from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.engine.scheduling.scheduler import Scheduler
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
 
 @dataclass

@@ -5,14 +5,14 @@ from typing import Any
 
 from kv_checker import CheckingExecutor, Violation
 
-from transect.engine.batch import ScheduledBatch
-from transect.engine.clock import VirtualClock
-from transect.engine.core import EngineCore
-from transect.engine.outputs import EngineOutput
-from transect.engine.request import Request
-from transect.engine.sampling_params import SamplingParams
-from transect.engine.scheduler import Scheduler
-from transect.engine.scheduler_config import SchedulerConfig
+from transect.engine.scheduling.batch import ScheduledBatch
+from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.outputs import EngineOutput
+from transect.engine.scheduling.request import Request
+from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.engine.scheduling.scheduler import Scheduler
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
 
 
 def make(lag: int = 0, **limits: Any) -> EngineCore:

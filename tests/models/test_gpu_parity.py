@@ -6,7 +6,7 @@ from tiny_checkpoints import FAMILIES, make_model
 
 from transect.checkpoints.load import load_on_device
 from transect.checkpoints.resolve import resolve
-from transect.engine.gpu.setup import gpu_ops
+from transect.engine.executors.gpu.setup import gpu_ops
 from transect.models.context import PagedContext
 
 pytestmark = [

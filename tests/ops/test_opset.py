@@ -98,7 +98,7 @@ def test_operators_of_the_cpu_need_no_triton_and_no_compiler_of_torch() -> None:
     program = """
 import sys
 sys.modules["triton"] = None  # what an import of it then meets is an ImportError
-import transect.engine.gpu.build
+import transect.engine.executors.gpu.build
 from transect.ops.opset import resolve_ops
 resolve_ops("cpu")
 assert "torch._dynamo" not in sys.modules, "it takes a second at every start"

@@ -17,7 +17,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from transect.checkpoints.pull import BUILTIN_MODELS
 from transect.cli import serve, settings
-from transect.server.gate import OPEN
+from transect.server.http.gate import OPEN
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "Dockerfile"

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from transect import LLM, SamplingParams
 from transect.bench import scaling
-from transect.engine.gpu.options import GPUOptions
+from transect.engine.executors.gpu.options import GPUOptions
 
 pytestmark = [
     pytest.mark.gpu,

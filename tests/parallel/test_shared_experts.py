@@ -7,8 +7,8 @@ from tiny_checkpoints import make_model
 from tiny_llm import save_tiny_llm_text
 
 from transect.engine.config import EngineConfig
-from transect.engine.replicas import start_engines
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.frontends.replicas import start_engines
+from transect.engine.scheduling.sampling_params import SamplingParams
 
 PROMPTS = [[5, 6, 7 + index] for index in range(5)]
 

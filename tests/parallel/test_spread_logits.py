@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from transect.engine.gpu.device_sampling import measure_logprobs
-from transect.engine.gpu.runner import GPURunner
-from transect.engine.gpu.step_plan import Variant
+from transect.engine.executors.gpu.device_sampling import measure_logprobs
+from transect.engine.executors.gpu.runner import GPURunner
+from transect.engine.executors.gpu.step_plan import Variant
 from transect.models.decoder import Decoder
 from transect.models.weights.weight import Ungathered
 from transect.ops.opset import resolve_ops

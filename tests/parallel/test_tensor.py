@@ -14,7 +14,7 @@ from tiny_checkpoints import EXPERTS, FAMILIES, make_model, write_gguf
 from tiny_llm import save_tiny_llm_text
 
 from transect import LLM, SamplingParams, StructuredOutputsParams
-from transect.engine.decisions import Done
+from transect.engine.scheduling.decisions import Done
 
 torch.set_num_threads(1)
 SETTINGS = {

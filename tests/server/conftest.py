@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import uvicorn
 
-from transect.engine.async_engine import EngineDeadError
-from transect.engine.outputs import EngineOutput, RequestTimes, SchedulerStats
-from transect.engine.waiting_queue import QueueFull
+from transect.engine.frontends.async_engine import EngineDeadError
+from transect.engine.scheduling.outputs import EngineOutput, RequestTimes, SchedulerStats
+from transect.engine.scheduling.waiting_queue import QueueFull
 from transect.server.app import create_app
 from transect.server.process import bind, url_of
 from transect.server.serving import ServerOptions

@@ -7,8 +7,8 @@ import httpx
 import pytest
 from effort import quick_first
 
-from transect.server import responses
 from transect.server.app import create_app
+from transect.server.openai import responses
 from transect.text.chat_template import ChatTemplate
 from transect.text.tools.registry import SHAPES
 

@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from transect import __version__
-from transect.server import request_log
 from transect.server.app import create_app
+from transect.server.operations import request_log
 from transect.text.chat_template import ChatTemplate
 
 TEMPLATE = (

@@ -9,9 +9,9 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from transect.server.app import create_app
-from transect.server.deadline import Deadline
 from transect.server.encoding import PIECE, Encoder, TooManyTokens
-from transect.server.errors import ApiError
+from transect.server.http.deadline import Deadline
+from transect.server.http.errors import ApiError
 from transect.server.serving import ServerOptions
 from transect.text.tokenizer import Tokenizer
 

@@ -146,7 +146,9 @@ def test_engine_that_cannot_start():
 
 
 def test_no_torch_in_the_server_process():
-    program = "import sys, transect.server.process, transect.engine.async_engine; print('torch' in sys.modules)"
+    program = (
+        "import sys, transect.server.process, transect.engine.frontends.async_engine; print('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"
 
 

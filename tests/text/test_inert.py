@@ -5,7 +5,7 @@ from text_samples import samples
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as LibraryTokenizer
 
-from transect.engine.inputs import prompt_token_ids
+from transect.engine.frontends.inputs import prompt_token_ids
 from transect.text.chat_template import ChatTemplate
 from transect.text.inert import Mask, chat_tokens
 from transect.text.tokenizer import Tokenizer

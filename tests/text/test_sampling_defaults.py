@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from transect.engine.inputs import default_params
-from transect.engine.sampling_params import SamplingParams
+from transect.engine.frontends.inputs import default_params
+from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.text.sampling_defaults import sampling_defaults
 
 FILE = {

@@ -23,8 +23,8 @@ from typing import Any
 from ..checkpoints.layouts import storage_of
 from ..checkpoints.resolve import resolve
 from ..costs.model import weight_bytes
-from ..engine.llm import LLM
-from ..engine.sampling_params import SamplingParams
+from ..engine.frontends.llm import LLM
+from ..engine.scheduling.sampling_params import SamplingParams
 from ..spec.numbers.registry import file_formats, gguf_names, roundings
 from ..spec.weights import parameter_count
 from ..train.evaluation.perplexity import TextScore, score_file

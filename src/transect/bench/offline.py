@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..engine.outputs import EngineOutput
-from ..engine.sampling_params import SamplingParams
+from ..engine.scheduling.outputs import EngineOutput
+from ..engine.scheduling.sampling_params import SamplingParams
 from .workload import Work
 
 

@@ -41,7 +41,7 @@ def command(
     **engine_settings: Any,
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.scheduling.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
     from ..text.template_worker import TemplateApart
     from .session import Session

@@ -171,7 +171,7 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
     """
     from ..checkpoints.resolve import resolve
     from ..engine.config import EngineConfig
-    from ..engine.gpu.options import GPUOptions
+    from ..engine.executors.gpu.options import GPUOptions
 
     given = {name: value for name, value in settings.items() if value is not None}
     if isinstance(given.get("override_generation_config"), str):

@@ -20,7 +20,7 @@ from .engine_options import (
 from .settings import output_file
 
 if TYPE_CHECKING:
-    from ..engine.llm import LLM
+    from ..engine.frontends.llm import LLM
 
 
 @takes(where_it_runs)
@@ -76,7 +76,7 @@ def command(
         raise ValueError("--calibrate goes with --formats: give both, or transect quantize --calibrate")
     from dataclasses import fields
 
-    from ..engine.llm import LLM
+    from ..engine.frontends.llm import LLM
 
     config = engine_config(
         model,

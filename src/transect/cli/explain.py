@@ -38,8 +38,8 @@ def backward(
     import dataclasses
     import json
 
-    from ..explain.backward_text import lines
-    from ..explain.losses import explain_model, explain_script
+    from ..explain.backward.losses import explain_model, explain_script
+    from ..explain.backward.text import lines
     from ..train.config import TrainConfig
 
     if subject.endswith(".py"):
@@ -73,10 +73,10 @@ def request(
     """Where a request's time went: its bill, from its arrival to its last token. The parts add up to the whole."""
     import json
 
-    from ..explain.bill import bill
-    from ..explain.rates import rates_for
-    from ..explain.sources import open_logs
-    from ..explain.work import StepWork
+    from ..explain.engine.bill import bill
+    from ..explain.engine.rates import rates_for
+    from ..explain.engine.sources import open_logs
+    from ..explain.engine.work import StepWork
 
     logs = open_logs(source, api_key)
     log = next((log for log in logs if log.has(request_id)), logs[0])
@@ -104,11 +104,11 @@ def replay(
     import dataclasses
     import json
 
-    from ..explain.rates import rates_for
-    from ..explain.replay import replay as again
-    from ..explain.sources import open_log
-    from ..explain.what_if import what_if
-    from ..explain.work import StepWork
+    from ..explain.engine.rates import rates_for
+    from ..explain.engine.replay import replay as again
+    from ..explain.engine.sources import open_log
+    from ..explain.engine.what_if import what_if
+    from ..explain.engine.work import StepWork
 
     log = open_log(source, api_key, engine)
     if setting:
@@ -151,10 +151,10 @@ def run(
     import sys
 
     from ..costs.presets import preset as find
-    from ..explain.apply import applied
     from ..explain.energy import Energies
-    from ..explain.program import Explain, explain_script
-    from ..explain.script import Input, ScriptFailed
+    from ..explain.program.apply import applied
+    from ..explain.program.explain import Explain, explain_script
+    from ..explain.program.script import Input, ScriptFailed
 
     script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
     keep_trace, html, as_json = (file and file.absolute() for file in (keep_trace, html, as_json))
@@ -179,7 +179,7 @@ def run(
 
 def _script(words: list[str], stdin: Any) -> Any:
     """What the words of a command line run. ``stdin``: is kept as it is read, for a script that runs more than once."""
-    from ..explain.script import Input, Script
+    from ..explain.program.script import Input, Script
 
     if words and words[0].startswith("--"):
         raise ValueError(f"{words[0]} is no option of transect explain run; see its --help")
@@ -210,8 +210,8 @@ def trace(
     from rich.progress import Progress
 
     from ..costs.presets import preset as find
-    from ..explain.program import explain_trace, machine_ceilings
-    from ..explain.trace_file import read_trace
+    from ..explain.program.explain import explain_trace, machine_ceilings
+    from ..explain.program.trace_file import read_trace
 
     ceilings = machine_ceilings() if preset is None else find(preset).ceilings()
     console = Console(stderr=True)
@@ -224,7 +224,7 @@ def trace(
 def _show(found: Any, as_json: Path | None, html: Path | None) -> None:
     import json
 
-    from ..explain.report_html import page
+    from ..explain.program.report_html import page
 
     print(found)
     if as_json is not None:

@@ -38,7 +38,7 @@ def command(
     **engine_settings: Any,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.scheduling.sampling_params import SamplingParams
     from ..text.inert import chat_tokens
     from ..text.template_worker import TemplateApart
     from .session import Session

@@ -353,7 +353,7 @@ def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> 
     from ..costs.memory.serving import ServingPlan
     from ..costs.model import weight_bytes
     from ..costs.storage import storage_for, storage_held
-    from ..engine.gpu.step_sizes import row_buckets
+    from ..engine.executors.gpu.step_sizes import row_buckets
     from ..engine.kv_size import DEFAULT_MOST_BYTES, SHARE_OF_FREE_MEMORY
     from ..spec.numbers.registry import cache_bits
 

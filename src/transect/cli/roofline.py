@@ -24,11 +24,11 @@ def command(
 
     from ..checkpoints.resolve import resolve
     from ..costs.presets import preset as find
-    from ..explain.program import explain_trace, machine_ceilings
+    from ..explain.program.explain import explain_trace, machine_ceilings
+    from ..explain.program.trace_file import read_trace
     from ..explain.roofline import points_of_model, points_of_operator, points_of_trace, roofline
     from ..explain.roofline_svg import svg as draw
     from ..explain.roofline_svg import text
-    from ..explain.trace_file import read_trace
     from ..ops import registry
     from ..spec.shapes import PRESETS as SHAPES
 

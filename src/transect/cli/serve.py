@@ -37,7 +37,7 @@ from .engine_options import (
 from .settings import ConfigFile
 
 if TYPE_CHECKING:
-    from ..engine.async_engine import AsyncEngine
+    from ..engine.frontends.async_engine import AsyncEngine
 
 
 @takes(where_it_runs, how_it_runs)
@@ -139,10 +139,10 @@ def command(
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
 
-    from ..engine.replicas import start_engines
+    from ..engine.frontends.replicas import start_engines
     from ..parallel.gathering import under_torchrun
+    from ..server.operations.request_log import configure
     from ..server.process import bind, bind_unix, serve, url_of
-    from ..server.request_log import configure
     from ..server.serving import ServerOptions
 
     adapted_as, adapter = lora_module(lora_modules or [], enable_lora, adapter, served_model_name)

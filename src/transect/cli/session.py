@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
-    from ..engine.async_engine import AsyncEngine
     from ..engine.config import EngineConfig
-    from ..engine.sampling_params import SamplingParams
+    from ..engine.frontends.async_engine import AsyncEngine
+    from ..engine.scheduling.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class Session:
         self.engine: AsyncEngine
 
     def __enter__(self) -> Self:
-        from ..engine.async_engine import AsyncEngine
+        from ..engine.frontends.async_engine import AsyncEngine
 
         try:
             self.engine = self._runner.run(AsyncEngine.start(self._config))

@@ -28,10 +28,10 @@ def command(
     from rich.live import Live
     from rich.text import Text
 
-    from ..explain.live import view
-    from ..explain.rates import rates_for
-    from ..explain.sources import NoLogYet, NoServer, open_logs, server_url
-    from ..explain.work import StepWork
+    from ..explain.engine.live import view
+    from ..explain.engine.rates import rates_for
+    from ..explain.engine.sources import NoLogYet, NoServer, open_logs, server_url
+    from ..explain.engine.work import StepWork
 
     def look() -> str:
         logs = open_logs(url, api_key)

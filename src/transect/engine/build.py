@@ -25,21 +25,21 @@ from ..text.grammar.constraint import MaskFiller
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
-from .batch import Executor
-from .clock import WallClock
 from .config import EngineConfig
-from .core import EngineCore
 from .decision_setup import decision_log
-from .gpu.build import build_gpu, device_for
-from .gpu.compilers import Compilers
-from .gpu.step_sizes import FEWEST_ROWS
+from .executors.gpu.build import build_gpu, device_for
+from .executors.gpu.compilers import Compilers
+from .executors.gpu.step_sizes import FEWEST_ROWS
+from .executors.runner import Runner
+from .executors.stage_runner import StageRunner
 from .host_room import check_weights
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
 from .offload import stream_plan
-from .runner import Runner
-from .scheduler import Scheduler
-from .scheduler_config import SchedulerConfig
-from .stage_runner import StageRunner
+from .scheduling.batch import Executor
+from .scheduling.clock import WallClock
+from .scheduling.core import EngineCore
+from .scheduling.scheduler import Scheduler
+from .scheduling.scheduler_config import SchedulerConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import cache_format, dtype_name, rounding
-from .gpu.options import GPUOptions
-from .scheduler_config import Policy
+from .executors.gpu.options import GPUOptions
+from .scheduling.scheduler_config import Policy
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of a step. Decoding streams wait for the prefill chunks of others: this many keep a small CPU for 0.15 s, and
@@ -68,13 +68,13 @@ class EngineConfig:
             tokens of those that decode come more evenly while prompts are computed, and fewer come in all.
         fill_steps: while sequences decode, fill steps up to the tokens that cost little more than theirs alone, not to
             max_num_batched_tokens, as long as nothing ends later for it: prompts ride along with weights that are read
-            anyway, and all ends sooner, though the last prompts begin later (``engine/filling.py``). On a GPU, for
-            models whose weights take long enough to read, and where max_mixed_tokens is None. None: in ``LLM``, not in
-            a server.
+            anyway, and all ends sooner, though the last prompts begin later
+            (``engine/scheduling/policies/filling.py``). On a GPU, for models whose weights take long enough to read,
+            and where max_mixed_tokens is None. None: in ``LLM``, not in a server.
         itl_target: milliseconds that a step may take in which sequences decode; ``auto``: 2.5 times what the decodes
             alone take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and
-            makes them longer where a long queue would wait too long (``engine/step_budget.py``). None: ``off`` in
-            ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
+            makes them longer where a long queue would wait too long (``engine/scheduling/policies/budget.py``).
+            None: ``off`` in ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
         block_size: tokens in a KV block.
         num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,

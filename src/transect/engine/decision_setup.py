@@ -13,8 +13,8 @@ from ..hardware.device import detect
 from ..hardware.measured import kept
 from ..spec.model import ModelConfig
 from .config import EngineConfig
-from .decisions import FORMAT, DecisionLog, Header
-from .scheduler import Scheduler
+from .scheduling.decisions import FORMAT, DecisionLog, Header
+from .scheduling.scheduler import Scheduler
 
 
 def decision_log(

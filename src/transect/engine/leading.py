@@ -10,9 +10,9 @@ import msgspec
 
 from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
-from .core import EngineCore, Step
-from .outputs import EngineOutput
-from .request import Request
+from .scheduling.core import EngineCore, Step
+from .scheduling.outputs import EngineOutput
+from .scheduling.request import Request
 
 
 class Message(NamedTuple):

@@ -36,15 +36,15 @@ from ..parallel.world import Failure, SharedError, World
 from ..spec.layouts.ranks import RankPlace
 from ..spec.layouts.shards import first_shard
 from ..version import __version__
-from .batch import Executor, Handle, LateWork, ScheduledBatch
 from .build import BuiltEngine, build_engine
 from .config import EngineConfig
-from .core import EngineCore
-from .gpu.build import device_for
-from .gpu.compilers import Compilers
-from .gpu.runner import GPURunner
-from .gpu.step_sizes import row_bucket
+from .executors.gpu.build import device_for
+from .executors.gpu.compilers import Compilers
+from .executors.gpu.runner import GPURunner
+from .executors.gpu.step_sizes import row_bucket
 from .leading import FollowingCore, LeadingCore
+from .scheduling.batch import Executor, Handle, LateWork, ScheduledBatch
+from .scheduling.core import EngineCore
 from .sharing import GroupCore, SharingCore
 
 FOLLOW = "transect.engine.ranks:follow"

@@ -21,14 +21,14 @@ from ..parallel.launch import Ranks
 from ..parallel.mesh import Mesh
 from ..parallel.world import World
 from ..spec.layouts.ranks import RankPlace
-from . import limits
-from .arrivals import seed_of
-from .core import EngineCore, Step
 from .leading import FollowingCore, LeadingCore, Message
-from .outputs import EngineOutput, SchedulerStats
-from .request import Request
-from .router import TYPICAL_OUTPUT, Router, Ticket
-from .waiting_queue import QueueFull
+from .scheduling import limits
+from .scheduling.arrivals import seed_of
+from .scheduling.core import EngineCore, Step
+from .scheduling.outputs import EngineOutput, SchedulerStats
+from .scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
+from .scheduling.request import Request
+from .scheduling.waiting_queue import QueueFull
 
 TAG = 1 << 30
 """The tag of reports; steps have theirs."""

@@ -16,9 +16,9 @@ from ..costs.model import Row, step_cost
 from ..costs.storage import Storage
 from ..spec.model import ModelConfig
 from ..spec.numbers.int4 import int4_format
-from .op_floor import cost as op_cost
-from .op_floor import dtype_of
-from .split import OpStat, Split
+from .program.op_floor import cost as op_cost
+from .program.op_floor import dtype_of
+from .program.split import OpStat, Split
 
 CHIEF = 12
 """Points of a trace: the operators that take the most time."""

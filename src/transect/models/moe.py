@@ -209,7 +209,7 @@ class MoE(Half):
         weights_Tk, _, order_R, places_R, starts_E1 = routed
         sorted_by: Tensor | None = order_R
         if self.moe.weighs_inputs:
-            # A pass that launches none of our kernels (engine/gpu/warm_kernels.py) finds anything in their results.
+            # A pass that launches none of our kernels (gpu/warm_kernels.py) finds anything in their results.
             pairs = order_R.long().clamp(0, max(0, weights_Tk.numel() - 1))
             x_TD = (x_TD[pairs // self.moe.per_token] * weights_Tk.flatten()[pairs, None]).to(x_TD.dtype)
             weights_Tk, sorted_by = (weights_Tk != 0).to(weights_Tk.dtype), None  # rows of nobody hold anything

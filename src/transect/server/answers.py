@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..engine.sampling_params import SamplingParams
+from ..engine.scheduling.sampling_params import SamplingParams
 from ..text import harmony
 from ..text.grammar.params import StructuredOutputsParams
 from ..text.harmony import HarmonyReader

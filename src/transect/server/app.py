@@ -11,26 +11,22 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from .. import __version__
-from . import errors
-from .bills import bills
-from .body import JsonRoute
-from .chat import Chat, chat_opens_a_turn
-from .completions import Completion
-from .deadline import Deadline
-from .disconnect import ClientGone, unless_disconnected
-from .errors import ApiError, ErrorBody
-from .gate import Gate
+from .anthropic.messages import Messages, count_tokens
+from .anthropic.messages import error_event as message_error
+from .anthropic.protocol import CountRequest, MessagesRequest
 from .generation import Prompt
-from .health import health_of, scrape
-from .long_replies import json_of
-from .messages import Messages, count_tokens
-from .messages import error_event as message_error
-from .messages_protocol import CountRequest, MessagesRequest
-from .operations import operations
-from .prompts import chat_prompt, encode, most_counted, truncated
-from .protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .rendering import Renderer
-from .replies import (
+from .http import errors
+from .http.body import JsonRoute
+from .http.deadline import Deadline
+from .http.disconnect import ClientGone, unless_disconnected
+from .http.errors import ApiError, ErrorBody
+from .http.gate import Gate
+from .http.sse import EventStream, Raw
+from .openai.chat import Chat, chat_opens_a_turn
+from .openai.completions import Completion
+from .openai.long_replies import json_of
+from .openai.protocol import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .openai.replies import (
     ChatResponse,
     CompletionResponse,
     DetokenizeResponse,
@@ -39,12 +35,16 @@ from .replies import (
     ModelList,
     TokenizeResponse,
 )
-from .responses import Responses, ResponseStore
-from .responses import error_event as response_error
-from .responses_protocol import ResponsesRequest
-from .retrieval import retrieval
+from .openai.responses import Responses, ResponseStore
+from .openai.responses import error_event as response_error
+from .openai.responses_protocol import ResponsesRequest
+from .operations.bills import bills
+from .operations.health import health_of, scrape
+from .operations.routes import operations
+from .prompts import chat_prompt, encode, most_counted, truncated
+from .rendering import Renderer
+from .retrieval.routes import retrieval
 from .serving import Engine, ServerOptions, Serving
-from .sse import EventStream, Raw
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}

@@ -7,15 +7,15 @@ import uuid
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..engine.beam_search import BeamSearch, BeamSearchParams
-from ..engine.sampling_params import SamplingParams
+from ..engine.frontends.beam_search import BeamSearch, BeamSearchParams
+from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.outputs import RequestMetrics, RequestOutput
-from . import request_log
-from .deadline import Deadline
-from .errors import ApiError, bad_value
 from .generation import Prompt, whole_in_groups
-from .protocol import FIELDS, SamplingBody
-from .replies import PromptDetails, Usage
+from .http.deadline import Deadline
+from .http.errors import ApiError, bad_value
+from .openai.protocol import FIELDS, SamplingBody
+from .openai.replies import PromptDetails, Usage
+from .operations import request_log
 from .serving import Serving
 
 if TYPE_CHECKING:

@@ -7,14 +7,14 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..engine.sampling_params import SamplingParams
+from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.tools.spec import ToolUse
 from .answers import AnswerReader, Answers, Piece
-from .deadline import Deadline
-from .errors import bad_value
 from .generation import Generation
+from .http.deadline import Deadline
+from .http.errors import bad_value
+from .openai.protocol import FIELDS, ChatMessage
 from .prompts import chat_prompt
-from .protocol import FIELDS, ChatMessage
 from .serving import Serving
 
 Kind = Literal["thoughts", "text", "call"]

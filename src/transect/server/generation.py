@@ -14,24 +14,24 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from ..engine.async_engine import EngineDeadError
-from ..engine.mailbox import Mailbox
-from ..engine.pooling import Pooling
-from ..engine.sampling_params import SamplingParams
-from ..engine.waiting_queue import QueueFull
-from . import request_log
-from .deadline import Deadline
-from .errors import ApiError, bad_value
-from .metrics import RequestTimer
-from .protocol import FIELDS
-from .replies import PromptDetails, Usage
+from ..engine.executors.pooling import Pooling
+from ..engine.frontends.async_engine import EngineDeadError
+from ..engine.frontends.mailbox import Mailbox
+from ..engine.scheduling.sampling_params import SamplingParams
+from ..engine.scheduling.waiting_queue import QueueFull
+from .http.deadline import Deadline
+from .http.errors import ApiError, bad_value
+from .openai.protocol import FIELDS
+from .openai.replies import PromptDetails, Usage
+from .operations import request_log
+from .operations.metrics import RequestTimer
 from .serving import Serving
 
 if TYPE_CHECKING:
-    from ..engine.outputs import RequestTimes
+    from ..engine.scheduling.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
-    from .tracing import RequestSpan
+    from .operations.tracing import RequestSpan
 
 
 GROUP = 64

@@ -20,11 +20,11 @@ from typing import Any
 
 import uvicorn
 
-from ..engine.collector import keep_from_collector
+from ..engine.frontends.collector import keep_from_collector
 from ..text.chat_template import ChatTemplate
 from .app import create_app
-from .connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
-from .gate import DRAINING
+from .http.connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
+from .http.gate import DRAINING
 from .rendering import RenderApart
 from .serving import Engine, ServerOptions, Serving
 

@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from ..engine.inputs import room_for_prompt
+from ..engine.frontends.inputs import room_for_prompt
 from ..text.fill_in import Gap
 from ..text.inert import ChatRendering
 from ..text.protocols import TokenizerLike
 from ..text.reasoning import effort_variables
 from ..text.tools.registry import with_tools
 from ..text.tools.spec import ToolUse
-from . import unsupported
 from .encoding import TooManyTokens
-from .errors import ApiError
 from .generation import Prompt
-from .protocol import ChatMessage
+from .http.errors import ApiError
+from .openai import unsupported
+from .openai.protocol import ChatMessage
 from .serving import Serving
 
 RESERVED = {"self", "messages", "add_generation_prompt"}

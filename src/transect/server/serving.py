@@ -9,18 +9,18 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..engine.pooling import Pooling
-from ..engine.sampling_params import SamplingParams
+from ..engine.executors.pooling import Pooling
+from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
 from .encoding import Encoder
-from .errors import ApiError, nearest
-from .metrics import Metrics
+from .http.errors import ApiError, nearest
+from .operations.metrics import Metrics
+from .operations.tracing import Tracing, exporter_for
 from .rendering import Renderer, RenderHere
-from .tracing import Tracing, exporter_for
 
 if TYPE_CHECKING:
-    from ..engine.outputs import SchedulerStats
+    from ..engine.scheduling.outputs import SchedulerStats
     from ..text.output_processor import Update
     from ..text.protocols import ChatTemplateLike, TokenizerLike
     from ..text.sampling_defaults import SamplingDefaults

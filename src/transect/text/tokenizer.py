@@ -4,9 +4,10 @@ Encoding is the work of the `tokenizers` library. Decoding is done here, on byte
 decoding token by token (``detokenizer.py``) are the same thing by construction.
 
 **Special tokens in text.** A string such as ``<|im_end|>`` may be typed by any user. ``encode`` treats it as ordinary
-text unless ``parse_special`` is set. A prompt given as plain text is the caller's own and is parsed (``engine/inputs``,
-as in vLLM and transformers); of a chat only what the template writes is (``inert.py``), so that no message can open or
-close a turn. Added tokens that are not special (``<think>`` in Qwen3, runs of spaces) are text and always recognised.
+text unless ``parse_special`` is set. A prompt given as plain text is the caller's own and is parsed
+(``engine/frontends/inputs``, as in vLLM and transformers); of a chat only what the template writes is
+(``inert.py``), so that no message can open or close a turn. Added tokens that are not special (``<think>`` in Qwen3,
+runs of spaces) are text and always recognised.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ import torch
 from transect.costs.memory.measured import MemoryAccount, refusal
 from transect.costs.units import GIB
 from transect.engine.config import EngineConfig
-from transect.engine.gpu.build import device_for
-from transect.engine.gpu.step_sizes import row_buckets
-from transect.engine.llm import LLM
+from transect.engine.executors.gpu.build import device_for
+from transect.engine.executors.gpu.step_sizes import row_buckets
+from transect.engine.frontends.llm import LLM
 
 PER_TOKEN = 131072
 

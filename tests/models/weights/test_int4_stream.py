@@ -7,7 +7,7 @@ import pytest
 import torch
 from cuda_kernels import chain_source
 
-from transect.engine.gpu.setup import gpu_ops
+from transect.engine.executors.gpu.setup import gpu_ops
 from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack

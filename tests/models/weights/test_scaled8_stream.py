@@ -10,7 +10,7 @@ from cuda_kernels import loaded
 
 from transect.checkpoints.dummy import dummy_weights
 from transect.checkpoints.load import allocated, fill
-from transect.engine.gpu.setup import gpu_ops
+from transect.engine.executors.gpu.setup import gpu_ops
 from transect.models.context import PagedContext, Wanted
 from transect.models.decoder import Decoder
 from transect.models.fused_stack import FusedStack

@@ -13,7 +13,7 @@ SCRIPT = """
 import threading
 import torch, triton
 from triton.runtime import driver
-from transect.engine.gpu.compilers import CompileTarget
+from transect.engine.executors.gpu.compilers import CompileTarget
 from transect.ops.lang.collecting import collected
 from transect.ops.linear.few_rows.triton import _rows
 

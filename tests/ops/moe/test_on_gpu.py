@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_engine import TINY, gpu_model
 
-from transect.engine.gpu.setup import gpu_ops
+from transect.engine.executors.gpu.setup import gpu_ops
 from transect.models.decoder import Decoder
 from transect.models.moe import MoE
 from transect.ops.moe import (
@@ -188,7 +188,7 @@ def test_a_whole_model_draws_the_tokens_of_the_cpu():
     from gpu_engine import BLOCK, VOCAB, runner_for, scheduler_config
     from runner_fuzz import assert_same, random_arrivals, run_workload
 
-    from transect.engine.runner import Runner
+    from transect.engine.executors.runner import Runner
 
     config = dataclasses.replace(TINY, architecture="qwen3_moe", moe=MoEConfig(8, 2, 48))
     cpu = Decoder(config, dtype=torch.float32, ops=resolve_ops("cpu", batch_invariant=True)).requires_grad_(False)

@@ -42,10 +42,10 @@ SEVERAL = WIDE if proving() or not INTERPRETED else FEW
 def on_cpu(made: dict) -> list[int | None]:
     """The engine's sampler, one row after another; None where it reports an error."""
     pytest.importorskip("msgspec", reason="the engine's messages need it")
-    from transect.engine.batch import Draw
-    from transect.engine.penalties import Pick
-    from transect.engine.sampler import Sampler
-    from transect.engine.sampling_params import SamplingParams
+    from transect.engine.executors.penalties import Pick
+    from transect.engine.executors.sampler import Sampler
+    from transect.engine.scheduling.batch import Draw
+    from transect.engine.scheduling.sampling_params import SamplingParams
 
     columns = {name: value.tolist() for name, value in made.items() if name != "logits"}
     picks = []

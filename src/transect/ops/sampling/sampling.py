@@ -8,8 +8,8 @@ For a row of logits x with temperature t, and noise G from ``philox.py`` that de
 This is a draw from the kept tokens' softmax (Gumbel-max; Gumbel 1954, Maddison et al. 2014). All tokens equal to the
 k-th are kept. Temperature 0 is argmax, the lower id of equals. A row that keeps its whole vocabulary first draws a
 group of 128 tokens by its mass, then a token within it: the same distribution with V / 128 + 128 random numbers in
-place of V. These are the rules of ``engine/sampler.py``, and the draws are the same tokens, up to rounding of a score
-(about 1e-6).
+place of V. These are the rules of ``engine/executors/sampler.py``, and the draws are the same tokens, up to rounding
+of a score (about 1e-6).
 
 Nothing is sorted:
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...engine.llm import LLM
-from ...engine.sampling_params import SamplingParams
+from ...engine.frontends.llm import LLM
+from ...engine.scheduling.sampling_params import SamplingParams
 from ...text.tokenizer import Tokenizer
 from .perplexity import scored_tokens
 

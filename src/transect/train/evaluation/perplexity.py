@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...engine.llm import LLM
-from ...engine.sampling_params import SamplingParams
+from ...engine.frontends.llm import LLM
+from ...engine.scheduling.sampling_params import SamplingParams
 from ...text.tokenizer import Tokenizer
 
 SCORE = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...engine.sampling_params import SamplingParams
+from ...engine.scheduling.sampling_params import SamplingParams
 from ...text.inert import chat_tokens
 from ..config import SamplesConfig
 from ..model.build import Trainable

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.sampling_params import SamplingParams
+from ...engine.scheduling.sampling_params import SamplingParams
 from ...text.inert import chat_tokens
 from ..config import TrainConfig
 from ..data.batches import IGNORE, Batch, best_fit

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engine.sampler import token_logprobs as engine_logprobs
+from ...engine.executors.sampler import token_logprobs as engine_logprobs
 from ...models.context import PagedContext, VarlenContext
 from ...models.decoder import Decoder
 from ...ops.opset import OpSet

@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...engine.clock import WallClock
-from ...engine.core import EngineCore
-from ...engine.request import Request
-from ...engine.runner import Runner
-from ...engine.sampling_params import SamplingParams
-from ...engine.scheduler import Scheduler
-from ...engine.scheduler_config import SchedulerConfig
+from ...engine.executors.runner import Runner
+from ...engine.scheduling.clock import WallClock
+from ...engine.scheduling.core import EngineCore
+from ...engine.scheduling.request import Request
+from ...engine.scheduling.sampling_params import SamplingParams
+from ...engine.scheduling.scheduler import Scheduler
+from ...engine.scheduling.scheduler_config import SchedulerConfig
 from ...models.decoder import Decoder
 
 BLOCK_SIZE = 16

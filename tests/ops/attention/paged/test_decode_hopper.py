@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from transect.engine.gpu import setup
+from transect.engine.executors.gpu import setup
 from transect.ops.attention.paged import decode_hopper as module
 from transect.ops.attention.paged import paged_attention
 from transect.ops.attention.paged.batch import PagedBatch

@@ -8,8 +8,8 @@ them for the others, and asks the bulk copy engine for queries and keys; the sec
   columns, the width that the copy engine swizzles. Shared memory is swizzled in units of 8 rows of 128 bytes, and a
   copy fills whole units. So the pieces together are the tile that one large copy would have made.
 * Where these blocks are neighbours in the cache and in order, as those of a prompt mostly are
-  (``engine/sequence_blocks.py``), one copy for every 64 columns brings them all. A warp issues 2 copies then where it
-  would issue 16, each with a number from the table.
+  (``engine/scheduling/sequence_blocks.py``), one copy for every 64 columns brings them all. A warp issues 2 copies
+  then where it would issue 16, each with a number from the table.
 * A slot that the row does not own may hold NaN, and 0 * NaN is NaN. Blocks past the row's end are requested outside of
   the cache, where copies give zeros. Values of the last block come to a barrier of their own; the warp overwrites its
   end with zeros before it says that the values are there.

@@ -1,0 +1,10 @@
+"""Run scheduled batches on a device: tensors begin here.
+
+* ``runner``: ``Runner``, the executor that runs the model on ragged batches. ``prompt_results``: log-probabilities and
+  vectors of prompts.
+* ``stage_runner``: the executor of one pipeline stage.
+* ``sampler``, ``penalties``: from logits to tokens; draws depend on seed, choice and position alone
+  (``ops/lang/philox``).
+* ``pooling``: vectors of prompts.
+* ``gpu/``: the executor for a GPU: CUDA graphs, sampling on the device, start-up.
+"""

@@ -1,0 +1,125 @@
+"""An engine on a CUDA GPU, made in the order of the files that this one calls: ``setup.py``, ``load.py``,
+``measure.py``, ``size.py``, ``capture.py``.
+
+Each part is timed; what it took and where the GPU's memory went is printed when the engine starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from ....checkpoints.layouts import held_layouts
+from ....checkpoints.resolve import ModelSource
+from ....costs.storage import Storage
+from ....parallel.load import shard_of
+from ....parallel.mesh import Mesh
+from ...config import EngineConfig
+from ...kv_size import KVSize
+from .capture import capture
+from .compilers import Compilers
+from .load import check_triton_cache, load
+from .measure import measure
+from .runner import GPURunner
+from .setup import Setup, by_torch, set_up
+from .size import size
+from .startup_times import StartupTimes
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class GPUParts:
+    """What ``build_engine`` needs to know of an engine on a GPU."""
+
+    runner: GPURunner
+    size: KVSize
+    storage: Storage
+    """The formats of weights and cache."""
+    description: str
+    """The start-up line."""
+    report: tuple[str, ...]
+    """Where the memory went, and the time."""
+    fill_tokens: int | None
+    """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
+
+
+def device_for(config: EngineConfig) -> tuple[torch.device, str]:
+    """The device that a configuration runs on, and why.
+
+    Raises:
+        ValueError: ``cuda`` was asked for and cannot be used.
+    """
+    if config.device == "cpu":
+        return torch.device("cpu"), "device=cpu"
+    reason = None
+    if not torch.cuda.is_available():
+        reason = "torch sees no CUDA GPU"
+    elif config.native:
+        reason = "native=True asks for the C++ CPU kernels"
+    else:
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            reason = "Triton is not installed: pip install 'transect[gpu]'"
+    if reason is None:
+        return torch.device("cuda", config.first_device or torch.cuda.current_device()), "a GPU is here"
+    if config.device == "cuda":
+        raise ValueError(f"device is cuda, but {reason}; give device='cpu' to run on the processor")
+    return torch.device("cpu"), reason
+
+
+def build_gpu(
+    config: EngineConfig,
+    source: ModelSource,
+    device: torch.device,
+    compilers: Compilers | None = None,
+    began: float | None = None,
+    mesh: Mesh | None = None,
+) -> GPUParts:
+    """Load the model, size the cache, capture graphs; ``began``: when torch's import did (``time.perf_counter``);
+    ``mesh``: this process is one of several ranks.
+
+    Raises:
+        ValueError: the model or the cache does not fit, or a setting is at fault; the message says what to change.
+    """
+    check_triton_cache()
+    times = StartupTimes() if began is None else StartupTimes(_last=began)
+    if began is not None:
+        times.done("torch")
+    shard = None if mesh is None else shard_of(source.config, mesh)
+    on_host = 1 if mesh is None else mesh.world.on_host
+    model = source.config if shard is None else shard.local
+    setup = set_up(config, model, device, shard, ranks=on_host, layouts=held_layouts(source))
+    times.done("CUDA")
+    loaded = load(setup, source, compilers, times, mesh)
+    if mesh is not None:
+        mesh.world.exchange(None)  # rank 0 has had the kernels compiled, and the others find them in the cache
+        times.done("other ranks")
+    measured = measure(setup, loaded.model, mesh)
+    times.done("dry run")
+    account, cache = size(setup, loaded, measured)
+    if mesh is not None:
+        cache = KVSize.least(mesh.world.exchange(cache))
+    runner, cache_bytes = capture(setup, loaded.model, cache, times, mesh)
+    report = (*account.lines(cache_bytes), f"start-up: {times}")
+    for line in report:
+        log.info("%s", line)
+    return GPUParts(runner, cache, setup.storage, _description(setup), report, setup.fill_tokens)
+
+
+def _description(setup: Setup) -> str:
+    kernels = "torch's operators" if by_torch(setup.ops) else "Triton kernels"
+    name = torch.cuda.get_device_name(setup.device)
+    how = [f"{kernels} on {name} in {str(setup.dtype).removeprefix('torch.')}"]
+    how += [] if setup.config.quantization is None else [f"the layers' weights in {setup.config.quantization}"]
+    held = sorted({layout.label for _, layout in setup.layouts})
+    how += [f"the layers' weights in {' and '.join(held)}, as in the checkpoint"] if held else []
+    how += [] if setup.stream is None else [str(setup.stream)]
+    if setup.config.kv_cache_dtype != "auto":
+        how.append(f"KV cache in {setup.config.kv_cache_dtype}, attention in prompts by Triton kernels")
+    how += [f"CUDA graphs {setup.config.cuda_graphs}"]
+    how += ["batch-invariant"] if setup.config.deterministic else []
+    return ", ".join(how)

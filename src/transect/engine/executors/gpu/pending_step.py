@@ -1,0 +1,72 @@
+"""``PendingStep``: a step that is on its way on the device, and how what it drew is read when it is back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...scheduling.batch import StepResult
+from ..sampler import NOT_FINITE, NOTHING_LEFT
+from .device_sampling import Drawn, LogprobTensors
+
+
+@dataclass(slots=True)
+class PendingStep:
+    """A submitted step. ``result`` waits for its tokens."""
+
+    ready: torch.cuda.Event | None
+    output: np.ndarray
+    """uint8, the step's part of the ring."""
+    seq_ids: list[int]
+    known: StepResult
+    """What is known of the step's prompts."""
+    max_draws: int
+    adjusted: bool
+    """Logits were adjusted or masked before the draws."""
+    logprobs: LogprobTensors | None = None
+    """On the host once ``ready``."""
+    alternatives: Sequence[int] = ()
+    """For each draw, how many; -1 for none."""
+    problems: Mapping[int, str] = field(default_factory=dict)
+    """By seq_id, why a grammar could not say what may come."""
+    _result: StepResult | None = None
+
+    def draw(self) -> None:
+        """The draws are on their way."""
+
+    def result(self) -> StepResult:
+        """The result of the step; blocks until the device is done with it."""
+        if self._result is None:
+            if self.ready is not None:
+                self.ready.synchronize()
+            self._result = self._read()
+        return self._result
+
+    def _read(self) -> StepResult:
+        drawn = Drawn.numpy(self.output, self.max_draws)
+        count = len(self.seq_ids)
+        ids = drawn.token[:count].tolist()
+        prompts, pooled = self.known.prompt_logprobs, self.known.pooled
+        result = StepResult(dict(zip(self.seq_ids, ids, strict=True)), prompt_logprobs=prompts, pooled=pooled)
+        finite = drawn.finite[:count]
+        if not finite.all():
+            for index in np.flatnonzero(finite == 0).tolist():
+                seq_id = self.seq_ids[index]
+                del result.tokens[seq_id]
+                nothing_left = self.adjusted and drawn.raw_finite[index]
+                result.errors[seq_id] = NOTHING_LEFT if nothing_left else NOT_FINITE
+                if nothing_left:
+                    result.sound.add(seq_id)
+        for seq_id, problem in self.problems.items():
+            result.tokens.pop(seq_id, None)
+            result.errors[seq_id] = problem
+            result.sound.add(seq_id)
+        if self.logprobs is not None:
+            drawn_at = [seq_id in result.tokens for seq_id in self.seq_ids]
+            wanted = [i for i, number in enumerate(self.alternatives) if number >= 0 and drawn_at[i]]
+            entries = self.logprobs.entries(wanted, [ids[i] for i in wanted], [self.alternatives[i] for i in wanted])
+            result.logprobs.update(zip((self.seq_ids[i] for i in wanted), entries, strict=True))
+        return result

@@ -1,0 +1,289 @@
+"""Decides what an engine on a GPU does, before anything is loaded: its operators, its limits, the options of its
+runner."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ....checkpoints.load import cache_dtype, kv_dtype
+from ....costs.memory.serving import ServingPlan, smallest_layout
+from ....costs.memory.streaming import StreamPlan
+from ....costs.model import kv_bytes_per_token, weight_bytes
+from ....costs.steps import launch_bound_tokens
+from ....costs.storage import Layouts, Storage, storage_for, storage_held
+from ....costs.units import GIB
+from ....ops.attention.paged.cache_codes import refusal as cache_refusal
+from ....ops.attention.paged.paged_attention import PagedTriton
+from ....ops.lang.jit import has_dependent_launch
+from ....ops.linear.stream_products import StreamProducts
+from ....ops.opset import OpSet, resolve_ops, with_dependent_launch
+from ....ops.registry import get
+from ....spec.layouts.ranks import RankLayout
+from ....spec.layouts.shards import Shard
+from ....spec.model import ModelConfig
+from ....spec.numbers.registry import cache_bits
+from ...config import EngineConfig
+from ...offload import stream_plan
+from .step_sizes import row_bucket
+
+log = logging.getLogger(__name__)
+
+WHOLE_PROMPTS = (1536, 96)
+"""Tokens, in all and a row, from which whole prompts have an attention kernel of their own: where the Hopper kernel
+pays (``ops/attention/packed/hopper.py``) with 16 heads and more."""
+
+FILL_BYTES, FILL_TOKENS = 8 << 30, 256
+"""Prompts are spread over decode steps (``filling.py``) for models with this many bytes of weights, up to this many
+tokens or max_num_seqs a step. On an H200 a step of an 8B model takes, without attention, 5.0 ms for 128 tokens and 7.3
+for 256; 128 tokens of a long prompt take 2.8. Weights that are read faster than attention handles a few more queries
+have nothing to gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Everything that the parts of the start-up need to know."""
+
+    config: EngineConfig
+    """With CUDA graphs off where they cannot be."""
+    asked: str
+    """The configuration as it was given, as the compilers know it."""
+    model: ModelConfig
+    dtype: torch.dtype
+    storage: Storage
+    layouts: Layouts
+    """How the checkpoint packs the matrices that stay so."""
+    device: torch.device
+    ops: OpSet
+    limits: dict[str, Any]
+    """max_num_seqs, max_num_batched_tokens and max_model_len, by the names of ``GPURunner``'s arguments."""
+    tricks: dict[str, Any]
+    """Further options of ``GPURunner``, by the names of its arguments."""
+    fill_tokens: int | None
+    """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
+    stream: StreamPlan | None
+    """The layers that live in host memory or in a file."""
+    others: int
+    """Bytes of the GPU that were taken before."""
+    allocated: int
+    """Those of them that torch had given out in this process, to another engine for example."""
+    total: int
+    """Bytes of the GPU."""
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What the KV cache holds."""
+        return cache_dtype(self.config.dtype, self.config.kv_cache_dtype)
+
+    @property
+    def kv_per_token(self) -> float:
+        """Bytes of the cache that a token takes."""
+        return kv_bytes_per_token(self.model, self.storage)
+
+    @property
+    def irregular(self) -> bool:
+        """Requests come one by one, or prompts are spread over decode steps: every graph is captured at the start."""
+        return self.config.itl_target is not None or self.fill_tokens is not None
+
+
+def set_up(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    shard: Shard | None = None,
+    *,
+    ranks: int = 1,
+    layouts: Layouts = (),
+) -> Setup:
+    """Decide what an engine of ``config`` on ``device`` does. ``shard``: the part of a model that this rank has;
+    ``model`` has its sizes. ``ranks``: how many are on this host. ``layouts``: how the checkpoint packs its matrices.
+
+    Raises:
+        ValueError: the weights do not fit, here or in host memory, or a setting is at fault; the message says what to
+            change.
+    """
+    check_cache(config, model)
+    torch.cuda.init()
+    allocated = torch.cuda.memory_allocated(device)
+    dtype = kv_dtype(config.dtype)
+    max_seqs, max_tokens = config.limits("cuda")
+    torch.cuda.empty_cache()  # what this process holds and does not use
+    free, total = torch.cuda.mem_get_info(device)
+    _check_quantization(config)
+    layouts = layouts if config.quantization is None and dtype != torch.float32 else ()
+    if layouts and (config.deterministic or config.cpu_offload_gb):
+        why = "deterministic" if config.deterministic else "cpu_offload_gb"
+        log.warning("with %s the matrices that the checkpoint packs are dequantized when they are loaded", why)
+        layouts = ()
+    storage = storage_held(storage_for(dtype.itemsize, config.quantization), layouts)
+    storage = replace(storage, kv=cache_bits(config.kv_cache_dtype, 8 * dtype.itemsize, model.head_dim))
+    shapes = None if shard is None else shard.shapes()
+    stream = stream_plan(config, model if shard is None else shard.model, storage, shapes, ranks=ranks)
+    needed = weight_bytes(model, storage, shapes)
+    whole = model if shard is None else shard.model
+    least = partial(smallest_layout, whole, plan_of(config, whole, storage, dtype), storage)
+    _check_weights(config, needed, 0 if stream is None else stream.saved, free, total, least)
+    if stream is not None:
+        storage = replace(storage, streamed=stream.bytes)
+    longest = config.max_model_len or model.max_position
+    ops = gpu_ops(
+        device,
+        deterministic=config.deterministic,
+        dependent_launch=config.gpu.dependent_launch,
+        streamed_sinks=config.gpu.streamed_sinks,
+    )
+    asked, config = repr(config), without_graphs(config, ops, stream)
+    return Setup(
+        config=config,
+        asked=asked,
+        model=model,
+        dtype=dtype,
+        storage=storage,
+        layouts=layouts,
+        device=device,
+        ops=ops,
+        limits={"max_num_seqs": max_seqs, "max_num_batched_tokens": max_tokens, "max_model_len": longest},
+        tricks=runner_tricks(config, model, dtype, device, ops),
+        fill_tokens=fill_tokens(config, model, storage),
+        stream=stream,
+        others=total - free,
+        allocated=allocated,
+        total=total,
+    )
+
+
+def plan_of(config: EngineConfig, model: ModelConfig, storage: Storage, dtype: torch.dtype) -> ServingPlan:
+    """What a GPU is to hold of a whole model. Where nobody asks for a context it is one step's tokens: an engine takes
+    what its cache holds."""
+    max_seqs, max_tokens = config.limits("cuda")
+    return ServingPlan(
+        weights=int(weight_bytes(model, storage)),
+        element=dtype.itemsize,
+        kv_element=storage.kv / 8,
+        max_num_seqs=max_seqs,
+        max_num_batched_tokens=max_tokens,
+        context=config.max_model_len or min(model.max_position, max_tokens),
+        block_size=config.block_size,
+        share=1.0,
+    )
+
+
+def check_cache(config: EngineConfig, model: ModelConfig) -> None:
+    """Refuse a cache that kernels cannot read.
+
+    Raises:
+        ValueError: heads whose size is no multiple of 4, cached in int8.
+    """
+    reason = cache_refusal(cache_dtype(config.dtype, config.kv_cache_dtype), model.head_dim)
+    if reason is not None:
+        raise ValueError(f"{reason}: leave kv_cache_dtype out, or take fp8")
+
+
+def gpu_ops(
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    dependent_launch: bool = True,
+    streamed_sinks: bool = False,
+) -> OpSet:
+    """The operators of an engine on a GPU. ``dependent_launch``: with dependent launch where the GPU has it
+    (Hopper); ``streamed_sinks``: as in ``GPUOptions``."""
+    ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
+    if streamed_sinks and isinstance(ops.paged_attention, PagedTriton):
+        ops = replace(ops, paged_attention=replace(ops.paged_attention, streamed_sinks=True))
+    dependent_launch = dependent_launch and has_dependent_launch(device)
+    if dependent_launch and not deterministic:
+        ops = replace(ops, stream_products=StreamProducts(device))
+    return with_dependent_launch(ops, dependent_launch)
+
+
+def by_torch(ops: OpSet) -> bool:
+    """Whether paged attention is torch's: on a GPU that the kernels here are not made for."""
+    return get("paged_attention").implementations[dict(ops.chosen)["paged_attention"]].backend == "torch"
+
+
+def without_graphs(config: EngineConfig, ops: OpSet, stream: StreamPlan | None = None) -> EngineConfig:
+    """The configuration, with CUDA graphs off where torch's paged attention runs, which reads lengths on the host, and
+    where layers stream: their copies go on from one step to the next, which a graph of a step cannot say, and launching
+    kernels one by one takes less time than they do."""
+    if stream is not None and config.cuda_graphs != "off":
+        log.info("CUDA graphs are off: %s", stream)
+        config = replace(config, cuda_graphs="off")
+    if not by_torch(ops):
+        return config
+    reasons = "; ".join(f"{label} {reason}" for name, label, reason in ops.passed_over if name == "paged_attention")
+    log.warning("torch's operators run, without CUDA graphs, which is slower (paged attention: %s)", reasons)
+    return replace(config, cuda_graphs="off")
+
+
+def runner_tricks(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, ops: OpSet
+) -> dict[str, Any]:
+    """Further options of ``GPURunner`` on this device, by the names of its arguments."""
+    switches = config.gpu
+    shares = config.shares_data and config.enable_expert_parallel
+    hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
+    hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
+    return {
+        "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
+        # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
+        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not shares,
+        # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
+        # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
+        "copy_kernels": switches.copy_kernels and not by_torch(ops),
+        # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
+        "fine_rows": hopper,
+        "graph_tokens": launch_bound_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
+        # torch's operators take no tokens that belong to no row.
+        "pad_tokens": 1 if by_torch(ops) else None,
+    }
+
+
+def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> int | None:
+    """Up to how many tokens ``fill_steps`` fills steps; None where it is not asked for or does not pay."""
+    seqs, most = config.limits("cuda")
+    tokens = row_bucket(max(seqs, FILL_TOKENS))
+    if storage.streamed:  # a step of many tokens takes no longer then
+        return None
+    asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
+    asked = asked and config.layout.pipeline == 1  # stages have weights of different sizes
+    return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
+
+
+def _check_quantization(config: EngineConfig) -> None:
+    if config.quantization is not None and config.deterministic:
+        raise ValueError(
+            "products in 4 bits on a GPU add up in another order for other numbers of rows: leave out either "
+            "quantization or deterministic"
+        )
+
+
+def _check_weights(
+    config: EngineConfig,
+    whole: float,
+    streamed: float,
+    free: int,
+    total: int,
+    least: Callable[[int], RankLayout | None] = lambda budget: None,
+) -> None:
+    """``least``: the smallest layout in which a model fits, by the bytes of a GPU that can be used."""
+    usable = min(free, int(total * config.gpu_memory_utilization))
+    needed = whole - streamed
+    if needed > usable:
+        advice = "take a smaller model" + ("" if config.dtype != "float32" else " or dtype='bfloat16'")
+        more = math.ceil((whole - 0.75 * usable) / GIB)
+        layout = least(usable)
+        if layout is not None:
+            advice += f", or spread it over {layout.size} GPUs (tensor_parallel_size={layout.tensor}"
+            advice += f", pipeline_parallel_size={layout.pipeline})" if layout.pipeline > 1 else ")"
+        advice += f", or let layers stream from host memory (cpu_offload_gb={more}), which is for large batches"
+        raise ValueError(
+            f"the weights take {needed / GIB:.1f} GiB and {usable / GIB:.1f} GiB of the GPU can be used "
+            f"({free / GIB:.1f} GiB are free, gpu_memory_utilization is {config.gpu_memory_utilization}): {advice}"
+        )

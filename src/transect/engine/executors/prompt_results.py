@@ -1,0 +1,64 @@
+"""What a step says about prompts, beside the tokens that it draws: their logprobs, and pooled vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...models.decoder import Decoder
+from ..scheduling.batch import ScheduledRow, StepResult, TokenLogprobs
+from .sampler import token_logprobs
+
+LOGPROB_ROWS = 32
+"""Rows of logits held at a time for prompt logprobs: a vocabulary of 128k takes 16 MiB so."""
+
+
+def prompt_results(
+    model: Decoder, rows: Sequence[ScheduledRow], starts: Sequence[int], hidden_TD: Tensor
+) -> StepResult:
+    """A result without draws: prompt logprobs and pooled vectors of the rows that ask for them.
+
+    Args:
+        model: makes logits of hidden states.
+        starts: where each row's tokens begin.
+        hidden_TD: hidden states ``[T, D]`` after the final norm.
+    """
+    result = StepResult({}, pooled=_pooled(rows, starts, hidden_TD))
+    for row, start in zip(rows, starts, strict=True):
+        if row.prompt_logprobs is not None and row.next_prompt_token_ids:
+            part = hidden_TD[start : start + row.num_tokens]
+            result.prompt_logprobs[row.seq_id] = _prompt_logprobs(model, row, part)
+    return result
+
+
+def _prompt_logprobs(model: Decoder, row: ScheduledRow, hidden_TD: Tensor) -> tuple[TokenLogprobs, ...]:
+    """One entry for each prompt token that the row's tokens predict."""
+    following = row.next_prompt_token_ids
+    entries: list[TokenLogprobs] = []
+    for first in range(0, len(following), LOGPROB_ROWS):
+        part = following[first : first + LOGPROB_ROWS]
+        logits_RV = model.logits(hidden_TD[first : first + len(part)])
+        entries.extend(token_logprobs(logits_RV, part, [row.prompt_logprobs or 0] * len(part)))
+    return tuple(entries)
+
+
+def _pooled(rows: Sequence[ScheduledRow], starts: Sequence[int], hidden_TD: Tensor) -> dict[int, Any]:
+    """By seq_id what is wanted of rows with ``pooling``: float64 ``[D]``.
+
+    Args:
+        starts: where each row's tokens begin.
+        hidden_TD: hidden states after the final norm.
+    """
+    found: dict[int, Tensor] = {}
+    for row, start in zip(rows, starts, strict=True):
+        end = start + row.num_tokens
+        if row.pooling == "mean":
+            found[row.seq_id] = hidden_TD[start:end].sum(0, dtype=torch.float64)
+        elif row.pooling is not None and row.draws:
+            found[row.seq_id] = hidden_TD[end - 1].double()
+    if not found:
+        return {}
+    return dict(zip(found, torch.stack(list(found.values())).cpu().numpy(), strict=True))

@@ -1,0 +1,10 @@
+"""Ways to use an engine: in the caller's process, in a process of its own, or several replicas.
+
+* ``llm``: ``LLM``, the engine in the caller's process. ``inputs``: accepted forms of prompts. ``interrupts``: Ctrl-C
+  between steps. ``vllm_arguments``: arguments of programs written for vLLM.
+* ``async_engine``, ``process``, ``wire``: ``AsyncEngine``, the engine in another process, and the messages between.
+  ``mailbox``: outputs that wait for a request's task. ``socket_folder``: the folder of their socket.
+  ``collector``: the garbage collector in a process that serves. ``grammar_queue``: requests whose grammars compile.
+* ``replicas``: several engines behind one interface.
+* ``beam_search``: beam search over requests of one token. ``scoring``: query likelihood of a document.
+"""

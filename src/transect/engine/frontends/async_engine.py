@@ -1,0 +1,500 @@
+"""``AsyncEngine``: an engine in a process of its own, as an asyncio object.
+
+The engine process takes token ids and gives token ids (process.py, wire.py); tokenizing, detokenizing and stop strings
+happen here, in the caller's process, so that they never hold up a step.
+
+A request that its caller leaves (the generator is closed, the task cancelled) is aborted in the engine. If the engine
+process ends, every running stream raises ``EngineDeadError`` once, and so does every later call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import functools
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from ...checkpoints.resolve import resolve
+from ...spec.layouts.shards import first_shard
+from ...text.model_text import ModelText, load_text, text_settings
+from ...text.output_processor import OutputProcessor, Update, together
+from ...text.outputs import RequestOutput
+from ..config import EngineConfig
+from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
+from ..scheduling.decisions import DecisionRing
+from ..scheduling.limits import check_choices
+from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
+from ..scheduling.sampling_params import SamplingParams
+from ..scheduling.waiting_queue import QueueFull
+from . import wire
+from .inputs import (
+    check_params,
+    check_token_ids,
+    checked_submit,
+    default_params,
+    prompt_token_ids,
+    text_options,
+    truncated,
+    with_token_ids,
+)
+from .mailbox import Mailbox
+from .socket_folder import NAME, make_socket_folder
+from .vllm_arguments import engine_settings
+
+STOP_WAIT_S = 5.0
+UNREAD_RETRY_S = 5.0
+"""When to come back to an engine that does not read its messages, in seconds."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended; the message says what is known of the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """``state``: ``ok``, ``hung`` (no sign of life for a while) or ``dead``; ``detail`` is a sentence."""
+
+    state: Literal["ok", "hung", "dead"]
+    detail: str
+
+
+class AsyncEngine:
+    """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
+
+    def __init__(self, config: EngineConfig, text: ModelText) -> None:
+        self.config = config
+        self.tokenizer = text.tokenizer
+        self.chat_template = text.chat_template
+        self.sampling_defaults = text.defaults
+        self.default_pooling: Pooling = "last"
+        """How prompts become vectors where a request does not say it."""
+        self.decisions = DecisionRing()
+        """What the engine's scheduler decided of late."""
+        self._processor = OutputProcessor(text.tokenizer)
+        self._sending: set[asyncio.Future[Any]] = set()
+        """Messages that wait for the engine process to be there."""
+        self._streams: dict[str, tuple[int, Mailbox[Update | Exception]]] = {}
+        """By request the number of its submit, and who waits for its news."""
+        self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
+        self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
+        self._submitted = self._taken = 0
+        """The number of the newest submit, and of the newest that the engine has read."""
+        self._death: str | None = None
+        self._heard = time.monotonic()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @classmethod
+    async def start(cls, config: EngineConfig | None = None, **settings: Any) -> AsyncEngine:
+        """Start the engine process and wait until it takes requests.
+
+        Args:
+            config: how to run; or give its fields as keyword arguments.
+
+        Raises:
+            ValueError: the configuration or the model is at fault; the message says what to change.
+            EngineDeadError: the process could not start for another reason.
+        """
+        config = (config if config is not None else EngineConfig(**engine_settings(settings))).for_server()
+        if config.replicas > 1:
+            raise ValueError("one AsyncEngine is one replica: start several with engine.replicas.start_engines")
+        # The name is resolved here, once: a download shows its progress, and both processes read the same files.
+        find = functools.partial(
+            resolve, config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter
+        )
+        source = await asyncio.to_thread(find)
+        first_shard(source.config, config.layout)  # before processes are started for what cannot be
+        directory = make_socket_folder()
+        loading = asyncio.ensure_future(asyncio.to_thread(load_text, source, **text_settings(config)))
+        context = zmq.asyncio.Context()
+        process = None
+        try:
+            socket = context.socket(zmq.PAIR)
+            socket.set_hwm(0)
+            endpoint = f"ipc://{directory}/{NAME}"
+            socket.bind(endpoint)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "transect.engine.frontends.process", endpoint),
+                stdin=asyncio.subprocess.PIPE,
+                process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
+            )
+            assert process.stdin is not None
+            text = await loading
+            default_params(text.defaults)  # what is wrong with them is said now, not to the first client
+            ends = text.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
+            adapter = None if source.adapter is None else str(source.adapter.path)
+            process_config = dataclasses.replace(
+                config, model=str(source.path), revision=None, adapter=adapter, eos_token_ids=ends
+            )
+            settings_bytes = msgspec.msgpack.encode(dataclasses.asdict(process_config))
+            process.stdin.write(len(settings_bytes).to_bytes(wire.CONFIG_LENGTH_BYTES, "little") + settings_bytes)
+            engine = cls(config, text)
+            engine.default_pooling = default_pooling(source.path)
+            engine._attach(process, socket, context)
+            await engine._ready
+            # The two are connected, and need no path any more: whatever ends this process, no folder is left behind.
+            shutil.rmtree(directory, ignore_errors=True)
+            return engine
+        except BaseException:
+            loading.cancel()
+            if process is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+            context.destroy(linger=0)
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def _attach(
+        self,
+        process: asyncio.subprocess.Process,
+        socket: zmq.asyncio.Socket,
+        context: zmq.asyncio.Context,
+    ) -> None:
+        self._process, self._socket, self._context = process, socket, context
+        self._receiver = asyncio.create_task(self._receive())
+        self._receiver.add_done_callback(self._receiver_ended)
+        self._watcher = asyncio.create_task(self._watch())
+
+    # ---- what it is --------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> wire.Ready:
+        """What the engine said when it was ready: context length, KV capacity, kernels."""
+        return self._ready.result()
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.info.max_model_len
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below this."""
+        return self.info.vocab_size
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, and of an embedding."""
+        return self.info.hidden_size
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """Tokens that end an answer."""
+        return self.info.eos_token_ids
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def death(self) -> str | None:
+        """Why the engine has ended; None while it lives."""
+        return self._death
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's files recommend, see ``EngineConfig.generation_config``."""
+        return default_params(self.sampling_defaults)
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The request as it stands after each step that has news for it; the last one is ``finished``.
+
+        Args:
+            prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
+            params: None: the model's own defaults (``default_sampling_params``).
+            request_id: made up if not given.
+            priority: lower runs earlier.
+            add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.
+
+        Raises:
+            ValueError: the request cannot be served as it is.
+            QueueFull: too many requests wait; try again later.
+            EngineDeadError: the engine has ended.
+        """
+        text, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
+        name = request_id or uuid.uuid4().hex
+        params = self.default_sampling_params() if params is None else params
+        ids = truncated(ids, check_params(params), self.max_model_len)
+        stream = self.stream(ids, params, name, prompt=text, priority=priority)
+        async with contextlib.aclosing(stream) as updates:
+            async for update in updates:
+                if update.final is not None:
+                    yield update.final
+                elif (found := self.snapshot(name)) is not None:
+                    yield found
+
+    def snapshot(self, request_id: str) -> RequestOutput | None:
+        """A request as it stands; None where it has ended, and its last update is still on its way."""
+        return self._processor.snapshot(request_id) if request_id in self._processor else None
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> EmbeddingOutput:
+        """The embedding of a prompt, see ``LLM.embed``. Raises as ``generate`` does."""
+        params = params or PoolingParams()
+        params.check_size(self.info.hidden_size)
+        _, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
+        ids = truncated(ids, PARAMS.with_(truncate_prompt_tokens=params.truncate_prompt_tokens), self.max_model_len)
+        pooling = params.pooling or self.default_pooling
+        stream = self.stream(ids, PARAMS, uuid.uuid4().hex, priority=priority, pooling=pooling)
+        async with contextlib.aclosing(stream) as updates:
+            async for update in updates:
+                if update.final is not None:
+                    return embedding_output(update.final, params)
+        raise RuntimeError("the request was aborted")
+
+    async def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        pooling: Pooling | None = None,
+    ) -> AsyncGenerator[Update, None]:
+        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
+
+        A caller that falls behind gets what came meanwhile of a choice in one delta.
+        """
+        self._check_alive()
+        ids = checked_submit(request_id, prompt_token_ids, priority)
+        params = with_token_ids(check_params(params), self.tokenizer)
+        check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
+        check_choices(params.n, self.info.max_num_seqs)
+        self._check_room()
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
+        self._processor.add(request_id, prompt, ids, **text_options(params))
+        mailbox: Mailbox[Update | Exception] = Mailbox()
+        self._submitted += 1
+        self._streams[request_id] = self._submitted, mailbox
+        self._idle.clear()
+        left = params.n
+        try:
+            fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+            await self._send(wire.Submit(request_id, ids, fields, self._submitted, priority, pooling))
+            while left:
+                for item in together(await mailbox.take()):
+                    if isinstance(item, Exception):
+                        raise item
+                    left -= item.finished
+                    yield item
+        finally:
+            if self._processor.finish(request_id) and self._death is None:
+                self._send_soon(wire.Abort(request_id))
+            del self._streams[request_id]
+            if not self._streams:
+                self._idle.set()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its stream gets a terminal update with ``finish_reason`` "abort" for each running choice."""
+        if request_id not in self._streams:
+            return
+        for update in self._processor.finish(request_id):
+            self._streams[request_id][1].put(update)
+        if self._death is None:
+            await self._send(wire.Abort(request_id))
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> EngineHealth:
+        """Whether the engine lives and makes progress. Does not wait for it."""
+        if self._death is not None:
+            return EngineHealth("dead", self._death)
+        silent = time.monotonic() - self._heard
+        if silent > self.config.hung_after_s:
+            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s")
+        return EngineHealth("ok", "the engine makes progress")
+
+    async def stats(self) -> SchedulerStats:
+        """The scheduler's gauges and counters, between two steps."""
+        self._check_alive()
+        waiter: asyncio.Future[SchedulerStats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        await self._send(wire.StatsQuery())
+        return await waiter
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget the KV of finished prompts; requests that run keep theirs.
+
+        Raises:
+            EngineDeadError: the engine has ended.
+        """
+        self._check_alive()
+        await self._send(wire.ResetPrefixCache())
+        await self.stats()  # messages are taken in order: it has been done
+
+    async def drain(self) -> None:
+        """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""
+        await self._idle.wait()
+
+    async def shutdown(self) -> None:
+        """End the engine process. Streams that still run raise ``EngineDeadError``. Harmless when repeated."""
+        self._die("it was shut down")
+        if self._process.returncode is None:
+            self._send_soon(wire.Shutdown())
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_WAIT_S)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+        await self._process.wait()
+        for task in (self._receiver, self._watcher):
+            task.cancel()
+        await asyncio.gather(self._receiver, self._watcher, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    async def __aenter__(self) -> AsyncEngine:
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.shutdown()
+
+    # ---- the other process -------------------------------------------------------------------------------------------
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(self._death)
+
+    def _check_room(self) -> None:
+        """The engine bounds its queue by ``max_queue``. While it does not read, what lies in the socket is bounded here
+        by what it could take at the most; a client that leaves does not take its message back."""
+        unread = self._submitted - self._taken
+        if self.config.max_queue is not None and unread >= self.config.max_queue + self.info.max_num_seqs:
+            raise QueueFull(unread, UNREAD_RETRY_S)
+
+    async def _send(self, message: wire.ToEngine) -> None:
+        sending = asyncio.ensure_future(self._socket.send(wire.encode(message)))
+        self._sending.add(sending)
+        try:
+            await sending
+        except (asyncio.CancelledError, zmq.ZMQError):  # nobody is there to take it, or the caller is cancelled
+            task = asyncio.current_task()
+            if self._death is None or (task is not None and task.cancelling()):
+                raise
+            raise EngineDeadError(self._death) from None
+        finally:
+            self._sending.discard(sending)
+
+    def _send_soon(self, message: wire.ToEngine) -> None:
+        """Send without waiting: with no high-water mark the message is queued at once, also while being cancelled."""
+        # By the socket that receives too: a send of another one may take the signal that something has come.
+        with contextlib.suppress(zmq.ZMQError):
+            sent = asyncio.ensure_future(self._socket.send(wire.encode(message), zmq.NOBLOCK))
+            sent.add_done_callback(lambda each: each.cancelled() or each.exception())  # nobody is there to take it
+
+    async def _receive(self) -> None:
+        while True:
+            message = wire.decode_from_engine(await self._socket.recv())
+            self._heard = time.monotonic()
+            match message:
+                case wire.Outputs():
+                    if message.decisions:
+                        self.decisions.put(message.decisions)
+                    for output in first_tokens_first(message.outputs):
+                        self._take(output)
+                case wire.Refused():
+                    self._refuse(message)
+                case wire.Taken():
+                    self._taken = message.number
+                case wire.Stats():
+                    waiter = self._stats_waiters.pop(0)
+                    if not waiter.done():
+                        waiter.set_result(message.stats)
+                case wire.Ready():
+                    self._ready.set_result(message)
+                case wire.Failed():
+                    if not self._ready.done():
+                        kind = ValueError if message.user_error else EngineDeadError
+                        self._ready.set_exception(kind(message.message))
+                    self._die(message.message)
+
+    def _receiver_ended(self, receiver: asyncio.Task[None]) -> None:
+        """Nobody would hear the engine any more: better a clear end than streams that wait for ever."""
+        if not receiver.cancelled() and receiver.exception() is not None:
+            self._die(f"its messages could not be read: {receiver.exception()!r}")
+
+    def _waiter(self, request_id: str) -> Mailbox[Update | Exception] | None:
+        """Who waits for what the engine says of a request. Nobody, where it is of an earlier one of the same name: the
+        engine had not read this one when it said that."""
+        number, mailbox = self._streams.get(request_id, (0, None))
+        return mailbox if number <= self._taken else None
+
+    def _take(self, output: EngineOutput) -> None:
+        """Turn an output into text. Should that fail, it is the end of this request, and nothing else is disturbed."""
+        mailbox = self._waiter(output.request_id)
+        if mailbox is None or output.finish_reason == "abort":  # the answer to an abort: what it ended has ended here
+            return
+        try:
+            update = self._processor.process(output)
+        except Exception as error:
+            mailbox.put(error)
+            return
+        for request_id, choice in update.aborts if update is not None else ():
+            self._send_soon(wire.Abort(request_id, choice))
+        if update is not None and (update.token_ids or update.text or update.finished):
+            mailbox.put(update)
+
+    def _refuse(self, message: wire.Refused) -> None:
+        mailbox = self._waiter(message.request_id)
+        if mailbox is not None:
+            self._processor.finish(message.request_id)
+            full = message.queue_full
+            mailbox.put(ValueError(message.message) if full is None else QueueFull(*full))
+
+    async def _watch(self) -> None:
+        code = await self._process.wait()
+        await asyncio.sleep(0.05)  # its last words may still be under way
+        reason = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        self._die(f"the engine process {reason}")
+        if not self._ready.done():
+            self._ready.set_exception(EngineDeadError(f"the engine process {reason} while starting"))
+
+    def _die(self, reason: str) -> None:
+        """Every stream and every waiter gets the news once; the first reason is the one that is kept."""
+        if self._death is not None:
+            return
+        self._death = reason
+        for request_id, (_, mailbox) in self._streams.items():
+            self._processor.finish(request_id, "error", reason)
+            mailbox.put(EngineDeadError(reason))
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_exception(EngineDeadError(reason))
+        self._stats_waiters.clear()
+        for sending in list(self._sending):
+            sending.cancel()

@@ -1,0 +1,176 @@
+"""The forms in which a prompt may come, and what is checked before it is queued; for ``LLM`` and ``AsyncEngine``."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ...text.grammar.bad_words import spellings
+from ...text.sampling_defaults import SamplingDefaults
+from ..scheduling.sampling_params import SamplingParams
+
+
+class Encoder(Protocol):
+    """What is needed of a tokenizer."""
+
+    def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
+
+
+def prompt_token_ids(
+    prompt: str | Sequence[int] | Mapping[str, Any],
+    tokenizer: Encoder,
+    *,
+    add_special_tokens: bool = True,
+    parse_special: bool = True,
+) -> tuple[str | None, list[int]]:
+    """(text or None, token ids) of a prompt given as text, token ids, or a mapping with one of the two.
+
+    Args:
+        add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
+        parse_special: spellings of special tokens in a text are those tokens; False takes them for text.
+
+    Raises:
+        ValueError: it is none of these, or empty.
+    """
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise ValueError(f"a prompt mapping has 'prompt' or 'prompt_token_ids', not {sorted(map(str, prompt))}")
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if ids is None:
+            return prompt_token_ids(
+                text if text is not None else "",
+                tokenizer,
+                add_special_tokens=add_special_tokens,
+                parse_special=parse_special,
+            )
+        return text, prompt_token_ids(ids, tokenizer)[1]
+    if isinstance(prompt, str):
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one character")
+        return prompt, tokenizer.encode(prompt, add_special_tokens=add_special_tokens, parse_special=parse_special)
+    if isinstance(prompt, Sequence):
+        ids = [token for token in prompt if isinstance(token, int) and not isinstance(token, bool)]
+        if len(ids) == len(prompt):
+            return None, ids
+    raise ValueError(f"a prompt must be text or a list of token ids, not {type(prompt).__name__} {str(prompt)[:60]!r}")
+
+
+def default_params(defaults: SamplingDefaults) -> SamplingParams:
+    """What a model's files recommend, as parameters of a request.
+
+    Raises:
+        ValueError: a value is out of its range; the message says where it is from.
+    """
+    longest = {} if defaults.max_new_tokens is None else {"max_tokens": defaults.max_new_tokens}
+    try:
+        return SamplingParams(**defaults.values, **longest)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ValueError(f"{defaults.origin}: {error}; correct it, or start with generation_config none") from None
+
+
+def checked_submit(request_id: Any, token_ids: Sequence[Any], priority: Any) -> list[int]:
+    """``token_ids`` as plain numbers. What cannot be sent to an engine process is refused before it gets there.
+
+    Raises:
+        ValueError: a value is of another type, or out of range.
+    """
+    if not isinstance(request_id, str):
+        raise ValueError(f"request_id must be text, got {request_id!r}")
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise ValueError(f"priority must be a whole number of 64 bits (lower runs earlier), got {priority!r}")
+    try:
+        return [operator.index(token) for token in token_ids]
+    except TypeError:
+        raise ValueError("prompt_token_ids must hold whole numbers") from None
+
+
+def check_params(params: object) -> SamplingParams:
+    """``params``, if that is what they are.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ValueError(
+            f"sampling parameters are given as SamplingParams(max_tokens=64, ...), not as {type(params).__name__}"
+        )
+    return params
+
+
+def with_token_ids(params: SamplingParams, tokenizer: Encoder) -> SamplingParams:
+    """The same parameters, with ``bad_words`` as token ids."""
+    if not params.bad_words or params.bad_words_token_ids:
+        return params
+    return params.with_(bad_words_token_ids=spellings(params.bad_words, tokenizer.encode))
+
+
+def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> list[int]:
+    """The end of a prompt, as ``truncate_prompt_tokens`` asks for.
+
+    Raises:
+        ValueError: see ``room_for_prompt``.
+    """
+    most = params.truncate_prompt_tokens
+    if most == -1:
+        most = room_for_prompt(params.max_tokens or 1, max_model_len)
+    return ids if most is None else ids[-most:]
+
+
+def room_for_prompt(answer: int, max_model_len: int) -> int:
+    """Tokens that the context has left beside an answer of so many: what ``truncate_prompt_tokens`` -1 keeps.
+
+    Raises:
+        ValueError: none.
+    """
+    if answer >= max_model_len:
+        raise ValueError(
+            f"truncate_prompt_tokens -1 keeps what max_tokens leaves of the context, and {answer} of {max_model_len} "
+            "tokens leave nothing: lower max_tokens, or say how many tokens of the prompt to keep"
+        )
+    return max_model_len - answer
+
+
+def text_options(params: SamplingParams) -> dict[str, Any]:
+    """What ``OutputProcessor.add`` wants to know of a request's parameters, as its keyword arguments."""
+    return {
+        "n": params.n,
+        "stop": params.stop or (),
+        "include_stop": params.include_stop_str_in_output,
+        "skip_special_tokens": params.skip_special_tokens,
+        "min_tokens": params.min_tokens,
+    }
+
+
+def check_token_ids(
+    ids: Sequence[int], params: SamplingParams, vocab_size: int, eos_token_ids: Sequence[int] = ()
+) -> None:
+    """Refuse an empty prompt, token ids that the model does not have, and ``min_tokens`` where every token is masked.
+
+    Raises:
+        ValueError: names the id and the range.
+    """
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token")
+    named = {
+        "prompt_token_ids": ids,
+        "logit_bias": params.logit_bias or (),
+        "stop_token_ids": params.stop_token_ids or (),
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_words": itertools.chain(*params.bad_words_token_ids),
+    }
+    for name, tokens in named.items():
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"{name} holds token id {token}; this model has ids 0 to {vocab_size - 1}")
+    if params.min_tokens:
+        masked = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos_token_ids)}
+        if params.allowed_token_ids is not None and masked.issuperset(params.allowed_token_ids):
+            raise ValueError("min_tokens masks all of allowed_token_ids: allow a token that does not end the answer")
+        if len(masked) >= vocab_size:
+            raise ValueError(
+                f"min_tokens masks the tokens that end an answer, and those are all {vocab_size} of this model: set it "
+                "to 0 or give fewer stop_token_ids"
+            )

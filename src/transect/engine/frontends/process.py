@@ -1,0 +1,248 @@
+"""The engine process: loads the model, then turns messages into steps until told to stop.
+
+Started by ``AsyncEngine`` as ``python -m transect.engine.frontends.process ENDPOINT`` with the configuration as
+msgpack on its standard input. That pipe stays open for as long as the parent lives; when it closes, this process
+ends, so that a killed server leaves no engine behind. Ctrl-C in a terminal reaches every process of its group; it is
+ignored here, because the parent decides when to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+
+from ...parallel.children import starting
+from ...parallel.gathering import under_torchrun
+from ..config import EngineConfig
+from ..executors.gpu.compilers import compiling
+from ..executors.gpu.options import GPUOptions
+from ..scheduling.core import EngineCore
+from ..scheduling.request import Request
+from ..scheduling.sampling_params import SamplingParams
+from ..scheduling.waiting_queue import QueueFull
+from . import wire
+from .collector import keep_from_collector
+from .grammar_queue import GrammarQueue
+
+if TYPE_CHECKING:
+    from ..build import BuiltEngine
+
+JOB = "transect.engine.ranks"
+"""The module of what other ranks do."""
+STUCK_S = 3.0
+"""For the loop to notice that a rank has ended."""
+GRAMMAR_POLL_MS = 5
+"""While nothing runs, how often grammars that are being compiled are looked at."""
+
+
+def main() -> None:
+    """Entry point; exits 0 after ``Shutdown``, 1 when the engine cannot start or go on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the server's business, as in ``parallel/rank.py``
+    length = int.from_bytes(sys.stdin.buffer.read(wire.CONFIG_LENGTH_BYTES), "little")
+    settings = msgspec.msgpack.decode(sys.stdin.buffer.read(length))
+    threading.Thread(target=_exit_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+    context = zmq.Context()
+    socket = context.socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(sys.argv[1])
+    code = _run(socket, settings)
+    socket.close(linger=2000)
+    context.term()
+    sys.exit(code)
+
+
+def _run(socket: zmq.Socket[bytes], settings: dict[str, Any]) -> int:
+    started, began = time.monotonic(), time.perf_counter()
+    try:
+        config = EngineConfig(**settings | {"gpu": GPUOptions(**settings["gpu"])})
+        alone = 1 if under_torchrun() else config.ranks
+        with compiling(config) as compilers, starting(alone, JOB) as children:
+            from ..ranks import end, start_engine  # imports torch, which takes seconds, as the children do meanwhile
+
+            built = start_engine(config, compilers, began, children=children)
+    except (ValueError, OSError) as error:
+        socket.send(wire.encode(wire.Failed(str(error), user_error=True)))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        socket.send(wire.encode(wire.Failed(f"{type(error).__name__}: {error}", user_error=False)))
+        return 1
+    keep_from_collector()
+    for line in built.report:
+        print(f"transect: {line}", file=sys.stderr)
+    socket.send(wire.encode(_ready(built, time.monotonic() - started)))
+    loop = _Loop(socket, built)
+    if built.ranks is not None:
+        built.ranks.tell(loop.end_if_stuck)
+    try:
+        loop.run()
+    except Exception as error:
+        if type(error).__name__ == "RankFailure":
+            loop.fail(f"the engine has lost a rank: {error}")
+        else:
+            traceback.print_exc()
+            loop.fail(f"a step failed: {type(error).__name__}: {error}")
+        return 1
+    finally:
+        end(built.core, built.ranks)
+    return 0
+
+
+def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
+    return wire.Ready(
+        max_model_len=built.max_model_len,
+        max_num_seqs=built.core.scheduler.config.max_num_seqs,
+        eos_token_ids=list(built.eos_token_ids),
+        vocab_size=built.vocab_size,
+        hidden_size=built.source.config.dim,
+        kv_tokens=built.kv_tokens,
+        kernels=built.kernels,
+        load_seconds=seconds,
+    )
+
+
+MOST_DECISIONS = 64
+"""Records of the decision log that wait for the next output, before they are sent without one."""
+
+
+class _Loop:
+    """Messages in, steps, messages out. Between two steps every waiting message is taken; without work it sleeps."""
+
+    def __init__(self, socket: zmq.Socket[bytes], built: BuiltEngine) -> None:
+        self._socket = socket
+        self._core: EngineCore = built.core
+        self._compiler = built.grammars(checked=True)
+        self._grammars = GrammarQueue(self._core, self._compiler)
+        self._eos = built.eos_token_ids
+        self._ranks = built.ranks
+        self._stopping = False
+        self._sending = threading.Lock()
+        self._failed = False
+        self._last_sent = 0.0
+        self._read = 0
+        """Number of the newest submit."""
+        self._decided: list[bytes] = []
+        """Records of the decision log that the other process has not got yet."""
+        if self._core.decisions is not None:
+            self._decided.append(self._core.decisions.header)
+            self._core.decisions.sink = self._decided.append
+
+    def run(self) -> None:
+        while not self._stopping:
+            if self._ranks is not None:
+                self._ranks.check()
+            patience = GRAMMAR_POLL_MS if self._grammars else int(wire.HEARTBEAT_S * 1000)
+            if self._core.has_work:
+                self._wait_to_plan()
+            if self._core.has_work or self._socket.poll(patience):
+                self._take_messages()
+            for request_id, error in self._grammars.admit() if self._grammars else ():
+                self._refuse(request_id, error)
+            if self._core.has_work and not self._stopping:
+                outputs = self._core.step()
+                if outputs or len(self._decided) > MOST_DECISIONS:
+                    self._send(wire.Outputs(outputs, b"".join(self._decided)))
+                    self._decided.clear()
+            if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
+                self._send(wire.Alive())
+        self._compiler.close()
+        if self._core.decisions is not None:
+            self._core.decisions.close()
+
+    def _wait_to_plan(self) -> None:
+        """While the device has work, take requests as they come: they are part of the step that is planned next."""
+        while (seconds := self._core.time_to_plan()) > 0 and not self._stopping:
+            if self._socket.poll(int(seconds * 1e3)):
+                self._take_messages()
+
+    def _take_messages(self) -> None:
+        before = self._read
+        try:
+            self._take_waiting()
+        finally:
+            if self._read > before:
+                self._send(wire.Taken(self._read))
+
+    def _take_waiting(self) -> None:
+        while True:
+            try:
+                message = wire.decode_to_engine(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            match message:
+                case wire.Submit():
+                    self._submit(message)
+                case wire.Abort():
+                    self._grammars.abort(message.request_id, message.choice)
+                case wire.StatsQuery():
+                    self._send(wire.Stats(self._core.stats()))
+                case wire.ResetPrefixCache():
+                    self._core.reset_prefix_cache()
+                case wire.Shutdown():
+                    self._stopping = True
+
+    def _submit(self, message: wire.Submit) -> None:
+        self._read = message.number
+        try:
+            self._grammars.add(
+                Request(
+                    message.request_id,
+                    tuple(message.prompt_token_ids),
+                    SamplingParams(**message.params),
+                    priority=message.priority,
+                    eos_token_ids=self._eos,
+                    pooling=message.pooling,
+                )
+            )
+        except (QueueFull, ValueError) as error:
+            self._send(wire.Taken(self._read))
+            self._refuse(message.request_id, error)
+
+    def _refuse(self, request_id: str, error: Exception) -> None:
+        full = (error.waiting, error.retry_after) if isinstance(error, QueueFull) else None
+        if full is None and not isinstance(error, ValueError):
+            traceback.print_exception(error)
+        self._send(wire.Refused(request_id, str(error), full))
+
+    def _send(self, message: wire.FromEngine) -> None:
+        with self._sending:
+            if not self._failed:
+                self._socket.send(wire.encode(message))
+                self._last_sent = time.monotonic()
+
+    def fail(self, reason: str) -> None:
+        """The last message: the engine cannot go on."""
+        self._send(wire.Failed(reason, user_error=False))
+        self._failed = True
+
+    def end_if_stuck(self, reason: str) -> None:
+        """Called in another thread when a rank has ended. A step that waits for a device may never return then: if the
+        loop does not end by itself, the process does."""
+        time.sleep(STUCK_S)
+        self.fail(f"the engine has lost a rank: {reason}")
+        self._socket.close(linger=1000)
+        time.sleep(1.0)
+        os._exit(1)
+
+
+def _exit_with_parent(pipe: int) -> None:
+    """Blocks until the parent's end of the pipe closes, then ends the process whatever it is doing.
+
+    Reads the file descriptor itself: a buffered reader would hold a lock that the interpreter wants at its own end.
+    """
+    while os.read(pipe, 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""The constructor arguments of vLLM's ``LLM`` as those of ``EngineConfig``.
+
+Programs written for vLLM pass arguments that mean nothing here, or that mean something only for some values. The first
+are dropped, the second are dropped or translated; a value that this engine cannot do is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import EngineConfig
+
+MEANS_NOTHING = frozenset(
+    (
+        "allowed_local_media_path",
+        "allowed_media_domains",
+        "disable_custom_all_reduce",
+        "disable_log_requests",
+        "disable_log_stats",
+        "guided_decoding_backend",
+        "lora_dtype",
+        "max_cpu_loras",
+        "max_lora_rank",
+        "max_seq_len_to_capture",
+        "scheduling_policy",
+        "swap_space",
+        "trust_remote_code",
+        "use_v2_block_manager",
+    )
+)
+"""Whatever their values are: what they permit or tune does not exist here. No code of a model ever runs."""
+
+NOTHING: dict[str, tuple[Any, ...]] = {
+    "compilation_config": (None, {}),
+    "convert": (None, "auto", "none"),
+    "distributed_executor_backend": (None, "uni", "mp", "external_launcher"),
+    "download_dir": (None,),
+    "enable_chunked_prefill": (None, True),
+    "hf_config_path": (None,),
+    "hf_overrides": (None, {}),
+    "hf_token": (None,),
+    "max_loras": (None, 1),
+    "limit_mm_per_prompt": (None, {}),
+    "logits_processors": (None, []),
+    "mm_processor_kwargs": (None, {}),
+    "pooler_config": (None,),
+    "runner": (None, "auto", "generate"),
+    "skip_tokenizer_init": (None, False),
+    "speculative_config": (None,),
+    "task": (None, "auto", "generate"),
+    "tokenizer_mode": (None, "auto", "hf"),
+}
+"""Name to the values that ask for nothing."""
+
+NONE_IS_DEFAULT = (
+    "kv_cache_dtype",
+    "cpu_offload_gb",
+    "data_parallel_size",
+    "pipeline_parallel_size",
+    "tensor_parallel_size",
+)
+"""None is what they are if left out."""
+
+RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
+"""The same under another name; None leaves it to the engine."""
+
+
+def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``EngineConfig`` from its own arguments, vLLM's among them.
+
+    Raises:
+        ValueError: an argument asks for what this engine cannot do.
+        TypeError: there is no such argument; the message names the nearest.
+    """
+    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    settings: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if name in NONE_IS_DEFAULT and value is None:
+            continue
+        if name in known:
+            settings[name] = value
+        elif name in NOTHING:
+            if not any(type(value) is type(nothing) and value == nothing for nothing in NOTHING[name]):
+                allowed = " or ".join(repr(nothing) for nothing in NOTHING[name] if nothing is not None) or "None"
+                raise ValueError(f"{name}={value!r} is not possible here: leave it out, or give {allowed}")
+        elif name in RENAMED:
+            if value is not None:
+                settings[RENAMED[name]] = value
+        elif name == "enable_lora":
+            if value and arguments.get("adapter") is None:
+                raise ValueError(
+                    "enable_lora=True is not possible here without adapter=DIR: one adapter, which is for all requests"
+                )
+        elif name == "enforce_eager":
+            if value:
+                settings.setdefault("cuda_graphs", "off")
+        elif name == "max_logprobs":
+            _check_logprobs(value)
+        elif name not in MEANS_NOTHING:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"there is no setting {name!r}{hint}")
+    if settings.get("load_format") in ("safetensors", "hf", "gguf"):
+        settings["load_format"] = "auto"  # which it is shows in the files
+    if settings.get("block_size", 0) is None:
+        del settings["block_size"]
+    return settings
+
+
+def _check_logprobs(value: Any) -> None:
+    from ..scheduling.sampling_params import MAX_LOGPROBS
+
+    if not isinstance(value, int) or not 0 <= value <= MAX_LOGPROBS:
+        raise ValueError(f"max_logprobs={value!r} is not possible here: requests may ask for up to {MAX_LOGPROBS}")

@@ -1,0 +1,112 @@
+"""The messages between ``AsyncEngine`` and the engine process: msgpack, one message per frame, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from ..scheduling.outputs import EngineOutput, SchedulerStats
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """Queue a request; answered by ``Outputs`` in time, or by ``Refused``."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    """The fields of ``SamplingParams``, validated again on arrival."""
+    number: int = 0
+    """Counts the submits of the sender, from 1 on."""
+    priority: int = 0
+    pooling: str | None = None
+
+
+class Abort(msgspec.Struct, tag="abort"):
+    """End a request, or one choice of it. Unknown ids are ignored: it may have just ended."""
+
+    request_id: str
+    choice: int | None = None
+
+
+class StatsQuery(msgspec.Struct, tag="stats?"):
+    """Answered by one ``Stats`` before the next step begins."""
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset"):
+    """Forget the KV of finished prompts; not answered."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """End the process; requests still running are dropped."""
+
+
+ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | Shutdown
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The model is loaded and the engine takes requests."""
+
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    hidden_size: int
+    eos_token_ids: list[int]
+    kv_tokens: int
+    """Tokens that the KV cache can hold in all."""
+    kernels: str
+    """Which kernels run, and why."""
+    load_seconds: float
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    """The engine could not start, or cannot go on; the process exits after this. ``user_error``: the message says what
+    to change in the configuration."""
+
+    message: str
+    user_error: bool
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait) if only that stood in
+    the way."""
+
+    request_id: str
+    message: str
+    queue_full: tuple[int, float] | None = None
+
+
+class Taken(msgspec.Struct, tag="taken"):
+    """``number`` of the newest ``Submit`` that has been read; sent before anything is said of that request. Those
+    beyond it lie in the socket, where nobody counts them but their sender."""
+
+    number: int
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """What one step made known."""
+
+    outputs: list[EngineOutput]
+    decisions: bytes = b""
+    """Records of the decision log since the last message of this kind."""
+
+
+class Stats(msgspec.Struct, tag="stats"):
+    """Answer to ``StatsQuery``."""
+
+    stats: SchedulerStats
+
+
+class Alive(msgspec.Struct, tag="alive"):
+    """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
+
+
+FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Alive
+
+HEARTBEAT_S = 0.5
+CONFIG_LENGTH_BYTES = 8
+"""On its standard input the engine process first gets the length of its configuration, in this many bytes."""
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

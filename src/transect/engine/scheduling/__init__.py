@@ -1,0 +1,19 @@
+"""Decide which requests run in each step. Plain Python without tensors: it can be fuzzed, simulated and replayed.
+
+* ``sampling_params``: sampling settings and end conditions of a request.
+* ``request``: ``Request`` as it arrives; ``RequestState`` and ``Sequence``, the engine's state of it.
+* ``outputs``: ``EngineOutput`` (new tokens of one choice), ``RequestTimes``, ``SchedulerStats``.
+* ``batch``: ``ScheduledBatch`` and ``StepResult``, and the protocols ``Executor`` and ``Clock``.
+* ``kv_cache``: the pool of KV blocks, reference counts, the prefix cache. ``sequence_blocks``: block tables of
+  sequences, copy-on-write, and blocks that steps in flight still use.
+* ``scheduler_config``: settings of the scheduler. ``limits``: checks that a request can ever fit.
+* ``arrivals``: sequences of a new request, their ranks and seeds.
+* ``waiting_queue``: waiting sequences, their order, and the bound of the queue.
+* ``scheduler``: builds the batch of the next step; admission, preemption, forks, and the effects of a step's tokens.
+  ``plan``: a step under construction. ``failures``: choices that a step's errors end.
+* ``decisions``: the decision log, in memory and on disk.
+* ``jump_ahead``: tokens that a grammar forces. ``constraint``: allowed next tokens, as bits.
+* ``clock``: the wall clock and a virtual one.
+* ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
+* ``policies/``: step size, prefill beside decoding, routing.
+"""

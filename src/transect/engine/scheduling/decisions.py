@@ -1,0 +1,379 @@
+"""The decision log: what the scheduler decided in every step, why others waited, and when things happened.
+
+``DecisionLog`` stands beside the ``EngineCore`` and writes one small msgpack record for each event: a request added or
+ended from outside, a step planned, a step done. The records go to a ring in memory (``DecisionRing``), and to a file
+where one is asked for. They hold counts, times and positions, and no token: of prompts and answers they keep the hashes
+of full KV blocks, which is what the prefix cache goes by. So a log is enough to run the shipping scheduler again
+(``explain/engine/replay.py``) and to say where a request's time went (``explain/engine/bill.py``), and shows
+nobody's text.
+
+A file is a sequence of records, each behind its length (4 bytes, little endian). The first one is the ``Header``. A
+file whose end is torn off can be read up to there.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .batch import ScheduledBatch, StepResult
+from .request import Request, Sequence
+from .scheduler import Scheduler
+
+FORMAT = 1
+RING_BYTES = 16 * 2**20
+"""Records that are kept in memory: some ten thousand steps of a busy engine, far more of one that only decodes."""
+FLUSH_S = 1.0
+DIGEST_BYTES = 8
+"""So much of a KV block's hash is kept."""
+_LENGTH = struct.Struct("<I")
+
+
+class Header(msgspec.Struct, tag="h"):
+    """What ran. ``model``, ``storage`` and ``device`` are what floors are computed from; empty where not known."""
+
+    format: int
+    scheduler: dict[str, Any]
+    """The fields of ``SchedulerConfig``."""
+    lag: int
+    began: float
+    """On the engine's clock, in seconds."""
+    model: dict[str, Any] = {}
+    storage: dict[str, Any] = {}
+    device: dict[str, Any] = {}
+
+
+class Added(msgspec.Struct, tag="a", array_like=True):
+    """A request joined the queue at ``at``. Its choices have the numbers ``first_seq``, ``first_seq + 1``, ..."""
+
+    at: float
+    request_id: str
+    first_seq: int
+    prompt_tokens: int
+    n: int
+    max_tokens: int | None
+    priority: int
+    arrival: float
+    grammar: bool
+    prompt_logprobs: bool
+    """Or something else for which every token of the prompt must be computed."""
+
+
+class Aborted(msgspec.Struct, tag="x", array_like=True):
+    """Somebody ended a request, or one choice of it: a client that left, a stop string."""
+
+    at: float
+    request_id: str
+    choice: int | None
+    ended: list[tuple[int, str, int, bytes]] = []
+    """See ``Done``."""
+
+
+class Planned(msgspec.Struct, tag="s", array_like=True):
+    """A step was planned (``step`` 0: nothing could run), from ``began`` to ``at``.
+
+    ``rows`` has (sequence number, first position, tokens) for each row, as 32-bit integers; None: the rows of the step
+    before, each one token on.
+    """
+
+    step: int
+    began: float
+    at: float
+    rows: bytes | None
+    copies: int
+    held_back: str
+    """Why the head of the queue was not admitted: ``places`` (max_num_seqs are taken), ``kv`` (too few free blocks),
+    ``budget`` (the step is full), ``batch`` (the static batch runs), ``flight`` (a step of it is under way); empty:
+    nobody waits. Where the head let others go before it, ``places`` and ``kv`` are those of the next of them."""
+    waiting: int
+    running: int
+    free_blocks: int
+
+
+class Done(msgspec.Struct, tag="c", array_like=True):
+    """The result of a step was known at ``at``; the engine had begun to wait for it at ``waited``."""
+
+    step: int
+    waited: float
+    at: float
+    committed: float
+    """When its tokens were taken in."""
+    ended: list[tuple[int, str, int, bytes]] = []
+    """(sequence number, reason, output tokens, hashes of its full blocks) of each choice that ended since the last
+    record of this kind."""
+    errors: list[tuple[int, bool]] = []
+    """(sequence number, whether its KV is sound) of each failure."""
+    learned: float = 0.0
+    """What the scheduler was told that the step took, in seconds; 0: nothing, its steps are not sized by time."""
+    jumps: list[tuple[int, int]] = []
+    """(sequence number, tokens) of each jump over tokens that a grammar forces (``jump_ahead.py``)."""
+    launched: str = ""
+    """How the step was handed to the device: ``graph``, ``captured`` (a graph that had to be made) or ``eager`` (kernel
+    by kernel); empty where there is nothing to choose."""
+    drawn: float = 0.0
+    """When its draws were handed over, where these waited for masks of grammars; else 0."""
+    ranks: float = 0.0
+    """Seconds that the host spent on moving numbers between ranks since the record before, most of it in waiting."""
+
+
+class Filled(msgspec.Struct, tag="f", array_like=True):
+    """``StepBudget.fill_tokens`` was changed."""
+
+    tokens: int | None
+
+
+class CacheReset(msgspec.Struct, tag="r", array_like=True):
+    """The prefix cache was emptied."""
+
+
+class TakenBack(msgspec.Struct, tag="t", array_like=True):
+    """A step raised ``reason``: all steps in flight are void, and their sequences wait to be computed anew."""
+
+    at: float
+    reason: str
+    partly: bool
+    """The tokens of a step were being taken in; some choices have theirs."""
+    ended: list[tuple[int, str, int, bytes]] = []
+    """Choices that this ended, and those that had ended since the record before; see ``Done``."""
+
+
+Record = Header | Added | Aborted | Planned | Done | Filled | CacheReset | TakenBack
+_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[str, Any] = {
+    "h": msgspec.msgpack.Decoder(Header),
+    "": msgspec.msgpack.Decoder(Added | Aborted | Planned | Done | Filled | CacheReset | TakenBack),
+}
+
+
+class DecisionRing:
+    """The newest records of an engine, up to a number of bytes; the header is kept always."""
+
+    def __init__(self, limit: int = RING_BYTES) -> None:
+        self.limit = limit
+        self.header = b""
+        self.lost = False
+        """Whether old records have been dropped."""
+        self.touched = time.monotonic()
+        """When the newest record came, in seconds on the clock of this process."""
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+
+    def put(self, chunk: bytes) -> None:
+        """Take one or several records, each behind its length. The first of all is the header."""
+        self.touched = time.monotonic()
+        if not self.header:
+            end = _LENGTH.size + _LENGTH.unpack_from(chunk)[0]
+            self.header, chunk = chunk[:end], chunk[end:]
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        while self._size > self.limit:
+            self._size -= len(self._chunks.popleft())
+            self.lost = True
+
+    def records(self) -> list[Record]:
+        """All that is kept, oldest first."""
+        return list(read_records(b"".join((self.header, *self._chunks))))
+
+    def __bytes__(self) -> bytes:
+        return b"".join((self.header, *self._chunks))
+
+
+class DecisionLog:
+    """Writes the records of one engine.
+
+    Args:
+        scheduler: whose decisions these are.
+        header: what ran.
+        sink: gets each record behind its length; by default ``self.ring`` does.
+        file: also written there, as steps are done, and at least every second.
+        now: the clock of the times, in seconds; it has to be that of the scheduler.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        header: Header,
+        *,
+        sink: Callable[[bytes], None] | None = None,
+        file: str | Path | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.ring = DecisionRing()
+        self.now = now
+        self.sink = sink or self.ring.put
+        self.rank_seconds: Callable[[], float] | None = None
+        """What has been spent so far on moving numbers between ranks, where there are several."""
+        self._ranks = 0.0
+        self._fill = scheduler.budget.fill_tokens
+        self._file = None
+        self._flushed = 0.0
+        if file is not None:
+            try:
+                self._file = open(file, "wb")  # noqa: SIM115 (it lives as long as the engine)
+            except OSError as error:
+                raise ValueError(
+                    f"the decision log {file} cannot be written ({error.strerror}): choose another file"
+                ) from None
+        scheduler.ended = []
+        self.header = _framed(header)
+        self._write(self.header)
+
+    def added(self, request: Request) -> None:
+        """A request was queued."""
+        state = self.scheduler.requests[request.request_id]
+        params = request.params
+        self._put(
+            Added(
+                self.now(),
+                request.request_id,
+                state.leader.seq_id,
+                len(request.prompt_token_ids),
+                params.n,
+                params.max_tokens,
+                request.priority,
+                state.arrival,
+                request.constraint is not None,
+                request.whole_prompt,
+            )
+        )
+
+    def aborted(self, request_id: str, choice: int | None) -> None:
+        """Somebody ended a request; unknown ones are not recorded by the caller."""
+        self._put(Aborted(self.now(), request_id, choice, self._ended()))
+
+    def cache_reset(self) -> None:
+        """The prefix cache was emptied."""
+        self._put(CacheReset())
+
+    def taken_back(self, reason: str, partly: bool) -> None:
+        """All steps in flight are void; arguments as in ``TakenBack``."""
+        self.scheduler.jumps.last.clear()
+        self._put(TakenBack(self.now(), reason, partly, self._ended()))
+
+    def check_fill(self) -> None:
+        """Before a step is planned: note whether ``fill_tokens`` is another than before."""
+        if self.scheduler.budget.fill_tokens != self._fill:
+            self._fill = self.scheduler.budget.fill_tokens
+            self._put(Filled(self._fill))
+
+    def planned(self, batch: ScheduledBatch | None, began: float) -> None:
+        """A step was planned, or could not be."""
+        scheduler = self.scheduler
+        rows: bytes | None = b""
+        step = copies = 0
+        if batch is not None:
+            step, copies = batch.step, len(batch.block_copies)
+            rows = None
+            if not batch.again or scheduler.config.pipeline_depth > 1:
+                rows = array("I", [n for r in batch.rows for n in (r.seq_id, r.start, r.num_tokens)]).tobytes()
+        self._put(
+            Planned(
+                step,
+                began,
+                self.now(),
+                rows,
+                copies,
+                scheduler.held_back,
+                len(scheduler.waiting),
+                len(scheduler.running),
+                scheduler.cache.num_free,
+            )
+        )
+
+    def done(
+        self,
+        batch: ScheduledBatch,
+        result: StepResult,
+        waited: float,
+        at: float,
+        learned: float,
+        launched: str = "",
+        drawn: float = 0.0,
+    ) -> None:
+        """A step's result was taken in; the other arguments as in ``Done``."""
+        errors = [(seq_id, seq_id in result.sound) for seq_id in result.errors] if result.errors else []
+        jumps = self.scheduler.jumps.last
+        ranks = 0.0
+        if self.rank_seconds is not None:
+            spent = self.rank_seconds()
+            ranks, self._ranks = spent - self._ranks, spent
+        ended, now = self._ended(), self.now()
+        self._put(Done(batch.step, waited, at, now, ended, errors, learned, list(jumps), launched, drawn, ranks))
+        jumps.clear()
+
+    def close(self) -> None:
+        """Write down what has not ended yet, and close the file."""
+        if self._file is not None and not self._file.closed:
+            live = [s for state in self.scheduler.requests.values() for s in state.choices if s.finish_reason is None]
+            ended = [*self._ended(), *(_ending(seq, "") for seq in live)]
+            now = self.now()
+            self._put(Done(0, now, now, now, ended))
+            self._file.close()
+
+    def _ended(self) -> list[tuple[int, str, int, bytes]]:
+        ended = self.scheduler.ended
+        if not ended:
+            return []
+        found = [_ending(seq, seq.finish_reason or "") for seq in ended]
+        ended.clear()
+        return found
+
+    def _put(self, record: Record) -> None:
+        self._write(_framed(record))
+
+    def _write(self, framed: bytes) -> None:
+        self.sink(framed)
+        if self._file is not None and not self._file.closed:
+            self._file.write(framed)
+            now = time.monotonic()
+            if now - self._flushed > FLUSH_S:
+                self._flushed = now
+                self._file.flush()
+
+
+def _ending(seq: Sequence, reason: str) -> tuple[int, str, int, bytes]:
+    hashes = b"".join(each[:DIGEST_BYTES] for each in seq.block_hashes)
+    return seq.seq_id, reason, len(seq.output_token_ids), hashes
+
+
+def _framed(record: Record) -> bytes:
+    body = _encoder.encode(record)
+    return _LENGTH.pack(len(body)) + body
+
+
+def read_records(data: bytes) -> Iterator[Record]:
+    """The records in ``data``, up to the last whole one.
+
+    Raises:
+        ValueError: this is no decision log, or one of another version.
+    """
+    at = 0
+    first = True
+    while at + _LENGTH.size <= len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        body = data[at + _LENGTH.size : at + _LENGTH.size + length]
+        if len(body) < length:
+            break
+        try:
+            record = _decoders["h" if first else ""].decode(body)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            what = "this is no decision log" if first else "the decision log is damaged"
+            raise ValueError(f"{what} (byte {at}: {error}): give a file that --decision-log wrote") from None
+        if first and record.format != FORMAT:
+            raise ValueError(f"the decision log has format {record.format}, this version reads {FORMAT}: record anew")
+        first = False
+        yield record
+        at += _LENGTH.size + length
+    if first:
+        raise ValueError("this is no decision log (it has no header): give a file that --decision-log wrote")

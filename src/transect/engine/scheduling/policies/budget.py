@@ -1,0 +1,236 @@
+"""How many tokens a step may have while sequences decode: their next tokens wait for all of it.
+
+Three rules, the first that applies:
+
+* ``itl_target``: as many as take no longer than a target, by what has been learned of this device (``step_time``), and
+  where many steps have prompts, fewer if each token costs much less then. The target grows with the queue: if prompts
+  wait for more than ``PATIENCE`` such steps, streams that flow and prompts that stand still would be the worse bargain
+  for all. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens instead of time.)
+* ``fill_tokens``: so many that they cost little more than the decodes alone, as long as nothing ends later
+  (``filling``).
+* ``max_mixed_tokens``.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence as Listed
+from typing import NamedTuple
+
+from ....costs.learning import KNOTS, StepTimes
+from ....costs.steps import StepLoad
+from ..request import Sequence
+from ..scheduler_config import SchedulerConfig
+from ..waiting_queue import WaitingQueue
+from .filling import nothing_ends_later
+
+AUTO_RATIO = 2.5
+"""Without a target in milliseconds: a step with prompts may take so many times as long as the decodes alone."""
+PATIENCE = 8
+"""Steps for which prompts may wait before steps become longer than the target."""
+LONG = 4
+"""A prompt that needs more such steps than this leaves room for shorter ones (``_shares``). Where nobody decodes, steps
+are as large as any, and one that needs more than one of them does so."""
+SHORTEST = 2
+"""The shortest prompts get so many shares of a step where two or more of them are there, all others one."""
+FELT = 2048
+"""So many tokens of a prompt count as waiting. A longer one is no longer queue: one user waits for it, and the streams
+of all others would feel longer steps."""
+FEW = 8
+"""In a queue of more prompts all tokens count."""
+LARGE = 4
+"""Steps that the host has to launch kernel by kernel are for queues of so many of the largest that are launched at
+once: the device waits while the first of them is launched."""
+CHEAP = 0.85
+"""Where many steps have prompts, what those cost adds up for all streams. Then a step has fewer tokens than the target
+allows if a prompt token costs no more than this share of what it would: with an 8B model on an H200 it costs 11 us in
+steps of 256 tokens and 15 in those of 384."""
+MANY = 0.12
+"""The share of steps with prompts from which on that is so."""
+SHORT = 4
+"""It is so while the prompts that wait need no more such steps than this."""
+SMOOTHING = 1 / 128
+"""The newest step's part in that share."""
+KEPT = 0.75
+"""The share of a step's room for prompts that must be left when its tokens are rounded down (``even``)."""
+LEARN_STEPS = 8
+"""Steps to measure before any is sized by time."""
+
+
+class Share(NamedTuple):
+    """What prompts of like lengths may take of a step together."""
+
+    over: int
+    """They have more tokens than this to compute, and no more than those of the share before."""
+    tokens: int
+
+
+class Budget(NamedTuple):
+    """How many tokens a step may have."""
+
+    tokens: int
+    chunk: int
+    """Tokens that one prompt may take of it."""
+    shares: tuple[Share, ...] = ()
+    """How they are shared out, those of the longest prompts first; empty: the first that come take what they can."""
+
+
+class Coming(NamedTuple):
+    """The next step, as far as it is known before it is planned."""
+
+    tokens: int
+    full: bool
+    """A prompt that comes now would not be part of it."""
+
+
+class StepBudget:
+    """Sizes steps in which sequences decode.
+
+    Args:
+        config: the limits and rules.
+        times: what is known of steps' times; used with ``config.itl_target``.
+    """
+
+    def __init__(self, config: SchedulerConfig, times: StepTimes) -> None:
+        self.fill_tokens = config.fill_tokens
+        """May be changed between steps."""
+        self.times = times
+        self._share = 0.0
+        """The share of steps with prompts, smoothed."""
+        self._config = config
+        self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
+        self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
+        graph = config.graph_tokens or 0
+        self._graph = min(graph, self._mixed) if graph >= 2 * config.max_num_seqs else self._mixed
+
+    def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Budget:
+        """What the next step may have.
+
+        Args:
+            cut: the step before left a prompt unfinished.
+            barred: it had no place or no KV blocks for the next of the queue, so long prompts leave no room for those
+                that wait: nobody would take it.
+        """
+        if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
+            most = self._config.max_num_batched_tokens
+            prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
+            timed = self._config.itl_target is not None
+            return Budget(most, self._chunk, self._shares(most, most, prompts, waiting, barred) if timed else ())
+        if not (len(waiting) or cut):
+            return Budget(self._mixed, self._chunk)
+        if self._config.itl_target is not None:
+            if self.times.steps >= LEARN_STEPS:
+                return self._by_time(self._config.itl_target, running, waiting, barred)
+        elif self._fills(running, waiting):
+            assert self.fill_tokens is not None
+            return Budget(self.fill_tokens, self._chunk)
+        return Budget(self._mixed, self._chunk)
+
+    def planned(self, prompts: bool) -> None:
+        """A step was planned, with prompts or without."""
+        self._share += SMOOTHING * (prompts - self._share)
+
+    def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
+        """What the next step would have if it were planned now; arguments as of ``of_next``."""
+        if not (len(waiting) or cut):
+            return Coming(len(running), False)
+        tokens, chunk, _ = self.of_next(running, waiting, cut, barred)
+        here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
+        here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
+        return Coming(min(here, tokens), here >= tokens)
+
+    def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
+        left = [(seq.length - seq.scheduled, seq.scheduled) for seq in running]
+        prompts = [(count, done) for count, done in left if count > 1]
+        rows = len(left)
+        beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
+        context = prompts[0][1] if prompts else 0
+        waits = sum(min(count, FELT) for count, _ in prompts) + _felt(waiting)
+        most = self._graph if waits < LARGE * self._graph else self._mixed
+        seconds = target or AUTO_RATIO * self.times.predict(beside)
+        tokens = even(self.times.most_tokens(seconds, beside, context, most), rows)
+        if self._share > MANY:
+            cheap = self._cheap(tokens, beside)
+            tokens = cheap if waits <= SHORT * (cheap - rows) else tokens  # more that waits would wait too long
+        usual = tokens - rows
+        steps = waits / max(usual, 1)
+        if steps > PATIENCE:
+            tokens = even(self.times.most_tokens(seconds * steps / PATIENCE, beside, context, most), rows)
+        if tokens <= rows:  # the decodes alone take longer than the target: prompts must not wait until they end
+            tokens = max(rows, min(rows + -(-waits // PATIENCE), most))
+        room = tokens - rows
+        long = LONG * (usual if usual > 0 else room)
+        shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
+        return Budget(tokens, self._chunk, shares)
+
+    def _shares(
+        self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool
+    ) -> tuple[Share, ...]:
+        """How a step's ``room`` is shared out where a prompt has more than ``long`` tokens to compute.
+
+        Prompts of like lengths, up to a factor of two, have one share together, which goes by rank. So several long
+        ones hold up the shorter ones no more than one does, and long ones end one after the other. What the shorter
+        leave of their share is for the longer (max-min fairness between lengths).
+
+        Args:
+            prompts: tokens that are left of those that have begun.
+        """
+        longest = max(prompts, default=0)
+        if longest <= long:
+            return ()
+        counts = list(prompts) if barred else [*prompts, *(seq.to_compute for seq in waiting.in_order())]
+        overs = [longest // 2]
+        while overs[-1] > long:
+            overs.append(overs[-1] // 2)
+        overs = [0, *reversed(overs)]
+        totals, numbers = [0] * len(overs), [0] * len(overs)
+        for count in counts:
+            group = bisect_left(overs, count) - 1
+            totals[group] += count
+            numbers[group] += 1
+        shares: list[Share] = []
+        parts = sum(number > 0 for number in numbers)
+        for over, total, number in zip(overs, totals, numbers, strict=True):
+            if not number:
+                continue
+            mine = 1 if shares else min(number, SHORTEST)
+            parts += mine - 1
+            tokens = min(total, room, max(1, room * mine // parts)) if parts > mine else room
+            shares.insert(0, Share(over, tokens))
+            room, parts = room - tokens, parts - mine
+        return tuple(shares) if len(shares) > 1 else ()
+
+    def _cheap(self, most: int, beside: StepLoad) -> int:
+        """``most`` tokens, or the largest number below at which each for a prompt costs much less."""
+        alone = self.times.predict(beside)
+
+        def each(tokens: int) -> float:
+            return (self.times.predict(beside._replace(tokens=tokens)) - alone) / (tokens - beside.tokens)
+
+        sizes = [knot for knot in KNOTS if beside.tokens < knot < most]
+        limit = CHEAP * each(most) if sizes else 0.0
+        return max((tokens for tokens in sizes if each(tokens) <= limit), default=most)
+
+    def _fills(self, running: Listed[Sequence], waiting: WaitingQueue) -> bool:
+        return (
+            self.fill_tokens is not None
+            and self.fill_tokens < self._mixed
+            and len(waiting) + len(running) <= self._config.max_num_seqs
+            and nothing_ends_later(self.fill_tokens, running, waiting.in_order())
+        )
+
+
+def _felt(waiting: WaitingQueue) -> int:
+    """Tokens of prompts that wait, as far as they make steps longer."""
+    if len(waiting) > FEW:
+        return waiting.num_tokens
+    return sum(min(seq.to_compute, FELT) for seq in waiting.in_order())
+
+
+def even(tokens: int, rows: int) -> int:
+    """``tokens`` rounded down to a size that products cut into whole tiles, and that graphs are for, where that leaves
+    nearly as many for prompts beside ``rows`` that decode. No graph is for 192 or 1,152 tokens: such steps are filled
+    up to 256 and 1,280."""
+    unit = 64 if tokens < 192 or 256 <= tokens < 384 else 128 if tokens < 1024 else 256
+    rounded = tokens // unit * unit
+    return rounded if rounded - rows >= KEPT * (tokens - rows) else tokens

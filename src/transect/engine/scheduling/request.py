@@ -1,0 +1,287 @@
+"""A request as it arrives (``Request``), and what the scheduler remembers about it (``RequestState``, ``Sequence``)."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+from ...text.grammar.bad_words import WithoutSequences
+from .batch import Draw, ScheduledRow, StepResult, TokenLogprobs
+from .constraint import Constraint
+from .outputs import EngineOutput, RequestTimes
+from .sampling_params import SamplingParams
+
+_MASK64 = 2**64 - 1
+
+Rank = tuple[int, int, int, int]
+"""Priority, less the tokens that the request may draw (0 unless ``longest_first``), order of arrival, choice."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """One prompt to continue, ``params.n`` times.
+
+    Attributes:
+        request_id: unique among the unfinished requests of an engine.
+        prompt_token_ids: at least one token; any sequence of non-negative ints is taken and kept as a tuple.
+        params: how to draw and when to stop. Stop *strings* are the business of whoever turns tokens into text.
+        priority: whole number, lower runs earlier (as in vLLM); equal ones run first come, first served, unless
+            ``longest_first`` asks for another order. It is strict: while more urgent requests keep the engine full,
+            less urgent ones wait.
+        arrival_time: seconds on the engine's clock; None for the moment of ``Scheduler.add``. For metrics only, the
+            order is the order of ``add``.
+        eos_token_ids: the model's end-of-sequence tokens.
+        constraint: what the answers must look like, at their beginning; each choice gets a fork of it.
+        pooling: "last" or "mean": a vector of the prompt is wanted (``pooling.py``).
+
+    Raises:
+        ValueError: the prompt is empty or holds something that is not a token id.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0
+    arrival_time: float | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    constraint: Constraint | None = None
+    pooling: str | None = None
+
+    @property
+    def whole_prompt(self) -> bool:
+        """Every token of the prompt must be computed for it: nothing may come from the prefix cache."""
+        return self.params.prompt_logprobs is not None or self.pooling == "mean"
+
+    def new_constraint(self) -> Constraint | None:
+        """The constraint of one more choice, before its first token; None if any token may come."""
+        constraint = None if self.constraint is None else self.constraint.fork()
+        if not self.params.bad_words_token_ids:
+            return constraint
+        return WithoutSequences(self.params.bad_words_token_ids, constraint)  # type: ignore[arg-type,return-value]
+
+    def __post_init__(self) -> None:
+        prompt = tuple(self.prompt_token_ids)
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        for token in prompt:
+            if not isinstance(token, int) or not 0 <= token < 2**31:
+                raise ValueError(f"prompt_token_ids must be whole numbers in [0, 2**31), got {token!r}")
+        if isinstance(self.priority, bool) or not isinstance(self.priority, int):
+            raise ValueError(f"priority must be a whole number (lower runs earlier), got {self.priority!r}")
+        msgspec.structs.force_setattr(self, "prompt_token_ids", prompt)
+        msgspec.structs.force_setattr(self, "eos_token_ids", tuple(self.eos_token_ids))
+
+
+class Status(Enum):
+    """Where a sequence is."""
+
+    UNBORN = "unborn"
+    """A further choice of a request whose prompt is not complete: it owns nothing yet."""
+    WAITING = "waiting"
+    """In the queue, without KV blocks: new, or preempted."""
+    RUNNING = "running"
+    """Holds KV blocks and takes part in steps."""
+    GONE = "gone"
+    """Finished and out of all lists. Its blocks may be held until a step in flight is done."""
+
+
+class Sequence:
+    """One choice of a request: its tokens, how far they are computed, and the KV blocks that hold them.
+
+    ``length`` counts prompt, known output and the tokens that steps in flight are about to draw; ``scheduled`` counts
+    the positions whose KV is written or will be by steps in flight. ``length - scheduled`` tokens are to be computed.
+    Choice 0 is the leader of its request: it computes the prompt for all of them.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "block_ids",
+        "cached",
+        "constraint",
+        "draws",
+        "finish_reason",
+        "first_token_time",
+        "index",
+        "last_step",
+        "length",
+        "max_length",
+        "num_cached",
+        "num_registered",
+        "output_token_ids",
+        "plain",
+        "prompt_len",
+        "prompt_token_ids",
+        "rank",
+        "request",
+        "request_id",
+        "scheduled",
+        "seq_id",
+        "shared_block",
+        "status",
+        "stop_ids",
+    )
+
+    def __init__(self, request: RequestState, seq_id: int, index: int, rank: Rank, seed: int) -> None:
+        spec = request.spec
+        params = spec.params
+        self.request = request
+        self.seq_id = seq_id
+        self.index = index
+        self.rank = rank
+        """The smallest is served first and preempted last."""
+        self.status = Status.UNBORN
+        self.finish_reason: str | None = None
+        self.output_token_ids: list[int] = []
+        self.request_id = spec.request_id
+        self.prompt_token_ids = spec.prompt_token_ids
+        self.stop_ids = request.stop_ids
+        self.prompt_len = len(spec.prompt_token_ids)
+        self.length = self.prompt_len
+        self.max_length = request.max_length
+        self.scheduled = 0
+        self.last_step = 0
+        """Number of the last step that computes something of this sequence or draws for it."""
+        self.cached = 0
+        """Tokens that the prefix cache held of it when it came; 0 once it has been preempted."""
+        self.block_ids: list[int] = []
+        self.shared_block: int | None = None
+        """Index of the partly filled block that was shared at the fork and must not be written while it still is."""
+        self.block_hashes: list[bytes] = []
+        self.num_registered = 0
+        """Leading blocks that have been offered to the prefix cache."""
+        self.first_token_time: float | None = None
+        self.plain = False
+        """Its first token is out, and no logprobs are wanted: a token is all there is to report of a step."""
+        self.num_cached = 0
+        """``RequestState.num_cached_tokens``, once ``plain``."""
+        self.constraint: Constraint | None = spec.new_constraint()
+        """Has accepted ``output_token_ids``."""
+        self.draws = (
+            Draw(
+                seq_id=seq_id,
+                choice=index,
+                seed=seed & _MASK64,
+                params=params,
+                prompt_token_ids=spec.prompt_token_ids,
+                output_token_ids=self.output_token_ids,
+                stop_ids=self.stop_ids,
+                min_position=self.prompt_len + params.min_tokens,
+                constraint=self.constraint,
+            ),
+        )
+
+    def begin_anew(self) -> None:
+        """Forget KV blocks and draws in flight; what is left are the known tokens, and what follows from them."""
+        self.length = self.prompt_len + len(self.output_token_ids)
+        self.scheduled = self.last_step = self.cached = self.num_registered = 0
+        self.block_ids, self.shared_block, self.block_hashes = [], None, []
+        if self.constraint is not None:
+            self.constraint = self.request.spec.new_constraint()
+            assert self.constraint is not None
+            for token in self.output_token_ids:
+                self.constraint.accept(token)
+            self.draws = (msgspec.structs.replace(self.draws[0], constraint=self.constraint),)
+
+    @property
+    def to_compute(self) -> int:
+        """While it waits: tokens that will be computed of it, as far as is known."""
+        return self.length - self.cached
+
+    def token(self, position: int) -> int:
+        """The known token at ``position`` of prompt + output."""
+        if position < self.prompt_len:
+            return self.request.spec.prompt_token_ids[position]
+        return self.output_token_ids[position - self.prompt_len]
+
+    def tokens(self, start: int, end: int) -> tuple[int, ...]:
+        """The known tokens at positions ``start .. end - 1``."""
+        prompt = self.request.spec.prompt_token_ids
+        if end <= self.prompt_len:
+            return prompt[start:end]
+        return (*prompt[start:], *self.output_token_ids[max(start - self.prompt_len, 0) : end - self.prompt_len])
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.request.spec.request_id}/{self.index}, {self.status.value}, {self.scheduled} of "
+            f"{self.length} tokens computed, {len(self.block_ids)} blocks)"
+        )
+
+
+class RequestState:
+    """What the scheduler keeps for one request until its last choice has ended."""
+
+    __slots__ = (
+        "arrival",
+        "choices",
+        "eos",
+        "first_scheduled",
+        "max_length",
+        "num_cached_tokens",
+        "num_live",
+        "pooled",
+        "prompt_done",
+        "prompt_logprobs",
+        "spec",
+        "stop_ids",
+    )
+
+    def __init__(self, spec: Request, arrival: float, max_length: int) -> None:
+        params = spec.params
+        self.spec = spec
+        self.arrival = arrival
+        self.max_length = max_length
+        """Prompt + output tokens at the most: the context length or max_tokens, whichever comes first."""
+        self.eos = frozenset(() if params.ignore_eos else spec.eos_token_ids)
+        self.stop_ids: tuple[int, ...] = tuple(sorted(self.eos.union(params.stop_token_ids or ())))
+        self.choices: list[Sequence] = []
+        self.num_live = params.n
+        self.prompt_done = False
+        """The last chunk of the prompt is scheduled (or done), and the choices go their own ways."""
+        self.first_scheduled: float | None = None
+        self.num_cached_tokens = 0
+        self.pooled: Any = None
+        """The sum so far of what steps brought for ``Request.pooling``."""
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        """Collected by position, None in front; None altogether when not asked for or already sent."""
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
+
+    def begin_anew(self) -> list[Sequence]:
+        """Forget KV blocks and draws in flight of all choices. Returns the sequences that have tokens to compute."""
+        self.prompt_done = any(choice.output_token_ids for choice in self.choices)
+        going = []
+        for choice in self.choices:
+            choice.begin_anew()
+            ended = choice.finish_reason is not None
+            choice.status = Status.GONE if ended else Status.UNBORN
+            if choice is self.leader if not self.prompt_done else not ended:
+                going.append(choice)
+        return going
+
+    def take_prompt(self, row: ScheduledRow, result: StepResult) -> None:
+        """Keep what a step has brought about the prompt: logprobs of its tokens, a part of its vector."""
+        if row.prompt_logprobs is not None and self.prompt_logprobs is not None and row.next_prompt_token_ids:
+            entries = result.prompt_logprobs.get(row.seq_id, ())
+            self.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
+        part = result.pooled.get(row.seq_id)
+        if part is not None:  # a prompt that was preempted begins anew
+            begins = row.pooling == "last" or row.start == 0
+            self.pooled = part if begins else self.pooled + part
+
+    def give_prompt(self, output: EngineOutput) -> None:
+        """Put what was kept about the prompt into the first output of the request; it is given once."""
+        output.prompt_logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        if self.pooled is not None:
+            mean = self.spec.pooling == "mean"
+            output.pooled = (self.pooled / len(self.spec.prompt_token_ids) if mean else self.pooled).tobytes()
+            self.pooled = None
+
+    @property
+    def leader(self) -> Sequence:
+        """The choice that computes the prompt."""
+        return self.choices[0]
+
+    def times(self, choice: Sequence, finished: float | None) -> RequestTimes:
+        """The moments to report with an output of ``choice``."""
+        return RequestTimes(self.arrival, self.first_scheduled, choice.first_token_time, finished)

@@ -1,0 +1,216 @@
+"""A decision log as it is read: steps with their rows and times, requests with their lives (no torch).
+
+The engine writes events (``engine/scheduling/decisions.py``). Here they become ``Step`` and ``Life`` objects, and
+the events stay beside them in their order, for who wants to run them again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...engine.scheduling.decisions import Aborted, Added, Done, Header, Planned, Record, TakenBack, read_records
+
+StepRow = tuple[int, int, int]
+"""Sequence number, first position, tokens."""
+LATE_S = 5e-5
+"""Seconds: a step whose result was there this soon after it was asked for was over before."""
+SLOW = 10
+"""So was one whose result was there soon after handing over the next step had taken so many times as long."""
+DRAWS_S = 5e-4
+"""Seconds: what is left of a step once its draws are handed over, where the device had nothing else left to do."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One engine step. Times are seconds on the engine's clock; ``at`` is None where the log ends before it."""
+
+    number: int
+    rows: list[StepRow]
+    planned: Planned
+    at: float | None = None
+    begins: float = 0.0
+    """When it was submitted and the step before was done."""
+    waited: float = 0.0
+    committed: float = 0.0
+    launched: str = ""
+    drawn: float = 0.0
+    ranks: float = 0.0
+    ahead: bool = False
+    """Steps are planned while the one before runs."""
+    handed: float = 0.0
+    """Seconds that handing over the next step took, where that was planned while this one ran."""
+
+    @property
+    def seconds(self) -> float:
+        """From ``begins`` to ``at``."""
+        return (self.at or self.begins) - self.begins
+
+    @property
+    def late(self) -> str:
+        """Who kept the device waiting at the end of this step: ``host`` (it was over when the next step was handed
+        over), ``grammar`` (it had nothing left to do but draws that waited for masks), ``ranks`` (more than half of it
+        went into moving numbers between ranks); empty: nobody."""
+        if self.at is None:
+            return ""
+        if self.ranks > 0.5 * self.seconds:
+            return "ranks"
+        if self.ahead and self.drawn > self.begins and self.at - self.drawn < min(DRAWS_S, 0.1 * self.seconds):
+            return "grammar"
+        wait = self.at - self.waited
+        return "host" if self.ahead and (wait < LATE_S or SLOW * wait < self.handed) else ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it computes."""
+        return sum(row[2] for row in self.rows)
+
+
+@dataclass(slots=True)
+class Life:
+    """One request, as the log saw it."""
+
+    added: Added
+    ends: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
+    """By choice: why it ended, its output tokens, the hashes of its full blocks."""
+    steps: list[tuple[int, StepRow]] = field(default_factory=list)
+    """(index into ``RunLog.steps``, row) of every row of its choices."""
+
+
+@dataclass(slots=True)
+class RunLog:
+    """A whole log, or as much of it as there is.
+
+    Attributes:
+        events: all records after the header, in their order.
+        steps: those that were planned, in their order.
+        requests: by id, in the order of their arrival at the scheduler. An id that was used again has its last life.
+        complete: whether it begins with the start of the engine.
+        idle: seconds since the newest record, where a running server gave the log.
+    """
+
+    header: Header
+    events: list[Record]
+    steps: list[Step]
+    requests: dict[str, Life]
+    lives: list[Life]
+    complete: bool
+    idle: float = 0.0
+
+    @property
+    def newest(self) -> float:
+        """When the newest record was made, on the engine's clock."""
+        last = self.events[-1] if self.events else None
+        return last.committed if isinstance(last, Done) else getattr(last, "at", 0.0) or self._last_step()
+
+    def _last_step(self) -> float:
+        return max((step.at or step.planned.at for step in self.steps[-2:]), default=self.header.began)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a request called ``name``."""
+        try:
+            return bool(self.life(name))
+        except ValueError:
+            return False
+
+    def life(self, name: str) -> Life:
+        """The request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
+
+        Raises:
+            ValueError: there is none, or more than one.
+        """
+        bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
+        bare = bare.removeprefix("resp_").removeprefix("msg_")
+        found = [key for key in self.requests if key in (name, bare) or key.startswith(f"{bare}-")]
+        if not found:
+            raise ValueError(f"the log has no request {name!r}: it ended too long ago, or never came")
+        if len(found) > 1 and name not in found:
+            raise ValueError(f"{name!r} is several requests ({', '.join(found[:5])}): give one of these")
+        return self.requests[name if name in found else found[0]]
+
+
+def load(path: str | Path) -> RunLog:
+    """The log in a file.
+
+    Raises:
+        ValueError: there is no such file, or it is no decision log.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({error.strerror}): give a file that --decision-log wrote") from None
+    return build(read_records(data))
+
+
+def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> RunLog:
+    """A log from its records, the header first.
+
+    ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
+    that are missing are left out. ``idle``: seconds since the newest record.
+    """
+    events = list(records)
+    header = events.pop(0)
+    assert isinstance(header, Header)
+    log = RunLog(header, events, [], {}, [], complete, idle)
+    by_number: dict[int, Step] = {}
+    of_seq: dict[int, tuple[Life, int]] = {}
+    last: list[StepRow] | None = [] if complete else None
+    done_at = header.began
+    for event in events:
+        if isinstance(event, Added):
+            life = Life(event)
+            log.requests[event.request_id] = life
+            log.lives.append(life)
+            for choice in range(event.n):
+                of_seq[event.first_seq + choice] = life, choice
+        elif isinstance(event, Planned):
+            if not event.step:
+                continue
+            rows = last_rows_on(last) if event.rows is None else rows_of(event.rows)
+            last = rows
+            if rows is None:
+                continue
+            step = Step(event.step, rows, event)
+            by_number[event.step] = step
+            index = len(log.steps)
+            log.steps.append(step)
+            for row in rows:
+                if row[0] in of_seq:
+                    of_seq[row[0]][0].steps.append((index, row))
+        elif isinstance(event, Done):
+            found = by_number.pop(event.step, None)
+            if found is not None:
+                found.at, found.waited, found.committed = event.at, event.waited, event.committed
+                found.launched, found.drawn, found.ranks = event.launched, event.drawn, event.ranks
+                found.ahead = header.lag > 0
+                newest = log.steps[-1]
+                if newest is not found:
+                    found.handed = max(0.0, found.waited - newest.planned.at)
+                found.begins = max(found.planned.at, done_at)
+                done_at = event.at
+        elif isinstance(event, TakenBack):
+            for found in by_number.values():
+                found.at = found.waited = found.committed = max(event.at, done_at)
+                found.begins = max(found.planned.at, done_at)
+                done_at = found.at
+            by_number.clear()
+        if isinstance(event, (Done, Aborted, TakenBack)):
+            for seq, reason, count, digests in event.ended:
+                if seq in of_seq:
+                    owner, choice = of_seq[seq]
+                    owner.ends[choice] = reason, count, digests
+    return log
+
+
+def rows_of(packed: bytes) -> list[StepRow]:
+    """The rows of a ``Planned`` record."""
+    numbers = array("I")
+    numbers.frombytes(packed)
+    return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
+
+
+def last_rows_on(rows: Sequence[StepRow] | None) -> list[StepRow] | None:
+    """The rows of a step that goes on from these with one token each; None where these are not known."""
+    return None if rows is None else [(seq, start + count, 1) for seq, start, count in rows]

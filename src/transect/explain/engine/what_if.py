@@ -1,0 +1,117 @@
+"""A counterfactual replay from the command line: settings as text in, a comparison as text or JSON out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...costs.fitting import Errors, FittedSteps
+from .calibration import calibrated, drift, measured_steps, spread
+from .log import RunLog
+from .simulate import Latencies, changed, recorded, simulate
+from .work import StepWork
+
+NEWEST = 200
+"""Steps at the end of a log that are looked at for drift."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """What was measured, what the model makes of the same settings, and what it predicts for changed ones."""
+
+    changes: Mapping[str, Any]
+    measured: Latencies
+    same: Latencies
+    predicted: Latencies
+    model: FittedSteps
+    errors: Errors | None
+    """Those of a model of the first half of the log, on its second half; None: too few steps."""
+    followed: Errors | None
+    """The same, where each prediction knows how fast the machine was in the steps before (``calibration.followed``)."""
+    like: Errors | None
+    """What like steps differ by (``calibration.spread``): the machine, which no model knows."""
+    warnings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; seconds."""
+        return {
+            "changes": dict(self.changes),
+            "measured": self.measured.to_dict(),
+            "simulated_unchanged": self.same.to_dict(),
+            "predicted": self.predicted.to_dict(),
+            "step_time": self.model.to_dict(),
+            "step_time_errors": None if self.errors is None else asdict(self.errors),
+            "followed_errors": None if self.followed is None else asdict(self.followed),
+            "like_steps": None if self.like is None else asdict(self.like),
+            "warnings": self.warnings,
+        }
+
+    def lines(self) -> list[str]:
+        """A table and what to think of it."""
+        rows: list[tuple[str, ...]] = [("", "measured", "model, unchanged", "model, changed", "change")]
+        for title, kind in (("TTFT", "ttft"), ("ITL", "itl")):
+            for name in ("p50", "p99"):
+                values = [getattr(each, kind).get(name) for each in (self.measured, self.same, self.predicted)]
+                if None not in values:
+                    shown = [f"{1e3 * value:.1f} ms" for value in values]
+                    rows.append((f"{title} {name}", *shown, f"{values[2] / values[1] - 1:+.0%}"))
+        rates = [each.tokens_per_second for each in (self.measured, self.same, self.predicted)]
+        rows.append(("tokens/s", *(f"{rate:.1f}" for rate in rates), f"{rates[2] / rates[1] - 1:+.0%}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(5)]
+        found = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        found.append("")
+        said = ", ".join(f"{name}={value}" for name, value in self.changes.items()) or "nothing"
+        found.append(f"changed: {said}; {self.measured.requests} requests, arrivals as they were")
+        if self.errors is not None:
+            found.append(f"step times, first half on second half: {self.errors}")
+        if self.followed is not None:
+            found.append(f"with the machine's speed in the steps before: {self.followed}")
+        if self.like is not None:
+            found.append(f"decode steps beside those before and after them, which is the machine alone: {self.like}")
+        return [*found, *self.warnings]
+
+
+def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
+    """Predict the run with ``settings`` (``name=value``) changed.
+
+    Raises:
+        ValueError: a setting is at fault, or the log is too short.
+    """
+    changes = parse(settings)
+    config, other = changed(log, work, changes)
+    unchanged, _ = changed(log, work, {})
+    model, checked = calibrated(log, work)
+    warnings = []
+    loads, seconds = measured_steps(log, work)
+    if len(loads) >= 2 * NEWEST:
+        older = FittedSteps.fit(loads[:-NEWEST], seconds[:-NEWEST])
+        warning = drift(older, loads[-NEWEST:], seconds[-NEWEST:])
+        warnings += [warning] if warning else []
+    if not work.floor([(0, 0, 1)]).seconds:
+        warnings.append("no floors are known for this log: step times are fitted on tokens and positions alone")
+    if other is not None:
+        warnings.append("another device or format: step times are scaled by the floors, which nothing here measured")
+    same = simulate(log, model, work, unchanged)
+    predicted = simulate(log, model, work, config, other)
+    plain, followed = checked or (None, None)
+    return WhatIf(changes, recorded(log), same, predicted, model, plain, followed, spread(log), tuple(warnings))
+
+
+def parse(settings: Sequence[str]) -> dict[str, Any]:
+    """``["max_num_seqs=8", "policy=static"]`` as names and values; values are JSON where they can be, else text.
+
+    Raises:
+        ValueError: one has no ``=``.
+    """
+    found: dict[str, Any] = {}
+    for each in settings:
+        name, separator, value = each.partition("=")
+        if not separator or not name:
+            raise ValueError(f"--set {each!r} must be name=value, such as max_num_batched_tokens=512")
+        try:
+            found[name.strip()] = json.loads(value)
+        except ValueError:
+            found[name.strip()] = value
+    return found

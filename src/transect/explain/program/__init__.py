@@ -1,0 +1,12 @@
+"""Explain any PyTorch program: its wall time by cause, and changes that save time.
+
+* ``explain``: ``Explain``, the context manager, and scripts; ``script`` runs one as ``python`` would. ``sampler``:
+  Python stacks during a run.
+* ``trace_file``: reads traces piece by piece. ``trace``: their events as columns of numbers.
+* ``split``: the wall time by cause. ``op_floor``: the least time of an operator; ``signatures``: PyTorch's schemas.
+  ``stretches``: times of loading and compilation. ``gaps``: causes of idle time, from ``doing``: activity of a Python
+  stack.
+* ``findings``: changes by predicted gain; ``findings_host``: on the host; ``finding``: one of them.
+* ``report``: ``Explanation``, as text and JSON; ``report_html``: as a page.
+* ``changes``: changes that need no edit of the script. ``apply``: makes them, and measures again.
+"""

@@ -1,0 +1,359 @@
+"""Changes that can be made to a PyTorch script from outside, while it runs: each a context manager.
+
+Three reach into the calls of the outermost module (``calls_by``): ``compiled``, ``graphed`` and ``Batched``. They count
+what they need once, before they gain anything (``setup_s``): a compiler's time, a capture, the batch that is computed
+beforehand. Where a script does what a change cannot have, an error says so, and the script is left as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...hardware.cores import usable_cores
+
+Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+RELATIVE, ABSOLUTE = 1e-3, 1e-5
+"""How near results must be to those of the script as it is."""
+LEAST_BYTES = 1 << 16
+MOST_MODULES = 8
+"""Modules whose calls are looked at."""
+MOST_PINNED = 1 << 30
+"""Copies from host memory: of at least so many bytes, of at most so many bytes together."""
+
+
+class NotPossible(RuntimeError):
+    """The script does something that a change cannot have; the message says what."""
+
+
+@dataclass(slots=True)
+class Running:
+    """What a change has done so far."""
+
+    setup_s: float = 0.0
+    """Seconds that are spent once, however long the script runs."""
+
+
+@contextmanager
+def calls_by(way: Call) -> Iterator[None]:
+    """Inside, ``way(module, args, kwargs)`` is what calling an outermost module does; it calls the module itself as
+    ever."""
+    plain, inside = nn.Module.__call__, False
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        nonlocal inside
+        if inside:
+            return plain(module, *args, **kwargs)
+        inside = True
+        try:
+            return way(module, args, kwargs)
+        finally:
+            inside = False
+
+    nn.Module.__call__ = call  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def inference() -> Iterator[Running]:
+    """No gradients are recorded."""
+    with torch.inference_mode():
+        yield Running()
+
+
+@contextmanager
+def all_threads() -> Iterator[Running]:
+    """torch uses all cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(usable_cores())
+    try:
+        yield Running()
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def tf32() -> Iterator[Running]:
+    """Float32 products on tensor cores, with 10 bits of each factor."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield Running()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def bfloat16() -> Iterator[Running]:
+    """Products in bfloat16, by autocast; weights stay as they are."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.autocast(kind, torch.bfloat16):
+        yield Running()
+
+
+@contextmanager
+def compiled() -> Iterator[Running]:
+    """``torch.compile`` of each outermost module."""
+    running = Running()
+    ways: dict[int, tuple[nn.Module, Any]] = {}
+
+    def way(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if id(module) not in ways:
+            ways[id(module)] = module, torch.compile(module)
+        began, graphs = time.perf_counter(), _graphs()
+        result = ways[id(module)][1](*args, **kwargs)
+        if _graphs() > graphs or not graphs:
+            running.setup_s += time.perf_counter() - began
+        return result
+
+    try:
+        with calls_by(way):
+            yield running
+    finally:
+        torch.compiler.reset()  # or the next run would meet guards of modules that are gone
+
+
+def _graphs() -> int:
+    """How many graphs torch.compile has made."""
+    import torch._dynamo.utils  # takes a second
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+@dataclass(slots=True)
+class _Graph:
+    module: nn.Module
+    """Held, so that no other module gets its number or its memory."""
+    inputs: list[Tensor]
+    graph: torch.cuda.CUDAGraph
+    output: Any
+
+
+@contextmanager
+def graphed() -> Iterator[Running]:
+    """Each outermost module is captured in a CUDA graph for each set of shapes, and replayed."""
+    if not torch.cuda.is_available():
+        raise NotPossible("there is no CUDA GPU")
+    running = Running()
+    graphs: dict[Any, _Graph] = {}
+
+    def way(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs or not all(isinstance(each, Tensor) and each.is_cuda for each in args):
+            raise NotPossible("a module is called with something else than tensors on the GPU")
+        key = id(module), *((each.shape, each.stride(), each.dtype) for each in args)
+        if key not in graphs:
+            began = time.perf_counter()
+            graphs[key] = _captured(module, args)
+            running.setup_s += time.perf_counter() - began
+        held = graphs[key]
+        for mine, given in zip(held.inputs, args, strict=True):
+            mine.copy_(given)
+        held.graph.replay()
+        return torch.utils._pytree.tree_map_only(Tensor, Tensor.clone, held.output)
+
+    with torch.no_grad(), calls_by(way):
+        yield running
+
+
+def _captured(module: nn.Module, args: tuple[Any, ...]) -> _Graph:
+    inputs = [each.clone() for each in args]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            wanted = module(*inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = module(*inputs)
+    graph.replay()
+    if not _close(output, wanted):
+        raise NotPossible("a module gives other numbers when it is called again: it keeps state, or draws")
+    return _Graph(module, inputs, graph, output)
+
+
+@dataclass(slots=True)
+class Batched:
+    """The calls of each outermost module in one batch. The script runs once to see what its modules are called with;
+    the batch is computed; then the script runs again, and calls get their parts of it. That is what batching the loop
+    by hand gives, and possible where no call depends on the result of another."""
+
+    calls: dict[int, list[tuple[tuple[Any, ...], Any]]] = field(default_factory=dict)
+    """By the order in which modules are first called: arguments and result of each call."""
+
+    def record(self) -> contextlib.AbstractContextManager[None]:
+        """While the script runs for the first time."""
+        order: dict[int, int] = {}
+        held: list[nn.Module] = []
+
+        def way(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if kwargs or not all(isinstance(each, Tensor) for each in args):
+                raise NotPossible("a module is called with something else than tensors")
+            if id(module) not in order:
+                order[id(module)] = len(order)
+                held.append(module)  # so that no other module gets its number
+            result = module(*args)
+            if not isinstance(result, Tensor):
+                raise NotPossible("a module returns something else than a tensor")
+            taken = tuple(each.detach().clone() for each in args)
+            self.calls.setdefault(order[id(module)], []).append((taken, result.detach()))
+            return result
+
+        return calls_by(way)
+
+    @contextmanager
+    def check(self, module: int, changed: set[int]) -> Iterator[None]:
+        """While the script runs once more: see that batches give the same numbers, and which modules are called with
+        something else (``changed``) where those of number ``module`` give zeros."""
+
+        def look(number: int, index: int, args: tuple[Any, ...], result: Tensor) -> Tensor:
+            taken, wanted = self.calls[number][index]
+            if len(args) != len(taken) or not all(map(_close, args, taken)):
+                changed.add(number)
+            if not _close(result, wanted):
+                raise NotPossible("a module gives other numbers for a batch")
+            return torch.zeros_like(result) if number == module else result
+
+        with torch.no_grad(), calls_by(self._way(look)):
+            yield
+
+    @contextmanager
+    def apply(self) -> Iterator[Running]:
+        """While the script runs again: its calls get their parts of the batch."""
+        with torch.no_grad(), calls_by(self._way(lambda number, index, args, result: result)):
+            yield Running()
+
+    def _way(self, give: Callable[[int, int, tuple[Any, ...], Tensor], Tensor]) -> Call:
+        order: dict[int, int] = {}
+        results: dict[int, Iterator[tuple[int, Tensor]]] = {}
+        held: list[nn.Module] = []
+
+        def way(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if id(module) not in order:
+                number = order[id(module)] = len(order)
+                held.append(module)
+                before = self.calls.get(number)
+                if before is None:
+                    raise NotPossible("the script calls other modules when it runs again")
+                results[number] = iter(self._together(module, before))
+            number = order[id(module)]
+            found = next(results[number], None)
+            if found is None:
+                raise NotPossible("the script calls a module more often when it runs again")
+            return give(number, found[0], args, found[1])
+
+        return way
+
+    def _together(self, module: nn.Module, calls: list[tuple[tuple[Any, ...], Any]]) -> Iterator[tuple[int, Tensor]]:
+        """(number, result) of each call, computed at once for those of the same shapes."""
+        groups: dict[Any, list[int]] = {}
+        for index, (args, _) in enumerate(calls):
+            groups.setdefault(tuple((each.shape, each.dtype) for each in args), []).append(index)
+        found: dict[int, Tensor] = {}
+        for members in groups.values():
+            stacked = [torch.stack([calls[i][0][place] for i in members]) for place in range(len(calls[members[0]][0]))]
+            if stacked and stacked[0].ndim > 2 and stacked[0].shape[1] >= 1:
+                rows = stacked[0].shape[1]
+                joined = module(*(each.flatten(0, 1) for each in stacked))
+                parts = joined.unflatten(0, (len(members), rows))
+            else:
+                parts = module(*stacked)
+            found.update(zip(members, parts, strict=True))
+        return iter(sorted(found.items()))
+
+
+@contextmanager
+def pinned() -> Iterator[Running]:
+    """What goes from the host to a GPU lies in pinned memory and is copied beside the computing: a tensor that goes
+    again and again has a pinned copy, and a ``DataLoader`` pins its batches."""
+    running = Running()
+    kept: dict[Any, tuple[Tensor, Tensor]] = {}
+    room = MOST_PINNED
+    plain_to, plain_cuda = Tensor.to, Tensor.cuda
+    loader = torch.utils.data.DataLoader
+    plain_init = loader.__init__
+
+    def moved(tensor: Tensor) -> Tensor:
+        nonlocal room
+        if tensor.device.type != "cpu" or tensor.is_pinned() or tensor.nbytes < LEAST_BYTES or tensor.requires_grad:
+            return tensor
+        key = tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), tensor.dtype
+        if key not in kept:
+            if tensor.nbytes > room:
+                return tensor
+            began = time.perf_counter()
+            kept[key] = tensor, tensor.contiguous().pin_memory()
+            room -= tensor.nbytes
+            running.setup_s += time.perf_counter() - began
+        return kept[key][1]
+
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not any(map(_on_gpu, (*args, kwargs.get("device"), kwargs.get("other")))):
+            return plain_to(self, *args, **kwargs)
+        return plain_to(moved(self), *args, **_beside(args, kwargs))
+
+    def cuda(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return plain_cuda(moved(self), *args, **_beside(args, kwargs))
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, *args, **{"pin_memory": True} | kwargs)
+
+    Tensor.to, Tensor.cuda, loader.__init__ = to, cuda, init  # type: ignore[method-assign,assignment]
+    try:
+        yield running
+    finally:
+        Tensor.to, Tensor.cuda, loader.__init__ = plain_to, plain_cuda, plain_init  # type: ignore[method-assign]
+
+
+def _on_gpu(target: Any) -> bool:
+    """Whether an argument of ``Tensor.to`` names a GPU."""
+    if isinstance(target, Tensor):
+        return target.is_cuda
+    if isinstance(target, int):
+        return not isinstance(target, bool)
+    return isinstance(target, str | torch.device) and str(target).startswith("cuda")
+
+
+def _beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Keywords of a copy that does not wait, unless the call says by position whether it does."""
+    return kwargs if any(isinstance(each, bool) for each in args) else kwargs | {"non_blocking": True}
+
+
+def _close(one: Any, other: Any) -> bool:
+    """Whether two results are near each other, tensor by tensor where they hold several."""
+    leaves, structure = torch.utils._pytree.tree_flatten(one)
+    others, same = torch.utils._pytree.tree_flatten(other)
+    return structure == same and all(map(_near, leaves, others))
+
+
+def _near(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if not one.is_floating_point():
+            return torch.equal(one, other)
+        rounding = 2 * torch.finfo(one.dtype).eps  # of bfloat16 more than ``RELATIVE``
+        return torch.allclose(one, other, max(RELATIVE, rounding), ABSOLUTE)
+    return type(one) is type(other)
+
+
+CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Running]]] = {
+    "inference mode": inference,
+    "threads": all_threads,
+    "tf32": tf32,
+    "bfloat16": bfloat16,
+    "compile": compiled,
+    "CUDA graph": graphed,
+    "pinned memory": pinned,
+}
+"""By the names in ``Finding.apply``. ``batching`` is beside them: it needs a run before."""

@@ -1,0 +1,53 @@
+"""A finding, and the material that findings are made of. What looks for them: ``findings.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...costs.ceilings import Ceilings
+from .gaps import Named
+from .sampler import Samples
+from .split import Split
+
+MANY = 16
+"""Calls of the same work that make a loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing to change.
+
+    Attributes:
+        kind: a short name, the same for the same cause.
+        title: what it is.
+        evidence: what in the trace says so.
+        gain: seconds that the change is predicted to save.
+        advice: what to do.
+        apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.
+        gains: seconds that one of these is predicted to save, where that is not ``gain``.
+    """
+
+    kind: str
+    title: str
+    evidence: str
+    gain: float
+    advice: str
+    apply: str = ""
+    share: float = 0.0
+    """The gain as a part of the program's own time."""
+    gains: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """All that is known of a run."""
+
+    split: Split
+    ceilings: Ceilings
+    named: list[Named] = field(default_factory=list)
+    samples: Samples | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """``threads`` of torch, ``cores``, ``backward`` (whether one ran), ``padding`` (share of tokens), ``autograd_s``
+    (seconds that recording adds to an operator)."""

@@ -1,0 +1,387 @@
+"""What to change: findings in the order of what they are predicted to gain.
+
+A finding has evidence in the trace, a predicted gain in seconds of the wall time that was looked at, and what to do.
+Detectors are small functions over the same material; each names one cause, and no time is claimed twice by causes that
+stand for the same thing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from ...hardware.cores import usable_cores
+from .finding import MANY, Finding, Material
+from .findings_host import collector, host, library, other_threads, threads, whole_shares
+from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
+from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host
+from .stretches import stretches
+from .trace import COPY, KERNEL, OP, RUNTIME, Key
+
+CALLING = ("launch", "sync")
+"""Findings about calls of operators, whoever makes them."""
+LEAST = 0.02
+"""Findings that would gain a smaller share of the wall time are left out."""
+RECORDING_S = 1e-6
+"""What autograd adds to an operator, where nothing is measured."""
+REACHED = 0.5
+"""The part of a device's rate that a product of some hundred rows reaches about."""
+VALUE_BYTES = 64
+"""A copy to the host of no more bytes is one of single values, as ``.item()`` makes it."""
+
+
+def find(material: Material) -> list[Finding]:
+    """All findings worth a look, the best first."""
+    found = [each for detector in DETECTORS for each in detector(material)]
+    left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
+    found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
+    wall = material.split.own or 1.0
+    found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
+    return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
+
+
+def compiling(material: Material) -> Iterator[Finding]:
+    """torch.compile at work, more than once."""
+    split = material.split
+    again = [each for each in stretches(split.trace, split.lane) if each[2] == "recompilation"]
+    needed = 2 if material.facts.get("backward", True) else 1  # a backward pass is compiled when it first runs
+    if len(again) <= needed:
+        return
+    seconds = split.parts["recompilation"]
+    yield Finding(
+        "recompilation",
+        "the program is compiled again and again",
+        f"{len(again)} compilations, {1e3 * seconds:.1f} ms",
+        seconds * (1 - needed / len(again)),
+        "keep shapes and Python values the same (pad to buckets, or dynamic=True), and warm up first",
+    )
+
+
+def synchronisation(material: Material) -> Iterator[Finding]:
+    """``.item()`` and its like: the time that they take, and the loop around them."""
+    split = material.split
+    if split.on_gpu:
+        trace = split.trace
+        last = max((float(trace.ts[i]) for kind in (KERNEL, COPY) for i in trace.where(kind)), default=0.0)
+        waits = [i for i in _runtime(split, WAITS) if trace.ts[i] + trace.dur[i] <= last]  # not those at the end
+        waited = float(sum(trace.dur[i] for i in waits))
+        values = [op for op in split.ops if op.key.name.startswith("Memcpy DtoH") and op.key.bytes <= VALUE_BYTES]
+        read = sum(op.seconds for op in values if op.calls >= MANY)
+        yield Finding(
+            "sync",
+            "the program waits for the GPU",
+            f"{len(waits)} times, after which the GPU has nothing to do until it is given work again",
+            max(0.0, min(waited, split.own - max(split.busy - read, split.issuing))),
+            "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
+        )
+        return
+    ops = split.named(*SYNC)
+    calls = sum(op.calls for op in ops if op.key.name == "aten::item") or sum(op.calls for op in ops)
+    if calls >= MANY:
+        yield Finding(
+            "sync",
+            "the program waits for single values",
+            f"{calls} calls of .item() or the like",
+            split.parts["sync"] + _sync_launch(split, calls),
+            "keep values in tensors and read them once, after the loop",
+        )
+
+
+def _sync_launch(split: Split, calls: int) -> float:
+    """The time of launching in the loop around so many waits: that of operators called about as often."""
+    inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls)
+    every = sum(op.calls for op in split.ops) or 1
+    return split.parts["launch"] * inside / every if calls >= MANY else 0.0
+
+
+def launching(material: Material) -> Iterator[Finding]:
+    """Many small operators."""
+    split = material.split
+    calls = sum(op.calls for op in split.ops)
+    most = max(split.ops, key=lambda op: op.launch, default=None)
+    if most is None or most.calls < MANY:
+        return
+    if split.on_gpu:  # beside what the GPU computes calls cost nothing
+        seconds = min(split.parts["launch"], max(0.0, split.issuing - split.busy))
+    else:
+        waits = sum(op.calls for op in split.named("aten::item"))
+        seconds = split.parts["launch"] - _sync_launch(split, waits)
+    seconds *= 1 - 1 / most.calls
+    yield Finding(
+        "launch",
+        "many small operators",
+        f"{calls} operators; {most.title} {most.calls} times with {most.key.shapes}",
+        seconds,
+        "do the loop's work in one batch; else torch.compile or a CUDA graph",
+        apply=_fewer_calls(material),
+        gains={"compile": seconds * _fusible(split)},
+    )
+
+
+def _fusible(split: Split) -> float:
+    """The share of calls that a compiler takes away: it makes one of those that stand between two products."""
+    trace = split.trace
+    if split.on_gpu:
+        launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+        called = [launcher[link] for i in trace.where(KERNEL) if (link := int(trace.link[i])) in launcher]
+    else:
+        called = [int(i) for i in trace.where(OP) if trace.lane[i] == split.lane]
+    products = [_is_product(key.name) for key in trace.keys]
+    counted = [key.name not in FREE for key in trace.keys]
+    numbers = [number for i in called if counted[number := int(trace.key[i])]]
+    alone = [products[number] for number in numbers]
+    left = sum(each or before for before, each in zip([True, *alone], alone, strict=False))
+    return 1 - left / len(numbers) if numbers else 0.0
+
+
+def _is_product(name: str) -> bool:
+    return name in PRODUCTS or name in CONVOLUTIONS or any(each in name for each in ATTENTION)
+
+
+def _fewer_calls(material: Material) -> str:
+    """What makes fewer calls of operators, where no backward pass runs."""
+    if material.facts.get("backward", True):
+        return "compile"
+    return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
+
+
+def small_batch(material: Material) -> Iterator[Finding]:
+    """The same product with few rows, again and again: the weights are read every time."""
+    gain, evidence, worst = 0.0, "", 0.0
+    rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
+    reached = replace(material.ceilings, flops_per_second=rates)
+    for op in material.split.ops:
+        key = replace(op.key, name=op.name)
+        rows = _rows(key)
+        if op.name not in PRODUCTS or op.calls < MANY or rows is None or rows > 8 or not op.floor:
+            continue
+        count = min(op.calls, 256)
+        batched = floor(_with_rows(key, rows * count), reached)
+        if batched is None:
+            continue
+        efficiency = min(1.0, op.calls * op.floor / max(op.seconds, 1e-12))
+        seconds = op.seconds - op.calls / count * batched / max(efficiency, 0.3)
+        gain += max(0.0, seconds)
+        if seconds > worst:
+            worst = seconds
+            evidence = f"{op.name} {op.calls} times with {rows} rows ({op.key.shapes})"
+    if gain:
+        yield Finding(
+            "small batch",
+            "the batch is too small",
+            evidence,
+            gain,
+            f"compute {MANY} or more of them together: the weights are then read once for all",
+            apply="" if material.facts.get("backward", True) else "batching",
+        )
+
+
+def _rows(key: Key) -> int | None:
+    shapes = key.shapes
+    if not isinstance(shapes, list) or len(shapes) < 2:
+        return None
+    left = shapes[1] if key.name == "aten::addmm" else shapes[0]
+    return left[0] if key.name in ("aten::mm", "aten::addmm") and isinstance(left, list) and len(left) == 2 else None
+
+
+def _with_rows(key: Key, rows: int) -> Key:
+    shapes = [list(each) for each in key.shapes]
+    shapes[1 if key.name == "aten::addmm" else 0][0] = rows
+    return replace(key, shapes=shapes)
+
+
+def conversions(material: Material) -> Iterator[Finding]:
+    """Copies that change the type, the layout or the length of the same tensors."""
+    groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
+    for op in material.split.named(*COPIES):
+        if op.name in ("aten::cat", "aten::stack"):
+            groups["grow"].append(op)
+        elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:
+            groups["convert" if op.key.types[0] != op.key.types[1] else "layout"].append(op)
+        else:
+            groups["layout"].append(op)
+    texts = {
+        "convert": ("the same tensors are converted again and again", "convert once, before the loop"),
+        "layout": ("tensors are copied to change their layout", "keep the layout that the next operator wants"),
+        "grow": ("tensors grow by concatenation", "allocate the whole tensor once and write into it"),
+    }
+    for kind, ops in groups.items():
+        calls = sum(op.calls for op in ops)
+        if calls < MANY:
+            continue
+        most = max(ops, key=lambda op: op.seconds)
+        spent = sum(op.seconds for op in ops)
+        # The first conversion of each shape is needed; a tensor that grows is written once in any case.
+        kept = sum(op.seconds / op.calls for op in ops) if kind == "convert" else 2 / calls * spent
+        seconds = max(0.0, spent - kept) if kind != "layout" else spent
+        title, advice = texts[kind]
+        evidence = f"{calls} copies, {1e3 * spent:.1f} ms; most in {most.name} {most.key.shapes}"
+        yield Finding(kind, title, f"{evidence} {' <- '.join(most.key.types[:2])}", seconds, advice)
+
+
+def wide_numbers(material: Material) -> Iterator[Finding]:
+    """float64 where float32 would do; float32 products where a GPU has faster ones."""
+    double = [op for op in material.split.ops if _has_doubles(op.key) and op.name not in COPIES]
+    seconds = sum(op.seconds - (0.0 if op.operator else op.launch) for op in double)  # a kernel was called beforehand
+    if seconds:
+        most = max(double, key=lambda op: op.seconds)
+        evidence = f"{1e3 * seconds:.1f} ms in float64, most of it in {most.name} {most.key.shapes}"
+        advice = "use float32: a number takes half the bytes and half the time"
+        yield Finding("float64", "float64 numbers", evidence, seconds / 2, advice)
+    rates = material.ceilings.flops_per_second
+    fast, slow = rates.get("tf32"), rates.get("float32")
+    if not (material.split.on_gpu and fast and slow):
+        return
+    ops = [
+        op
+        for op in material.split.ops
+        if "float" in op.key.types
+        and (found := cost(replace(op.key, name=op.operator))) is not None
+        and found.flops > 100 * found.bytes
+    ]
+    seconds = sum(op.seconds for op in ops if re.search(r"sgemm|simt|fp32|f32f32_f32f32", op.key.name))
+    if seconds:
+        yield Finding(
+            "float32 products",
+            "products in full float32",
+            f"{1e3 * seconds:.1f} ms in float32 products",
+            seconds * (1 - slow / fast),
+            "torch.set_float32_matmul_precision('high'), or bfloat16",
+            apply="tf32, bfloat16",
+        )
+
+
+def _has_doubles(key: Key) -> bool:
+    """Whether a tensor among the inputs is in float64; a plain number of Python's is listed with that type too."""
+    shapes = key.shapes if isinstance(key.shapes, list) else []
+    return any(kind == "double" and shape != [] for kind, shape in zip(key.types, shapes, strict=False))
+
+
+def padding(material: Material) -> Iterator[Finding]:
+    """Tokens that are padding."""
+    seconds = material.split.parts["padding"]
+    if seconds:
+        share = float(material.facts.get("padding", 0.0))
+        yield Finding(
+            "padding",
+            "most of the work is on padding" if share > 0.5 else "work on padding",
+            f"{share:.0%} of the token ids are padding",
+            seconds,
+            "sort by length, pack sequences, or use variable-length attention",
+        )
+
+
+def gradients(material: Material) -> Iterator[Finding]:
+    """Autograd records what nobody asks the gradient of."""
+    if material.facts.get("backward", True):
+        return
+    split = material.split
+    calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
+    seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
+    if split.on_gpu:  # beside what the GPU computes recording costs nothing
+        seconds = min(seconds, max(0.0, split.issuing - split.busy))
+    if calls >= MANY:
+        yield Finding(
+            "autograd",
+            "autograd records operators, and no backward pass runs",
+            f"{calls} operators were recorded",
+            seconds,
+            "run inference under torch.inference_mode()",
+            apply="inference mode",
+        )
+
+
+def loading(material: Material) -> Iterator[Finding]:
+    """A DataLoader that works in the main process."""
+    split = material.split
+    seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
+    if seconds <= 0:
+        return
+    workers = max(1, usable_cores() - 1)
+    rest = split.wall - seconds
+    beside = any("MultiProcessingDataLoader" in key.name for key in split.trace.keys)
+    left = 0.0 if beside else max(0.0, seconds / workers - rest)
+    advice = (
+        f"DataLoader(num_workers={workers}, persistent_workers=True, prefetch_factor=2): loads while the step computes"
+    )
+    if beside:
+        advice = "more workers, or less work for each sample; persistent_workers=True, and a larger prefetch_factor"
+    yield Finding(
+        "loading",
+        "the loop waits for the workers that load its data" if beside else "the loop waits for its data",
+        f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
+        seconds - left,
+        advice,
+    )
+
+
+def transfers(material: Material) -> Iterator[Finding]:
+    """Copies between host and GPU: from pageable memory, or of as many bytes again and again."""
+    split, link = material.split, material.ceilings.host_to_device_bytes_per_second
+    ops = [op for op in split.ops if op.key.name.startswith("Memcpy")]
+    pageable = [op for op in ops if "Pageable" in op.key.name]
+    if pageable and link:
+        seconds = sum(op.seconds - op.calls * op.key.bytes / link for op in pageable)
+        evidence = f"{sum(op.calls for op in pageable)} copies, {sum(op.calls * op.key.bytes for op in pageable)} bytes"
+        advice = "pin_memory=True in the DataLoader or tensor.pin_memory(), and non_blocking=True"
+        gain = max(0.0, seconds)
+        yield Finding("pinned", "copies from pageable memory", evidence, gain, advice, apply="pinned memory")
+    again = [op for op in ops if "HtoD (Pinned" in op.key.name and op.calls >= MANY and op.key.bytes >= 1 << 20]
+    if again:
+        seconds = sum(op.seconds * (1 - 1 / op.calls) for op in again)
+        evidence = f"{again[0].calls} copies of {again[0].key.bytes} bytes each"
+        advice = "upload once what stays the same; new batches in a stream of their own, beside the computing"
+        yield Finding("upload", "as many bytes go to the GPU again and again", evidence, seconds, advice)
+
+
+def allocation(material: Material) -> Iterator[Finding]:
+    """The GPU's memory is allocated and freed in the loop."""
+    split = material.split
+    calls = _runtime(split, r"Malloc$|Free$|HostAlloc")
+    if len(calls) >= MANY:
+        seconds = float(sum(split.trace.dur[i] for i in calls))
+        advice = "remove torch.cuda.empty_cache(); keep shapes alike; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+        yield Finding("allocation", "the allocator asks the driver", f"{len(calls)} calls", seconds, advice)
+
+
+def _runtime(split: Split, pattern: str) -> list[int]:
+    """Calls of the driver's interface, in the time that is explained, whose name has the pattern."""
+    trace, end = split.trace, split.begin + split.wall
+    calls = trace.where(RUNTIME)
+    inside = calls[(trace.ts[calls] >= split.begin) & (trace.ts[calls] < end)]
+    return [int(i) for i in inside if re.search(pattern, trace.key_of(int(i)).name)]
+
+
+def fallback(material: Material) -> Iterator[Finding]:
+    """Operators that compute on the host between kernels."""
+    split = material.split
+    if not split.on_gpu:
+        return
+    slow = on_the_host(split.trace)
+    if slow:
+        seconds = float(sum(split.trace.dur[i] for i in slow))
+        names = sorted({split.trace.key_of(i).name for i in slow})
+        advice = "move their inputs to the GPU, or use an operator that has a kernel there"
+        yield Finding("fallback", "operators compute on the host", ", ".join(names[:5]), seconds, advice)
+
+
+DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
+    host,
+    library,
+    compiling,
+    synchronisation,
+    launching,
+    small_batch,
+    conversions,
+    wide_numbers,
+    padding,
+    gradients,
+    loading,
+    other_threads,
+    collector,
+    threads,
+    transfers,
+    allocation,
+    fallback,
+)

@@ -1,0 +1,103 @@
+"""``Explanation``: what was found of a program; as lines of text and as JSON. ``report_html.py`` makes a page of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...costs.ceilings import Ceilings
+from .finding import Finding
+from .gaps import Named
+from .split import PARTS, OpStat, Split
+
+MOST_OPS = 12
+SURE = 1.1
+"""An operator is faster than its floor where that is longer than its time by this factor."""
+CACHED = "operators above 100% of their floor found their inputs in a cache: floors count them from memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What came out: the parts of the wall time, findings, and what they were found in."""
+
+    split: Split
+    findings: list[Finding]
+    named: list[Named] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
+    interrupted: bool = False
+    """Ctrl-C ended what was explained."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; seconds."""
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        return "\n".join(lines(self))
+
+
+def lines(explanation: Explanation) -> Iterator[str]:
+    """Parts, findings, and the operators that cost the most."""
+    split = explanation.split
+    yield f"wall time {1e3 * split.wall:.1f} ms, {'GPU' if split.on_gpu else 'CPU'}"
+    yield ""
+    for part, meaning in PARTS.items():
+        seconds = split.parts.get(part, 0.0)
+        if seconds > 0 or part == "unexplained":
+            yield f"  {100 * split.share(part):5.1f}%  {1e3 * seconds:10.2f} ms  {meaning}"
+    yield f"  100.0%  {1e3 * sum(split.parts.values()):10.2f} ms"
+    yield ""
+    if not explanation.findings:
+        yield "findings: none that would gain 2% or more"
+    for number, found in enumerate(explanation.findings, 1):
+        yield f"{number}. {found.title}: {1e3 * found.gain:.1f} ms to gain ({found.share:.0%})"
+        yield f"   evidence: {found.evidence}"
+        yield f"   do: {found.advice}" + (f"   [--apply does: {found.apply}]" if found.apply else "")
+    top = heaviest(explanation)
+    if top:
+        yield ""
+        yield "   time ms   calls   of floor  operator"
+        for op in top:
+            yield f"{1e3 * op.seconds:10.2f} {op.calls:7d}  {of_floor(op):>9}  {op.title} {op.key.shapes or ''}"[:160]
+    for note in notes(explanation):
+        yield f"note: {note}"
+
+
+def of_floor(op: OpStat) -> str:
+    """The share of an operator's time that its floor is; empty where it has none."""
+    return "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):.0%}"
+
+
+def notes(explanation: Explanation) -> list[str]:
+    """What is to be known of the figures."""
+    faster = any(op.floor and op.calls * op.floor > SURE * op.seconds for op in heaviest(explanation))
+    return [*explanation.split.notes, *([CACHED] if faster else [])]
+
+
+def heaviest(explanation: Explanation) -> list[OpStat]:
+    """The operators or kernels that take the most time."""
+    return sorted(explanation.split.ops, key=lambda op: -op.seconds)[:MOST_OPS]
+
+
+def as_dict(explanation: Explanation) -> dict[str, Any]:
+    """For JSON; seconds."""
+    split = explanation.split
+    return {
+        "wall_s": split.wall,
+        "on_gpu": split.on_gpu,
+        "parts_s": {part: split.parts.get(part, 0.0) for part in PARTS},
+        "findings": [asdict(found) for found in explanation.findings],
+        "operators": [
+            {
+                "name": op.key.name,
+                "shapes": op.key.shapes,
+                "calls": op.calls,
+                "seconds": op.seconds,
+                "floor_s": None if op.floor is None else op.calls * op.floor,
+            }
+            for op in sorted(split.ops, key=lambda op: -op.seconds)[:100]
+        ],
+        "facts": explanation.facts,
+        "notes": notes(explanation),
+    }

@@ -1,0 +1,470 @@
+"""Splits the wall time of a trace into causes. Every instant gets one name, so the parts add up to the whole.
+
+Where kernels ran, an instant belongs to what the GPU did: computing, else communication, else a copy, else a gap that
+is named by what the host did (``gaps.py``). Without kernels it belongs to what the main thread did: the innermost
+operator, or a gap between operators.
+
+Time inside an operator is divided: the least that its shapes need (``op_floor.py``), the cost of calling it at all,
+and the rest. An operator that only moves, converts, allocates or waits belongs to the part of its kind as a whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from ...costs.ceilings import Ceilings
+from .op_floor import floor, own_floors
+from .stretches import COMPILING, LOADING, pieces, stretches
+from .trace import COPY, KERNEL, OP, OVERHEAD, RANGE, RUNTIME, SET, Key, Trace
+
+WINDOW = "transect.explain"
+"""The range that marks what is explained; without one it is the whole trace."""
+PARTS: Mapping[str, str] = {
+    "floor": "at the floor: the least that the shapes need",
+    "inefficiency": "kernels above their floor",
+    "unrated": "kernels whose shapes are not in the trace, C++ kernels among them",
+    "padding": "computing on padding",
+    "launch": "launch-bound: calling operators, and short gaps between them",
+    "host": "host-bound: Python and other work between operators",
+    "sync": "synchronisation: .item(), .cpu(), allocation",
+    "loading": "data loading",
+    "copies": "copies, conversions and changes of layout",
+    "communication": "communication that nothing hides",
+    "recompilation": "compiling",
+    "profiler": "what profiling itself cost",
+    "unexplained": "unexplained",
+}
+LAUNCH_S = 3e-6
+"""What calling an operator costs, where nothing is measured."""
+SMALL_S = 30e-6
+"""An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
+SHORT_GAP_S = 30e-6
+"""A gap between operators that is no longer is the loop that calls them; where most gaps are longer, so are these."""
+LONG_GAP_S = 500e-6
+SYNC = {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::unique"}
+COPIES = {"aten::copy_", "aten::contiguous", "aten::clone", "aten::cat", "aten::_to_copy", "aten::stack", "aten::roll"}
+WAITS = r"Synchronize$|(?:cuda|hip)Memcpy$|hipMemcpyWithStream$"
+"""Calls of the driver's interface in which the host waits for the GPU."""
+ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
+"""Calls by which an operator has to do with the GPU."""
+HOST_OP_S = 500e-6
+"""An operator that takes longer without any such call computes on the host."""
+OWN_OVERHEAD = r"^(?:Activity Buffer Request|Instrumentation|Resource|CUPTI)"
+"""What the profiler does for itself; the driver's overhead (loading a kernel, say) is the program's."""
+GIVES = r"Launch|Memcpy|Memset"
+"""Calls that give the GPU something to do."""
+HELD_S = 200e-6
+"""A GPU that has nothing else to do begins within microseconds of a launch. If its first kernel under a profiler begins
+so much later, the profiler was setting itself up."""
+PLUMBING = ("autograd::", "Optimizer", "torch::autograd", "TorchDynamo Cache Lookup", "Pregraph bytecode")
+"""What autograd, optimizers and torch.compile do to call operators."""
+COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
+
+
+@dataclass(slots=True)
+class OpStat:
+    """All calls of one operator with the same shapes. Times are seconds inside it, without the operators it calls.
+
+    On a GPU all launches of one kernel by such an operator; several kernels of an operator share its floor."""
+
+    key: Key
+    calls: int = 0
+    seconds: float = 0.0
+    floor: float | None = None
+    """For one call."""
+    first: float = 0.0
+    last: float = 0.0
+    operator: str = ""
+    """The operator that launched it, for a kernel."""
+
+    @property
+    def name(self) -> str:
+        """The operator's name; a kernel has that of the operator that launched it, where that is known."""
+        return self.operator or self.key.name
+
+    @property
+    def title(self) -> str:
+        """What to call it: an operator, or the kernel's name without its templates behind that of its operator."""
+        if not self.operator:
+            return kernel_name(self.key.name, templates=True)
+        return f"{self.operator}: {kernel_name(self.key.name)}"
+
+    @property
+    def launch(self) -> float:
+        """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
+        floor = self.floor or 0.0
+        most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
+        return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
+
+
+def kernel_name(name: str, *, templates: bool = False) -> str:
+    """A kernel's name without what it returns, its namespaces and its parameters, and those of its template unless
+    ``templates``; names that are none of C++ stay as they are.
+
+    >>> kernel_name("void at::native::(anonymous namespace)::copy<float, 4>(int, f<float>)")
+    'copy'
+    """
+    if not name.endswith(")") or name.startswith("Mem"):
+        return name
+    name = name.replace("(anonymous namespace)::", "")
+    plain, depth = "", 0
+    for letter in name:
+        if letter == "(" and not depth:
+            break
+        depth += (letter == "<") - (letter == ">")
+        if not depth and letter != ">":
+            plain += letter
+    word = plain.split()[-1] if plain.split() else name
+    if not templates:
+        return word.rpartition("::")[2] if "::kernel" not in word else word
+    begin = name.find(word)
+    depth = 0
+    for end in range(begin, len(name)):
+        depth += (name[end] == "<") - (name[end] == ">")
+        if name[end] == "(" and not depth:
+            return name[begin:end]
+    return name
+
+
+@dataclass(slots=True)
+class Gap:
+    """A stretch between operators or kernels, and the part that it belongs to."""
+
+    begin: float
+    end: float
+    part: str = "host"
+    label: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.begin
+
+
+@dataclass(slots=True)
+class Split:
+    """The parts of a trace's wall time, in seconds, and what they were made of."""
+
+    wall: float
+    begin: float
+    parts: dict[str, float]
+    ops: list[OpStat]
+    gaps: list[Gap]
+    on_gpu: bool
+    lane: int
+    trace: Trace
+    notes: list[str] = field(default_factory=list)
+    profiling: float = 0.0
+    """Seconds that the profiler added to the main thread's calls of a GPU's driver and the operators around them."""
+    held: float = 0.0
+    """Seconds in which a GPU had nothing to do because of the profiler."""
+    held_host: float = 0.0
+    """Those of them in which the host could not go on either."""
+
+    @property
+    def own(self) -> float:
+        """The wall time without what profiling cost: the program's own, in seconds."""
+        return self.wall - self.parts.get("profiler", 0.0)
+
+    def rate(self, least: float) -> None:
+        """Divide the time of kernels without shapes into ``least`` seconds at the floor, and what is above."""
+        seconds, self.parts["unrated"] = self.parts["unrated"], 0.0
+        self.parts["floor"] += min(least, seconds)
+        self.parts["inefficiency"] += max(0.0, seconds - least)
+
+    def share(self, part: str) -> float:
+        """The part of the wall time."""
+        return self.parts.get(part, 0.0) / self.wall if self.wall else 0.0
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which the GPU did something."""
+        return self.wall - _seconds(self.gaps) - self.held
+
+    @property
+    def issuing(self) -> float:
+        """Seconds in which the main thread did not wait for the GPU, without what profiling cost it."""
+        trace, end = self.trace, self.begin + self.wall
+        waits = [int(i) for i in trace.where(RUNTIME) if re.search(WAITS, trace.key_of(int(i)).name)]
+        spans = ((float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in waits)
+        waited = sum(max(0.0, min(last, end) - max(first, self.begin)) for first, last in spans)
+        return self.wall - waited - self.profiling - self.held_host
+
+    def named(self, *names: str) -> list[OpStat]:
+        """Operators with these names, and kernels that they launched."""
+        return [op for op in self.ops if op.name in names]
+
+
+def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, padding: float = 0.0) -> Split:
+    """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
+
+    Args:
+        ceilings: what floors are computed from.
+        profiler_s: what the profiler adds to each operator, if that is known.
+        padding: the share of tokens that are padding, if that is known.
+    """
+    begin, end, lane = _window(trace)
+    if trace.on_gpu:
+        ops, gaps, parts = _device(trace, ceilings, begin, end)
+        stopped = _own_overhead(trace, begin)
+        spans = sorted([*stopped, *_late_start(trace, begin)])
+        idle, gaps = _seconds(gaps), [piece for gap in gaps for piece in _without(gap, spans)]
+    else:
+        ops, gaps, parts = _host(trace, ceilings, begin, end, lane, profiler_s)
+    computed = parts["floor"] + parts["inefficiency"]
+    for part in ("floor", "inefficiency"):
+        parts[part] -= parts[part] * padding
+    parts["padding"] = computed * padding
+    split = Split(end - begin, begin, parts, ops, gaps, trace.on_gpu, lane, trace)
+    if trace.on_gpu:
+        mine = trace.where(RUNTIME)
+        inside = (trace.lane[mine] == lane) & (trace.ts[mine] >= begin) & (trace.ts[mine] < end)
+        split.profiling = profiler_s * int(inside.sum())
+        split.held = idle - _seconds(gaps)
+        split.held_host = min(split.held, sum(min(last, end) - first for first, last in stopped if first < end))
+        parts["profiler"] += split.held
+    return split
+
+
+def _seconds(gaps: Sequence[Gap]) -> float:
+    return sum(gap.seconds for gap in gaps)
+
+
+def _own_overhead(trace: Trace, begin: float) -> list[tuple[float, float]]:
+    """When the profiler was at work for itself."""
+    own = [i for i in trace.where(OVERHEAD) if re.search(OWN_OVERHEAD, trace.key_of(int(i)).name)]
+    return [(float(trace.ts[i]), float(trace.ts[i] + trace.dur[i])) for i in own if trace.ts[i] >= begin]
+
+
+def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
+    """From the end of the first launch to the beginning of the first kernel, where that is long (``HELD_S``)."""
+    firsts = [float(trace.ts[i]) for kind in (KERNEL, COPY, SET) for i in trace.where(kind)[:1]]
+    calls = [int(i) for i in trace.where(RUNTIME) if re.search(GIVES, trace.key_of(int(i)).name)]
+    if not firsts or not calls or trace.ts[calls[0]] < begin:
+        return []
+    launched = float(trace.ts[calls[0]] + trace.dur[calls[0]])
+    return [(launched, min(firsts))] if min(firsts) - launched > HELD_S else []
+
+
+def _without(gap: Gap, spans: Sequence[tuple[float, float]]) -> Iterator[Gap]:
+    """The pieces of a gap that lie in none of these spans."""
+    at = gap.begin
+    for first, last in spans:
+        if last <= at or first >= gap.end:
+            continue
+        if first > at:
+            yield Gap(at, first)
+        at = max(at, last)
+    if at < gap.end:
+        yield Gap(at, gap.end)
+
+
+def _window(trace: Trace) -> tuple[float, float, int]:
+    """(begin, end, main thread): those of the marked range, or of all that is there."""
+    for index in trace.where(RANGE):
+        if trace.key_of(index).name == WINDOW:
+            return float(trace.ts[index]), float(trace.ts[index] + trace.dur[index]), int(trace.lane[index])
+    counted = np.flatnonzero(np.isin(trace.kind, (OP, KERNEL, COPY, SET)))
+    counted = counted if len(counted) else np.arange(len(trace.ts))
+    ops = trace.where(OP)
+    lane = -1
+    if len(ops):
+        if trace.on_gpu:  # the backward pass of what is on a GPU has a thread of its own
+            engines = [number for number, key in enumerate(trace.keys) if key.name.startswith("autograd::engine")]
+            others = ops[~np.isin(trace.lane[ops], np.unique(trace.lane[ops[np.isin(trace.key[ops], engines)]]))]
+            ops = others if len(others) else ops
+        lanes, where = np.unique(trace.lane[ops], return_inverse=True)
+        lane = int(lanes[np.argmax(np.bincount(where, weights=trace.dur[ops]))])
+    return float(trace.ts[counted].min()), float((trace.ts[counted] + trace.dur[counted]).max()), lane
+
+
+def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float) -> Iterator[tuple[float, float, int]]:
+    """(begin, end, event) of every stretch of a thread between two moments: the innermost event, or -1 for none."""
+    stack: list[tuple[float, int]] = []
+    at = begin
+    for index in indices:
+        first = min(max(float(trace.ts[index]), begin), end)
+        last = min(float(trace.ts[index] + trace.dur[index]), end)
+        if last <= begin or first >= end:
+            continue
+        while stack and stack[-1][0] <= first:
+            until, inner = stack.pop()
+            if until > at:
+                yield at, until, inner
+                at = until
+        if first > at:
+            yield at, first, stack[-1][1] if stack else -1
+            at = first
+        if stack:
+            last = min(last, stack[-1][0])
+        stack.append((last, index))
+    while stack:
+        until, inner = stack.pop()
+        if until > at:
+            yield at, until, inner
+            at = until
+    if end > at:
+        yield at, end, -1
+
+
+def _host(
+    trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
+) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+    """What the main thread did, where no kernel ran on a GPU."""
+    mine = [int(i) for i in trace.where(OP) if trace.lane[i] == lane]
+    stats: dict[int, OpStat] = {}
+    gaps: list[Gap] = []
+    seen: set[int] = set()
+    parts = dict.fromkeys(PARTS, 0.0)
+    owners = stretches(trace, lane)
+    least = own_floors(trace, mine, ceilings)
+    segments = self_segments(trace, mine, begin, end)
+    for first, last, owner, index in ((*each, index) for a, b, index in segments for each in pieces(owners, a, b)):
+        if owner:
+            parts[owner] += last - first
+            continue
+        if index < 0:
+            gaps.append(Gap(first, last))
+            continue
+        number = int(trace.key[index])
+        stat = stats.get(number)
+        if stat is None:
+            known = None if np.isnan(least[index]) else 0.0
+            stat = stats[number] = OpStat(trace.keys[number], first=first, floor=known)
+        stat.seconds += last - first
+        stat.last = last
+        if index not in seen:
+            seen.add(index)
+            stat.calls += 1
+            stat.floor = stat.floor + float(least[index]) if stat.floor is not None else None
+    for stat in stats.values():
+        stat.floor = stat.floor / stat.calls if stat.floor is not None else None
+        parts["profiler"] += (cost := min(stat.calls * profiler_s, 0.9 * stat.seconds))
+        stat.seconds -= cost
+        _add_op(parts, stat)
+    return list(stats.values()), gaps, parts
+
+
+def _add_op(parts: dict[str, float], stat: OpStat) -> None:
+    name = stat.key.name
+    if COMMUNICATION.search(name):
+        parts["communication"] += stat.seconds
+    elif name in SYNC:
+        parts["sync"] += stat.seconds
+    elif name in COPIES:
+        parts["copies"] += stat.seconds
+    elif stat.floor is None:
+        launch = min(stat.calls * LAUNCH_S, stat.seconds)
+        if name.startswith(PLUMBING) or name.endswith("Backward0"):  # what takes longer frees memory, or copies
+            launch = min(stat.calls * SMALL_S, stat.seconds)
+        parts["launch"] += launch
+        parts["unrated"] += stat.seconds - launch
+    else:
+        least = min(stat.seconds, stat.calls * stat.floor)
+        parts["floor"] += least
+        parts["launch"] += stat.launch
+        parts["inefficiency"] += stat.seconds - least - stat.launch
+
+
+def _device(
+    trace: Trace, ceilings: Ceilings, begin: float, end: float
+) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+    """What the GPU did. A kernel's shapes are those of the operator that launched it; where one operator launched
+    several kernels, its floor is theirs together, and each has as much of it as it has of their time."""
+    launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
+    marks: list[tuple[float, int, int]] = []
+    for kind in (KERNEL, COPY, SET):
+        for index in trace.where(kind):
+            first, last = max(float(trace.ts[index]), begin), min(float(trace.ts[index] + trace.dur[index]), end)
+            if last > first:
+                marks += [(first, 1, int(index)), (last, 0, int(index))]
+    marks.sort()
+    live: dict[int, int] = {}
+    owned: dict[int, float] = defaultdict(float)
+    gaps: list[Gap] = []
+    at = begin
+    for moment, starts, index in [*marks, (end, 0, -1)]:
+        if moment > at:
+            if live:
+                owned[min(live, key=lambda each: (live[each], each))] += moment - at
+            else:
+                gaps.append(Gap(at, moment))
+            at = moment
+        if starts:
+            live[index] = _rank(trace, index)
+        else:
+            live.pop(index, None)
+    parts = dict.fromkeys(PARTS, 0.0)
+    stats: dict[tuple[str, int], OpStat] = {}
+    ops_seen: dict[int, set[int]] = defaultdict(set)
+    of_operator: dict[int, float] = defaultdict(float)
+    for index, seconds in owned.items():
+        rank = _rank(trace, index)
+        if rank == 1:
+            parts["communication"] += seconds
+        elif rank >= 2:
+            parts["copies"] += seconds
+        op = launcher.get(int(trace.link[index]))
+        name = trace.key_of(index).name
+        mark = (name, -1 if op is None else int(trace.key[op]))
+        stat = stats.get(mark)
+        if stat is None:
+            key = trace.key_of(op) if op is not None and rank == 0 else trace.key_of(index)
+            key = replace(key, name=name, bytes=trace.key_of(index).bytes)
+            stat = stats[mark] = OpStat(key, first=float(trace.ts[index]))
+            if op is not None and rank == 0:
+                stat.operator = trace.key_of(op).name
+                stat.floor = floor(trace.key_of(op), ceilings, name)
+        stat.calls += 1
+        stat.seconds += seconds
+        stat.last = float(trace.ts[index])
+        if op is not None:
+            ops_seen[mark[1]].add(op)
+            if rank == 0:
+                of_operator[mark[1]] += seconds
+    for mark, stat in stats.items():
+        if COMMUNICATION.search(stat.key.name) or mark[0].startswith(("Memcpy", "Memset")):
+            continue
+        if stat.operator in COPIES:
+            parts["copies"] += stat.seconds
+            continue
+        if stat.floor is None:
+            parts["unrated"] += stat.seconds
+            continue
+        share = stat.seconds / (of_operator[mark[1]] or 1.0)
+        stat.floor *= share * len(ops_seen[mark[1]]) / stat.calls
+        least = min(stat.seconds, stat.calls * stat.floor)
+        parts["floor"] += least
+        parts["inefficiency"] += stat.seconds - least
+    return list(stats.values()), gaps, parts
+
+
+def on_the_host(trace: Trace) -> list[int]:
+    """Operators that take long and have nothing to do with the GPU, those inside of them left out. What compiles or
+    loads data is none: it has a part of its own."""
+    calls = np.sort([float(trace.ts[i]) for i in trace.where(RUNTIME) if re.search(ISSUES, trace.key_of(int(i)).name)])
+    found: list[int] = []
+    ends: dict[int, float] = {}
+    for index in trace.where(OP):
+        begin, end, lane = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index]), int(trace.lane[index])
+        if end - begin < HOST_OP_S or begin < ends.get(lane, 0.0):
+            continue
+        name = trace.key_of(int(index)).name
+        if COMPILING.search(name) or LOADING.search(name):
+            ends[lane] = end
+        elif np.searchsorted(calls, begin) == np.searchsorted(calls, end):
+            found.append(int(index))
+            ends[lane] = end
+    return found
+
+
+def _rank(trace: Trace, index: int) -> int:
+    """0: computes. 1: communicates. 2: copies or clears."""
+    if trace.kind[index] != KERNEL:
+        return 2
+    return 1 if COMMUNICATION.search(trace.key_of(index).name) else 0

@@ -1,0 +1,8 @@
+"""HTTP below the APIs: connections, limits, bodies, errors, streams.
+
+* ``connections``: limits on clients and on the time that a request takes to arrive.
+* ``gate``: counting, draining and API keys, before every route. ``deadline``: time limits of answers.
+* ``body``: bounded JSON bodies. ``bounds``: limits on the number of values in a body.
+* ``errors``: error bodies of the APIs.
+* ``sse``: server-sent events that always end well. ``disconnect``: cancels work whose client has left.
+"""

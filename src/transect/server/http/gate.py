@@ -1,0 +1,104 @@
+"""What every HTTP request passes before its handler: counting, draining, API keys, X-Request-Id.
+
+Plain ASGI: no buffering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import time
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..operations import request_log
+from ..serving import Serving
+from .errors import ApiError
+
+OPEN = ("/health", "/metrics", "/ping")
+"""Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
+MOST_ID = 128
+"""Letters of an X-Request-Id."""
+
+
+def request_id(scope: Scope) -> bytes:
+    """The client's X-Request-Id, if it is one that can be sent back and logged; else a new one."""
+    given = dict(scope["headers"]).get(b"x-request-id", b"")
+    return given if 0 < len(given) <= MOST_ID and all(0x21 <= byte <= 0x7E for byte in given) else uuid4().hex.encode()
+
+
+DRAINING = ApiError(
+    503,
+    "the server is shutting down: send the request to another one, or again in a moment",
+    code="draining",
+    headers={"Connection": "close", "Retry-After": "5"},
+)
+
+
+class Gate:
+    """ASGI middleware in front of the whole app."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self.app, self.serving = app, serving
+        self._keys = tuple(key.encode() for key in serving.options.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it here."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        root = self.serving.options.root_path
+        if root:
+            scope["root_path"] = root  # routes are found with it before them and without
+        status = 500
+        scope.setdefault("state", {})["arrival"] = asyncio.get_running_loop().time()
+        name = request_id(scope)
+
+        async def counted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name)]
+                timing = request_log.server_timing(facts)
+                if timing is not None:
+                    message["headers"].append((b"server-timing", timing))
+            await send(message)
+
+        if scope["path"].removeprefix(root) in OPEN:
+            await self.app(scope, receive, send)
+            return
+        self.serving.enter()
+        began, facts = time.monotonic(), request_log.begin()
+        if self.serving.tracing is not None:
+            self.serving.tracing.begin(scope["headers"])
+        try:
+            refusal = self._refusal(scope)
+            if refusal is None:
+                await self.app(scope, receive, counted)
+            else:
+                await refusal.response()(scope, receive, counted)
+        finally:
+            self.serving.leave()
+            # The route's own path is the label, never the client's text: labels must stay few.
+            route = getattr(scope.get("route"), "path", "other")
+            self.serving.metrics.responses.labels(route, str(status)).inc()
+            seconds = time.monotonic() - began
+            request_log.end(scope["method"], scope["path"][:200], status, seconds, name.decode(), facts)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        if self.serving.draining:
+            return DRAINING
+        known = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        if self._keys and not self._known(known):
+            message = "a valid API key is needed: send it as 'Authorization: Bearer <key>'"
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        return None
+
+    def _known(self, authorization: bytes) -> bool:
+        scheme, _, given = authorization.partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        # Every key is compared, each in constant time, so that the time taken tells nothing about them.
+        return sum(hmac.compare_digest(given.strip(), key) for key in self._keys) > 0

@@ -1,0 +1,238 @@
+"""``POST /v1/chat/completions``: the next message of a conversation."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING
+
+from ...text.tools.spec import tool_use
+from ..answers import AnswerReader, Answers, Piece
+from ..beams import Beams, beam_params
+from ..generation import Event, Generation, Prompt
+from ..http.deadline import Deadline
+from ..http.errors import ApiError, bad_value
+from ..http.sse import PLACE, TextEvents, event
+from ..prompts import chat_prompt, effort_kwargs
+from ..serving import Serving
+from .logprobs import chat_logprobs, prompt_logprobs
+from .long_replies import all_chat_logprobs
+from .protocol import FIELDS, ChatCompletionRequest, TokenizeRequest, opens_a_turn
+from .replies import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatLogprobs,
+    ChatResponse,
+    ChunkChoice,
+    CompletionDetails,
+    Delta,
+    FunctionCall,
+    ToolCall,
+    Usage,
+    finish_reason,
+)
+
+if TYPE_CHECKING:
+    from ...text.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+    from ...text.tools.parser import CallDelta
+
+
+def chat_opens_a_turn(body: ChatCompletionRequest | TokenizeRequest) -> bool:
+    """See ``opens_a_turn``.
+
+    Raises:
+        ApiError: 400 where the fields contradict each other.
+    """
+    try:
+        return opens_a_turn(body.add_generation_prompt, body.continue_final_message)
+    except ValueError as error:
+        raise bad_value(str(error), FIELDS) from None
+
+
+class Chat:
+    """One chat request."""
+
+    def __init__(self, serving: Serving, body: ChatCompletionRequest, deadline: Deadline) -> None:
+        self.serving, self.body, self.deadline = serving, body, deadline
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        self.top = body.top_logprobs or 0
+        limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        defaults = serving.engine.sampling_defaults
+        limit = defaults.limit(limit)
+        try:
+            self.params = body.sampling_params(
+                defaults,
+                max_tokens=limit,
+                logprobs=self.top if body.logprobs else None,
+                prompt_logprobs=body.prompt_logprobs,
+            )
+            self.use = tool_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        except ValueError as error:
+            raise bad_value(self._renamed(str(error)), FIELDS) from None
+
+    def _renamed(self, message: str) -> str:
+        """The complaint about a field under the name that the client gave it."""
+        if message.startswith("logprobs"):
+            return f"top_{message}"
+        if message.startswith("max_tokens") and self.body.max_completion_tokens is not None:
+            return message.replace("max_tokens", "max_completion_tokens", 1)
+        return message
+
+    async def _prompt(self) -> Prompt:
+        prompt = await chat_prompt(
+            self.serving,
+            self.body.messages,
+            add_generation_prompt=chat_opens_a_turn(self.body),
+            continue_final_message=bool(self.body.continue_final_message),
+            truncate=self.body.truncate_prompt_tokens,
+            room=self.params.max_tokens or 1,
+            add_special=self.body.add_special_tokens is True,
+            template_kwargs={
+                **effort_kwargs(self.serving, self.body.reasoning_effort),
+                **(self.body.chat_template_kwargs or {}),
+            },
+            use=self.use,
+        )
+        said = self.body.messages[-1].text if self.body.continue_final_message else ""
+        self.answers = Answers(self.serving, self.use, prompt.text or "", said)
+        try:
+            self.params = self.answers.params(self.params)
+        except ValueError as error:
+            raise bad_value(str(error), FIELDS) from None
+        return prompt
+
+    async def _prepare(self) -> Generation | Beams:
+        prompt = await self._prompt()
+        width, room = self.params.n, self.serving.engine.max_model_len - len(prompt.token_ids)
+        beams = beam_params(self.body, self.params, width, room)
+        priority = self.body.priority or 0
+        if beams is not None:
+            return Beams(self.serving, [prompt], beams, width, priority, self.deadline)
+        return Generation(self.serving, [prompt], self.params, priority, self.deadline)
+
+    async def whole(self) -> ChatResponse:
+        """The answer in one piece."""
+        async with self.deadline:
+            generation = await self._prepare()
+        (result,) = await generation.whole()
+        readers = [self.answers.reader() for _ in result.outputs]
+        choices = [await self._choice(*each) for each in zip(result.outputs, readers, strict=True)]
+        return ChatResponse(
+            id=f"chatcmpl-{generation.id}",
+            created=generation.created,
+            model=self.serving.model_name,
+            choices=choices,
+            usage=self._usage(generation, zip(readers, result.outputs, strict=True)),
+            prompt_logprobs=prompt_logprobs(result.prompt_logprobs),
+            prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else None,
+        )
+
+    def _usage(self, generation: Generation | Beams, read: Iterable[tuple[AnswerReader, CompletionOutput]]) -> Usage:
+        """Token counts; ``read``: the answers, and who has read them."""
+        usage = generation.usage()
+        if self.answers.thinks:
+            count = sum(self.answers.thought_tokens(reader, output.token_ids) for reader, output in read)
+            usage.completion_tokens_details = CompletionDetails(reasoning_tokens=count)
+        return usage
+
+    async def _choice(self, output: CompletionOutput, reader: AnswerReader) -> ChatChoice:
+        answer = reader.whole(output)
+        calls = [
+            ToolCall(id=call.id, type="function", function=FunctionCall(name=call.name, arguments=call.arguments))
+            for call in answer.calls
+        ]
+        logprobs: ChatLogprobs | None = None
+        if output.logprobs is not None and self.body.logprobs:
+            tokenizer = self.serving.engine.tokenizer
+            logprobs = await all_chat_logprobs(output.logprobs, output.token_ids, self.top, tokenizer)
+        return ChatChoice(
+            index=output.index,
+            message=AssistantMessage(
+                content=answer.text,
+                reasoning_content=answer.thoughts,
+                reasoning=answer.thoughts,
+                tool_calls=calls if calls else None,
+            ),
+            logprobs=logprobs,
+            finish_reason=finish_reason(self.answers.finish_reason(output.finish_reason or "", reader)),
+            stop_reason=output.stop_reason,
+            token_ids=list(output.token_ids) if self.body.return_token_ids else None,
+        )
+
+    async def begin(self) -> AsyncIterator[bytes]:
+        """Submit, and return the chunks to come. A refusal is raised here, before anything has been sent."""
+        async with self.deadline:
+            generation = await self._prepare()
+        assert isinstance(generation, Generation), "beams are not streamed"
+        await generation.start()
+        return self._chunks(generation)
+
+    async def _chunks(self, generation: Generation) -> AsyncIterator[bytes]:
+        texts: dict[int, TextEvents] = {}
+        readers: dict[int, AnswerReader] = {}
+        final: RequestOutput | None = None
+        async with generation:
+            async for news in generation:
+                body = b""
+                if news.choice not in texts:
+                    first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))
+                    chunk = self._chunk(generation, [first])
+                    if self.body.return_token_ids:
+                        chunk.prompt_token_ids = generation.prompts[0].token_ids
+                    body = event(chunk)
+                    choice = ChunkChoice(index=news.choice, delta=Delta(content=PLACE))
+                    texts[news.choice] = TextEvents(self._chunk(generation, [choice]))
+                    readers[news.choice] = self.answers.reader()
+                update, reader = news.update, readers[news.choice]
+                final = update.final or final
+                piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
+                plain = not (self.body.logprobs or self.body.continuous_usage or self.body.return_token_ids)
+                if plain and not (piece.calls or piece.thoughts or update.finish_reason):
+                    yield body + (texts[news.choice].event(piece.text) if piece.text else b"")
+                else:
+                    chunks = self._pieces(news, piece, reader)
+                    yield body + b"".join(event(self._chunk(generation, [chunk])) for chunk in chunks)
+            if self.body.include_usage:
+                read = [] if final is None else [(readers[output.index], output) for output in final.outputs]
+                yield event(self._chunk(generation, [], self._usage(generation, read)))
+
+    def _pieces(self, news: Event, piece: Piece, reader: AnswerReader) -> list[ChunkChoice]:
+        """The update as chunks: what is new, then the end by itself."""
+        update, index = news.update, news.choice
+        ids = update.token_ids if self.body.return_token_ids else None
+        thoughts = piece.thoughts
+        deltas = [Delta(reasoning_content=thoughts, reasoning=thoughts)] if thoughts else []
+        if piece.text or ((update.logprobs or ids) and not (deltas or piece.calls)):
+            deltas.append(Delta(content=piece.text))
+        deltas += [Delta(tool_calls=[_call(call)]) for call in piece.calls]
+        pieces = [ChunkChoice(index=index, delta=delta) for delta in deltas]
+        if pieces:
+            pieces[0].logprobs = self._logprobs(update.logprobs, update.token_ids)
+            pieces[0].token_ids = ids
+        if update.finish_reason is not None:
+            reason = finish_reason(self.answers.finish_reason(update.finish_reason, reader))
+            end = ChunkChoice(index=index, delta=Delta(), finish_reason=reason, stop_reason=update.stop_reason)
+            pieces.append(end)
+        return pieces
+
+    def _logprobs(self, positions: list[PositionLogprobs] | None, token_ids: list[int]) -> ChatLogprobs | None:
+        if positions is None or not self.body.logprobs:
+            return None
+        return chat_logprobs(positions, token_ids, self.top, self.serving.engine.tokenizer)
+
+    def _chunk(self, generation: Generation, choices: list[ChunkChoice], usage: Usage | None = None) -> ChatChunk:
+        return ChatChunk(
+            id=f"chatcmpl-{generation.id}",
+            created=generation.created,
+            model=self.serving.model_name,
+            choices=choices,
+            usage=generation.usage() if usage is None and self.body.continuous_usage else usage,
+        )
+
+
+def _call(news: CallDelta) -> ToolCall:
+    """News of a call as a chunk has them: the beginning with ``id``, the rest with its place alone."""
+    function = FunctionCall(name=news.name, arguments=news.arguments)
+    kind = None if news.id is None else "function"
+    return ToolCall(index=news.index, id=news.id, type=kind, function=function)  # type: ignore[arg-type]

@@ -1,0 +1,155 @@
+"""What clients may send to ``/v1/responses``, and the same as a conversation of the chat API."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import ValidationError
+
+from ...engine.scheduling.sampling_params import SamplingParams
+from ...text.sampling_defaults import SamplingDefaults
+from ...text.tools.spec import ToolUse, tool_use
+from ..http.errors import ApiError, bad_value
+from ..structured import response_format
+from .protocol import FIELDS, Body, ChatMessage, Whole
+
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+class ResponsesRequest(Body):
+    """``POST /v1/responses``."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Whole | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stream: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    text: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+    background: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raises ApiError, 400, for what this server does not do."""
+        if self.background:
+            raise ApiError(400, "background is not supported by this server: leave it out", param="background")
+        if self.truncation not in (None, "disabled"):
+            raise ApiError(400, "truncation must be disabled: this server shortens no input", param="truncation")
+
+    @property
+    def effort(self) -> str | None:
+        """How long the model shall think, if that is said."""
+        effort = (self.reasoning or {}).get("effort")
+        return effort if isinstance(effort, str) else None
+
+    def new_messages(self) -> list[ChatMessage]:
+        """``input`` in the chat API's form.
+
+        Raises:
+            ApiError: 400 for an item that this server cannot read.
+        """
+        if isinstance(self.input, str):
+            return [ChatMessage(role="user", content=self.input)]
+        found: list[ChatMessage] = []
+        thoughts = ""
+        for number, item in enumerate(self.input):
+            if item.get("type") == "reasoning":
+                thoughts += _thoughts(item)
+                continue
+            try:
+                message = _message(item, f"input[{number}]")
+            except ValidationError:
+                raise ApiError(400, f"input[{number}] is not an item of a conversation", param="input") from None
+            if thoughts and message.role == "assistant":
+                message.reasoning_content = thoughts
+            thoughts = ""
+            last = found[-1] if found else None
+            if message.tool_calls and last is not None and last.role == "assistant":
+                last.tool_calls = [*(last.tool_calls or ()), *message.tool_calls]
+                last.reasoning_content = last.reasoning_content or message.reasoning_content
+            else:
+                found.append(message)
+        return found
+
+    def tool_use(self) -> ToolUse | None:
+        """Raises ApiError, 400, for tools that are malformed."""
+        try:
+            return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+        except ValueError as error:
+            raise bad_value(str(error), FIELDS) from None
+
+    def sampling_params(self, defaults: SamplingDefaults) -> SamplingParams:
+        """From the fields that were given, and for others the model's ``defaults``.
+
+        Raises:
+            ApiError: 400, a value is out of range.
+        """
+        given: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
+        form = (self.text or {}).get("format")
+        try:
+            return SamplingParams(
+                **{**defaults.values, **{name: value for name, value in given.items() if value is not None}},
+                max_tokens=defaults.limit(self.max_output_tokens),
+                structured_outputs=None if form is None else response_format(form),
+            )
+        except ValueError as error:
+            message = str(error).replace("max_tokens", "max_output_tokens").replace("response_format", "text format")
+            raise bad_value(message, type(self).model_fields) from None
+
+
+def _thoughts(item: dict[str, Any]) -> str:
+    """The text of thoughts that come back with a conversation; other servers may have encrypted theirs."""
+    parts = item.get("content")
+    texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _message(item: dict[str, Any], where: str) -> ChatMessage:
+    kind = item.get("type", "message")
+    if kind == "message" and item.get("role") in _ROLES:
+        return ChatMessage(role=item["role"], content=_text(item.get("content"), where))
+    if kind == "function_call":
+        call = {"id": item.get("call_id"), "function": {name: item.get(name) for name in ("name", "arguments")}}
+        return ChatMessage.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+    if kind == "function_call_output":
+        output = item.get("output")
+        text = output if isinstance(output, str) else _text(output, where)
+        return ChatMessage(role="tool", tool_call_id=str(item.get("call_id")), content=text)
+    raise ApiError(400, f"{where} is of type {str(kind)[:40]!r}, which this server cannot read", param="input")
+
+
+def _text(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+            raise ApiError(400, f"{where} holds {str(kind)[:40]!r}; text is all this model can read", param="input")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def as_message(blocks: list[Any]) -> ChatMessage:
+    """An answer as the next message of the conversation."""
+    text = "".join(block.content for block in blocks if block.kind == "text")
+    thoughts = "".join(block.content for block in blocks if block.kind == "thoughts")
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": block.content or json.dumps({})}}
+        for block in blocks
+        if block.kind == "call"
+    ]
+    message = {"role": "assistant", "content": text, "tool_calls": calls or None}
+    return ChatMessage.model_validate({**message, "reasoning_content": thoughts or None})

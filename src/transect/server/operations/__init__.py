@@ -1,0 +1,6 @@
+"""Routes and records for operators.
+
+* ``routes``: prefix cache, tokenization and other operators' routes. ``health``: liveness.
+* ``metrics``, ``metric_names``: Prometheus metrics. ``bills``: the time of each request by cause.
+* ``request_log``: a log line per request. ``tracing``: OpenTelemetry spans.
+"""

@@ -1,0 +1,72 @@
+"""Where the time of requests went: their bills, and what the scheduler decided of late (``explain/``)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from ...engine.scheduling.decisions import DecisionRing
+from ...explain.engine.bill import bill
+from ...explain.engine.log import build
+from ...explain.engine.rates import rates_for
+from ...explain.engine.work import StepWork
+from ..http.errors import ApiError
+from ..serving import Serving
+
+bills = APIRouter(tags=["operations"], responses={404: {"description": "no such request, or it ended too long ago"}})
+
+
+def _rings(request: Request) -> list[DecisionRing]:
+    """One for each engine behind the server that has run a step."""
+    serving: Serving = request.app.state.serving
+    engines = getattr(serving.engine, "engines", (serving.engine,))
+    rings = [getattr(engine, "decisions", None) for engine in engines]
+    found = [ring for ring in rings if ring is not None and ring.header]
+    if not found:
+        raise ApiError(404, "this engine keeps no log of decisions, or has run no step yet", code="no_decisions")
+    return found
+
+
+@bills.get("/v1/requests/{request_id}/bill")
+async def request_bill(request: Request, request_id: str, choice: int = 0) -> dict[str, Any]:
+    """The parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers."""
+    rings = _rings(request)
+
+    def work() -> dict[str, Any]:
+        refusal: ValueError | None = None
+        for ring in rings:
+            log = build(ring.records(), complete=not ring.lost)
+            try:
+                found = bill(log, request_id, StepWork.of(log.header, rates_for(log.header, measure=False)), choice)
+            except ValueError as error:
+                refusal = error
+                continue
+            return {"object": "request.bill", **found.to_dict(), "text": "\n".join(found.lines())}
+        assert refusal is not None
+        raise refusal
+
+    try:
+        return await asyncio.to_thread(work)
+    except ValueError as error:
+        raise ApiError(404, str(error), param="request_id", code="request_not_found") from None
+
+
+@bills.get("/v1/decisions")
+async def decisions(request: Request, engine: int = 0) -> Response:
+    """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines.
+
+    Headers: whether no record has been dropped since the start, seconds since the newest one, and how many engines.
+    """
+    rings = _rings(request)
+    if not 0 <= engine < len(rings):
+        raise ApiError(404, f"engine must be 0 to {len(rings) - 1}, got {engine}", param="engine")
+    ring = rings[engine]
+    headers = {
+        "X-Decisions-Complete": "false" if ring.lost else "true",
+        "X-Decisions-Idle": f"{time.monotonic() - ring.touched:.3f}",
+        "X-Decisions-Engines": str(len(rings)),
+    }
+    return Response(bytes(ring), media_type="application/octet-stream", headers=headers)

@@ -1,0 +1,36 @@
+"""What /health and /metrics say about the engine. Neither waits long: a hung engine must not hang its own alarm."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..openai.replies import Health
+from ..serving import PROBE_S, Serving
+
+
+async def health_of(serving: Serving) -> Health:
+    """The state of engine and server as one word.
+
+    A dead engine counts more than a hung one, and that more than a server that is draining.
+    """
+    engine = serving.engine
+    report = await engine.health()
+    state, detail = report.state, report.detail
+    if state == "ok" and serving.draining:
+        state, detail = "draining", "finishing what has been accepted; no new requests"
+    return Health(state=state, detail=detail, in_flight=serving.in_flight, engine_pid=engine.pid)
+
+
+async def scrape(serving: Serving) -> bytes:
+    """All metrics in Prometheus' text format.
+
+    Where the engine does not answer in time its last known numbers are shown, with ``transect_engine_up`` at 0.
+    """
+    collector = serving.metrics.engine
+    try:
+        async with asyncio.timeout(PROBE_S):
+            collector.stats = await serving.engine.stats()
+        collector.up = True
+    except Exception:
+        collector.up = False
+    return serving.metrics.render()

@@ -1,0 +1,1 @@
+"""Embeddings, scores and reranking. ``protocol``: bodies and answers. ``routes``: the routes."""

@@ -1,0 +1,176 @@
+"""``GPURunner`` on the CPU against ``Runner``: its bookkeeping is the same on every device, only graphs are not."""
+
+import random
+from collections import deque
+from dataclasses import replace
+
+import pytest
+import torch
+from effort import proving, quick_first
+from runner_fuzz import Breaking, assert_same, random_arrivals, run_workload
+
+from transect.engine.executors.gpu.runner import GPURunner
+from transect.engine.executors.gpu.step_inputs import Fields
+from transect.engine.executors.gpu.step_sizes import row_bucket, width_bucket, widths
+from transect.engine.executors.runner import Runner
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
+from transect.models.decoder import Decoder
+from transect.ops.opset import resolve_ops
+from transect.spec.hf import from_hf
+
+VOCAB = 61
+CONFIG = from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-5,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    ops = resolve_ops("cpu", batch_invariant=True)
+    decoder = Decoder(CONFIG, dtype=torch.float32, ops=ops).requires_grad_(False)
+    return decoder.init_weights(0.3, torch.Generator().manual_seed(0))
+
+
+def scheduler_config(rng: random.Random) -> SchedulerConfig:
+    seqs = rng.choice([3, 5, 9])
+    return SchedulerConfig(
+        num_blocks=rng.choice([16, 24, 80]),
+        block_size=4,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=rng.choice([seqs, 16, 64]),
+        max_model_len=60,
+        enable_prefix_caching=rng.random() < 0.7,
+        seed=1,
+    )
+
+
+def executors(model, config, **options):
+    caches = model.new_kv_cache(config.num_blocks, config.block_size, torch.float32)
+    limits = {name: getattr(config, name) for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")}
+    padded = model.new_kv_cache(config.num_blocks + 1, config.block_size, torch.float32)
+    for cache in padded:
+        cache.zero_()
+    return Runner(model, *caches), GPURunner(model, *padded, **limits, **options)
+
+
+@pytest.mark.parametrize("seed", quick_first(range(30), 5))
+def test_same_tokens_as_the_cpu_runner(model, seed):
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    config = scheduler_config(rng)
+    arrivals = random_arrivals(rng, VOCAB, 14)
+    plain, device = executors(model, config)
+    expected, _ = run_workload(plain, config, arrivals, lag=0)
+    for lag in (0, 1):
+        found, _ = run_workload(executors(model, config)[1] if lag else device, config, arrivals, lag=lag)
+        assert_same(expected, found, arrivals)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("seed", quick_first(range(12), 3))
+def test_steps_that_fail_change_no_token(model, seed, lag):
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    config = scheduler_config(rng)
+    arrivals = [replace(arrival, abort_after=None) for arrival in random_arrivals(rng, VOCAB, 14)]
+    expected, _ = run_workload(executors(model, config)[0], config, arrivals, lag=0)
+    for runner in executors(model, config):
+        breaking = Breaking(runner, rng)
+        found, _ = run_workload(breaking, config, arrivals, lag=lag)
+        assert_same(expected, found, arrivals)
+        assert breaking.failures > 0
+
+
+@pytest.mark.parametrize("seed", quick_first(range(6), 2))
+def test_draws_on_the_host_are_the_same(model, seed):
+    torch.set_num_threads(1)
+    rng = random.Random(seed)
+    config = scheduler_config(rng)
+    arrivals = random_arrivals(rng, VOCAB, 14)
+    expected, _ = run_workload(executors(model, config)[0], config, arrivals, lag=0)
+    found, _ = run_workload(executors(model, config, sample_on_device=False)[1], config, arrivals, lag=1)
+    assert_same(expected, found, arrivals)
+
+
+@pytest.mark.prove
+def test_workloads_meet_what_is_hard(model):
+    """The fuzz above would prove little without preemption, prefix hits and errors-to-be in it."""
+    totals = {"preemptions": 0, "hits": 0}
+    for seed in range(16):
+        rng = random.Random(seed)
+        config = scheduler_config(rng)
+        arrivals = random_arrivals(rng, VOCAB, 14)
+        _, core = run_workload(executors(model, config)[1], config, arrivals, lag=1)
+        stats = core.stats()
+        totals["preemptions"] += stats.preemptions
+        totals["hits"] += stats.prefix_hit_tokens
+    assert totals["preemptions"] > 10 and totals["hits"] > 100
+
+
+class InTwoWays:
+    """Two runners on the same batches: one leaves in host memory what stays from step to step, one writes all anew."""
+
+    def __init__(self, model, config):
+        depth = config.pipeline_depth
+        self.usual, self.anew = (executors(model, config, stages=depth)[1] for _ in range(2))
+        for each in (self.usual, self.anew):
+            each._planner.feeds = depth == 1
+        self.kept = 0
+        self.before = deque([()] * depth, maxlen=depth)
+
+    def submit(self, batch):
+        if batch.again:
+            for row, before in zip(batch.rows, self.before[0], strict=True):
+                assert (row.seq_id, row.start, row.num_tokens) == (before.seq_id, before.end, 1)
+                assert row.block_ids is before.block_ids and [draw.seq_id for draw in row.draws] == [row.seq_id]
+        self.before.append(batch.rows)
+        memory = self.usual._ring.memory()
+        held = memory.holds
+        usual = self.usual.submit(batch)
+        self.kept += held is not None and memory.holds == held
+        for other in self.anew._ring._memory:
+            other.holds = None
+        self.anew._planner._groups.clear()
+        self.anew._planner._groups.append(None)
+        beside = self.anew._ring.memory()
+        plans = []
+        plan = self.anew._planner.plan
+        self.anew._planner.plan = lambda *arguments: plans.append(plan(*arguments)) or plans[0]
+        self.anew.submit(batch).draw()
+        self.anew._planner.plan = plan
+        layout = plans[0].layout
+        for name in Fields._fields:
+            found, wanted = (getattr(layout.numpy(each.memory), name) for each in (memory, beside))
+            assert (found == wanted).all(), name
+        return usual
+
+
+@pytest.mark.parametrize(("lag", "depth"), [(0, 1), (1, 1), (1, 2), (2, 3)])
+def test_what_is_kept_in_host_memory_is_what_would_be_written(model, lag, depth):
+    torch.set_num_threads(1)
+    kept = 0
+    for seed in range(8) if proving() else (3, 4)[: 1 + (depth == 1)]:
+        rng = random.Random(seed)
+        config = replace(scheduler_config(rng), pipeline_depth=depth)
+        twice = InTwoWays(model, config)
+        run_workload(twice, config, random_arrivals(rng, VOCAB, 14), lag=lag)
+        kept += twice.kept
+    assert kept > 5
+
+
+def test_buckets():
+    assert [row_bucket(n) for n in (1, 2, 3, 5, 9, 64, 65, 256, 257)] == [1, 2, 4, 8, 16, 64, 128, 256, 512]
+    assert [width_bucket(n, 16, 8192) for n in (1, 64, 65, 256, 8000)] == [64, 64, 256, 256, 8192]
+    assert widths(16, 8192) == [64, 256, 1024, 4096, 8192] and widths(16, 3) == [3]
+    assert width_bucket(3, 16, 40) == 40

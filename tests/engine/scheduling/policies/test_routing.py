@@ -1,0 +1,56 @@
+"""Which engine gets a request."""
+
+import pytest
+
+from transect.engine.scheduling.policies.routing import Router
+
+BOTH = (0, 1)
+LONG = list(range(100))
+
+
+def test_load_is_spread_and_given_back():
+    router = Router([1000, 1000], 4)
+    tickets = [router.send([i] * 10, 5, BOTH) for i in range(4)]
+    assert [ticket.engine for ticket in tickets] == [0, 1, 0, 1]
+    assert router.load(0) == router.load(1) == 30
+    router.drawn(tickets[0], 2)
+    assert router.load(0) == 18  # the prompt is computed, and three tokens are left
+    router.drawn(tickets[0], 9)  # more than was expected
+    router.done(tickets[0])
+    assert router.load(0) == 15
+    assert router.send([9] * 10, 5, BOTH).engine == 0
+
+
+def test_a_prefix_draws_until_the_queue_is_longer_than_what_it_saves():
+    router = Router([1000, 1000], 4)
+    first = router.send(LONG, 10, BOTH)
+    router.drawn(first, 10)
+    where = [router.send([*LONG, i], 10, BOTH).engine for i in range(12)]
+    assert where[:8] == [first.engine] * 8 and 1 - first.engine in where
+    router.forget()
+    idlest = min(BOTH, key=router.load)
+    assert router.load(0) != router.load(1) and router.send(LONG, 1, BOTH).engine == idlest
+
+
+def test_what_the_cache_cannot_hold_is_forgotten_oldest_first():
+    router = Router([8 * 4, 8 * 4], 4)
+    for prompt in (LONG[:32], LONG[40:72]):
+        router.done(router.send(prompt, 1, [0]))
+    assert router.send(LONG[40:72], 1, [0]).prompt == 1  # the last token is computed in any case
+    assert router.send(LONG[:32], 1, [0]).prompt == 32
+
+
+def test_a_prompt_that_an_engine_refused_is_not_expected_there():
+    router = Router([1000, 1000], 4)
+    router.done(router.send(LONG[:40], 1, [0]))
+    router.refused(router.send(LONG, 10, [0]))
+    assert router.load(0) == 0
+    assert router.send(LONG, 10, [0]).prompt == 60  # what was computed before stays there
+
+
+def test_only_living_engines():
+    router = Router([1000, 1000], 4)
+    router.done(router.send(LONG, 1, [0]))
+    assert router.send(LONG, 1, [1]).engine == 1
+    with pytest.raises(ValueError, match="no engine to choose from"):
+        router.send(LONG, 1, [])
