@@ -11,6 +11,8 @@ from tiny_checkpoints import tiny_values
 from transect.checkpoints.hf import places as hf_places
 from transect.checkpoints.hf import stored_hf
 from transect.checkpoints.hf_out import save_hf
+from transect.models.context import VarlenContext
+from transect.models.decoder import Decoder
 from transect.models.stored import read_all
 from transect.spec.families import registry
 from transect.spec.families.registry import families
@@ -34,14 +36,21 @@ def test_config_json_is_what_transformers_reads(name):
 
 
 @pytest.mark.parametrize("name", families())
-def test_tensors_are_written_and_read_back(name, tmp_path):
+def test_written_weights_are_read_back_here_and_by_transformers(name, tmp_path):
     config = from_hf(tiny_values(name))
-    generator = torch.Generator().manual_seed(0)
-    state = {name: torch.randn(shape, generator=generator) for name, shape in weight_shapes(config).items()}
+    model = Decoder(config, dtype=torch.float32).init_weights(0.3, torch.Generator().manual_seed(0))
+    state = model.state_dict()
     save_hf(state, config, tmp_path)
     assert from_hf_directory(tmp_path) == config
     back = dict(read_all(stored_hf(tmp_path, config)))
-    assert back.keys() == state.keys() and all(torch.equal(back[name], weight) for name, weight in state.items())
+    assert set(back) == set(weight_shapes(config)) and all(torch.equal(back[name], state[name]) for name in back)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = torch.arange(3, 30)
+    with torch.no_grad():
+        ours = model.logits(model(tokens, torch.arange(27), VarlenContext(torch.tensor([0, 27]).int(), model.ops)))
+        assert (ours - theirs.eval()(tokens[None]).logits[0]).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("name", families())

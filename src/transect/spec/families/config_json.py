@@ -19,6 +19,12 @@ _ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position", "beta_fast", "beta_slow", "attention_factor", "truncate"),
+}
+"""The numbers of a scaling, by transformers' names."""
 
 
 def sizes(
@@ -124,7 +130,7 @@ def first_layers(default: int = 28) -> Without:
 
 
 def every(step: int) -> Without:
-    """Every so many-th layer."""
+    """Layers ``step - 1``, ``2 * step - 1`` and so on."""
     return lambda read, found: tuple(range(step - 1, found["n_layers"], step))
 
 
@@ -258,24 +264,11 @@ def _yarn_attention_factor(rope: Fields, factor: float) -> float:
 def _scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.scaling == "none":
         return None
-    if rope.scaling == "linear":
-        return {"rope_type": "linear", "factor": rope.factor}
-    if rope.scaling == "llama3":
-        return {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_max_position,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-        }
-    if rope.scaling == "yarn":
-        return {
-            "rope_type": "yarn",
-            "factor": rope.factor,
-            "original_max_position_embeddings": rope.original_max_position,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
-            "attention_factor": rope.attention_factor,
-            "truncate": rope.truncate,
-        }
-    raise ValueError("a model with GGUF frequency factors cannot be written as config.json; save it from its HF files")
+    if rope.scaling not in _SCALINGS:
+        raise ValueError(
+            "a model with GGUF frequency factors cannot be written as config.json; save it from its HF files"
+        )
+    values = {name: getattr(rope, name) for name in _SCALINGS[rope.scaling]}
+    if "original_max_position" in values:
+        values["original_max_position_embeddings"] = values.pop("original_max_position")
+    return {"rope_type": rope.scaling, **values}

@@ -34,7 +34,8 @@ def key(
     """A part of one key: a number or a switch, of the type that the field has.
 
     Args:
-        default: the value without the key, or a function of the fields read so far; None if the key is needed.
+        default: the value without the key, or a function of the fields read so far. Without a default the key is
+            needed.
         also: a second field of the same value.
         others: names of the key in other files.
         optional: the field may be None: ``null`` in a file, or ``default`` without the key.
