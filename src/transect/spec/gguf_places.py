@@ -12,9 +12,10 @@ Files differ from the names and shapes of ``weights.py`` in five things:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
+from .families.family import Family
 from .families.names import GGUF_NAMES
 from .families.registry import family
 from .model import ModelConfig
@@ -40,23 +41,14 @@ def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, Plac
     """Canonical name to place, for every weight of ``weight_shapes(config)``. ``tensors``: the names of a file, which
     may have q, k and v as one matrix in any family."""
     record = family(config.architecture)
-    joined, names = record.joined, GGUF_NAMES | record.gguf_names
+    joined = record.joined
     if "blk.0.attn_qkv.weight" in tensors and "qkv" not in joined:
         joined = (*joined, "qkv")
-    return {
-        name: _place(config, name, shape, joined, names, record.gguf_paired)
-        for name, shape in weight_shapes(config).items()
-    }
+    return {name: _place(config, record, joined, name, shape) for name, shape in weight_shapes(config).items()}
 
 
-def _place(
-    config: ModelConfig,
-    name: str,
-    shape: tuple[int, ...],
-    joined: tuple[str, ...],
-    names: Mapping[str, str],
-    paired: bool,
-) -> Place:
+def _place(config: ModelConfig, record: Family, joined: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Place:
+    names = GGUF_NAMES | record.gguf_names
     module, kind = name.rsplit(".", 1)
     added = config.norm_offset if module.endswith("norm") else 0.0
     if not module.startswith("layers."):
@@ -72,7 +64,7 @@ def _place(
         return Place(f"{block}.{names[inner]}.{kind}", (moe.held, shape[0] // moe.held, *shape[1:]))
     if inner == "mlp.shared_router":
         return Place(f"{block}.{names[inner]}.{kind}", shape[1:])
-    paired = paired and inner in ("attention.q", "attention.k")
+    paired = record.gguf_paired and inner in ("attention.q", "attention.k")
     first, rows = within_joined(config, inner, shape[0], joined, int(layer))
     tensor = names[inner] if rows == shape[0] else _JOINED[inner.rpartition(".")[0]]
     return Place(f"{block}.{tensor}.{kind}", (rows, *shape[1:]), first, paired, added)

@@ -29,7 +29,7 @@ def gemma(attention_cap: float | None, logit_cap: float | None, **defaults: Any)
 
 
 def gguf(largest: int) -> tuple[Part, ...]:
-    """The keys of GGUF files that Gemma 2 and 3 share; ``largest``: layers of the model whose scores are scaled apart."""
+    """The keys of GGUF files that Gemma 2 and 3 share; the model of ``largest`` layers scales scores by its width."""
 
     def scale(found: Found) -> float:
         own = found["dim"] // found["n_heads"] if found["n_layers"] == largest else found["head_dim"]
