@@ -58,7 +58,7 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1, "tie_word_embeddings": False,
          "rope_parameters": YARN | {"truncate": False, "beta_fast": 16.0}},
     ),
-    "llama4-scaled": ("llama4_text", {"rope_parameters": SCALED}),
+    "llama4-two-experts": ("llama4_text", {"num_experts_per_tok": 2, "rope_parameters": SCALED}),
     "gpt2-exact-gelu": ("gpt2", {"n_inner": 40, "activation_function": "gelu"}),
 }  # fmt: skip
 """Further models of a family, by what differs from its tiny model."""

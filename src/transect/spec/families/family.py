@@ -38,7 +38,7 @@ def key(
             needed.
         also: a second field of the same value.
         others: names of the key in other files.
-        optional: the field may be None: ``null`` in a file, or ``default`` without the key.
+        optional: the field may be None, as ``null`` in a file says, and a key without a default may be missing.
     """
 
     def read(read: Fields, found: Found) -> Found:
