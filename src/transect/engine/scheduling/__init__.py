@@ -17,5 +17,5 @@
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
 * ``simulation``: an engine on a virtual clock, on a device whose steps take given times. ``leap``: many alike steps of
   it at once.
-* ``policies/``: step size, prefill beside decoding, routing.
+* ``policies/``: step size, prefill beside decoding, drafts, routing, scaling. ``drafters/``: guesses of next tokens.
 """

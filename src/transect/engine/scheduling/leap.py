@@ -37,7 +37,9 @@ def leap(core: EngineCore, device: VirtualDevice, until: float, seconds: Callabl
     """
     scheduler, lag = core.scheduler, core.lag
     running = scheduler.running
-    if not running or len(scheduler.waiting) or len(core._in_flight) != lag or core._ready:
+    if scheduler.speculation is not None or not running or len(scheduler.waiting):
+        return []
+    if len(core._in_flight) != lag or core._ready:
         return []
     if lag and not (core._in_flight[0].batch.again and scheduler._last[-1] == running):
         return []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from ...costs.steps import StepLoad
 from .batch import Handle, ScheduledBatch, StepResult
 from .clock import VirtualClock
-from .core import EngineCore
+from .core import LOOK, EngineCore
 from .leap import leap
 from .outputs import EngineOutput
 from .request import Request
@@ -56,7 +56,7 @@ class VirtualDevice:
 
     Attributes:
         outputs: tokens that each sequence draws, by its number.
-        free_at: when the device is done with all steps.
+        free_at: when the device is done with all steps. known_at: when the tokens of the last are known.
         steps, busy: number of steps, and their seconds in all.
     """
 
@@ -65,7 +65,7 @@ class VirtualDevice:
     ) -> None:
         self.clock, self.seconds, self.host, self.latency = clock, seconds, host, latency
         self.outputs: dict[int, Iterator[int]] = {}
-        self.free_at = self.busy = 0.0
+        self.free_at = self.known_at = self.busy = 0.0
         self.steps = 0
         self.is_void: Callable[[int, int], bool] = lambda seq_id, step: False
         """Tells of a sequence and a step that the token is known already: a grammar forced it."""
@@ -77,10 +77,12 @@ class VirtualDevice:
         self.free_at = began + seconds
         self.busy += seconds
         self.steps += 1
-        return Pending(self, batch, self.free_at if self.latency is None else began + self.latency(batch))
+        self.known_at = self.free_at if self.latency is None else began + self.latency(batch)
+        return Pending(self, batch, self.known_at)
 
     def newest(self, batch: ScheduledBatch) -> Handle:
         """Return the handle of ``batch`` as the last step that the device has to do."""
+        self.known_at = self.free_at
         return Pending(self, batch, self.free_at)
 
 
@@ -95,6 +97,11 @@ class Pending:
 
     def draw(self) -> None:
         """Nothing waits for it."""
+
+    @property
+    def over(self) -> bool:
+        """True once the device is done with the step."""
+        return self.device.clock.time >= self.until
 
     def result(self) -> StepResult:
         """Move the clock to the end of the step, and draw its tokens."""
@@ -183,7 +190,7 @@ class SimulatedEngine:
         begun by then is finished."""
         core, clock = self.core, self.clock
         while core.has_work:
-            wait = core.time_to_plan()
+            wait = self._wait_to_plan()
             if clock.time + wait >= until:
                 break
             clock.advance(wait)
@@ -192,6 +199,13 @@ class SimulatedEngine:
                 self._leap(until, self._decodes)
         if until < math.inf:
             clock.advance(max(0.0, until - clock.time))
+
+    def _wait_to_plan(self) -> float:
+        """Seconds until the engine plans its next step: as predicted, or when it sees that the step is over."""
+        wait = self.core.time_to_plan(math.inf)
+        if wait > LOOK:
+            wait = min(wait, max(LOOK, self.device.known_at - self.clock.time + LOOK / 2))
+        return wait
 
     def _leap(self, until: float, seconds: DecodeSeconds) -> None:
         moments = leap(self.core, self.device, until, seconds)
