@@ -1,9 +1,9 @@
 """Three autoscaling policies over a day's load, predicted by the shipping scheduler and router on a virtual clock.
 
-    python benchmarks/plan_scaling.py [--hours 6] [--peak 3.0] [--out ...]
+    python benchmarks/plan_scaling.py [--hours 2.5] [--peak 8] [--out ...]
 
 The day is generated: a night, a steep morning, a peak at noon, a dip, an evening, with bursts (gamma) and a spike of
-twice the rate for ten minutes. ``--hours`` compresses it. Each policy begins with one engine, looks every 15 s, and an
+twice the rate for five minutes. ``--hours`` compresses it. Each policy begins with one engine, looks every 15 s, and an
 engine takes 120 s to start. A fixed number, enough for the peak, stands beside them.
 """
 
@@ -46,7 +46,7 @@ def day(hours: float, peak: float) -> list[Asked]:
         evening = 0.7 * math.exp(-(((hour - 19.5) / 2.0) ** 2))
         rates.append(peak * (0.1 + 0.9 * max(noon, evening)))
     spike = int(spans * 15.5 / 24)
-    for number in range(spike, min(spans, spike + int(600 / SPAN))):
+    for number in range(spike, min(spans, spike + int(300 / SPAN))):
         rates[number] *= 2
     count = int(sum(rates) * SPAN * 1.2) + 100
     return list(warped(islice(MIX.generate(1.0, count, seed=7), count), rates, SPAN))
@@ -73,8 +73,8 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hours", type=float, default=6.0)
-    parser.add_argument("--peak", type=float, default=3.0, help="requests per second at noon")
+    parser.add_argument("--hours", type=float, default=2.5)
+    parser.add_argument("--peak", type=float, default=8.0, help="requests per second at noon")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "plan_scaling.json")
     options = parser.parse_args()
     model = Choice(PRESETS[MODEL], preset(CARD), RankLayout(), "bf16", "auto", 2048).engine
@@ -86,10 +86,10 @@ def main() -> None:
     each = best.summary["concurrency"]
     policies = {
         f"fixed, {enough}": Scaler(Fixed(enough), enough, enough),
-        f"concurrency, {0.7 * each:.0f} an engine": Scaler(Concurrency(0.7 * each), 1, 12, PATIENCE_S),
-        "queue": Scaler(Queue(long=0.5, idle=0.15), 1, 12, PATIENCE_S),
+        f"concurrency, {0.7 * each:.0f} an engine": Scaler(Concurrency(0.7 * each), 1, 16, PATIENCE_S),
+        "queue": Scaler(Queue(long=0.5, idle=0.15), 1, 16, PATIENCE_S),
         f"forecast, {best.rate:.2f} requests/s an engine": Scaler(
-            Forecast(capacity=best.rate, ahead=START_S + LOOK_S), 1, 12, PATIENCE_S
+            Forecast(capacity=best.rate, ahead=START_S + LOOK_S), 1, 16, PATIENCE_S
         ),
     }
     rows = []

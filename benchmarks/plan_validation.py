@@ -1,4 +1,4 @@
-"""Predictions of ``transect plan serving`` held against servers: loads that nothing was fitted on.
+"""Predictions of ``transect plan serving`` held against servers, under loads that were not fitted.
 
     python benchmarks/plan_validation.py cpu [--model smollm2-135m] [--requests 40] [--seeds 0,1,2] [--out ...]
     python benchmarks/plan_validation.py h200 [--out ...]
@@ -8,7 +8,7 @@ knee by simulation, and then measures traces of three burstinesses at 30, 60 and
 seeds, and the first seed of each twice: the spread of what was measured. The same requests at the same times are
 simulated from the profile. A shared machine is slower at one moment than at another, so each cell has a second
 prediction: at each moment steps get on as quickly as those of the measured run did. That leaves out what
-nobody can know beforehand, the speed of the machine, and keeps all else: arrivals, queue, scheduler, steps by their
+no model can know beforehand, the speed of the machine, and keeps all else: arrivals, queue, scheduler, steps by their
 work.
 
 ``h200`` needs no GPU. It simulates the recorded loads of ``serve_load.json`` from the data sheet of an H200 and the

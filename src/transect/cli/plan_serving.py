@@ -1,4 +1,4 @@
-"""``transect plan serving``: how many of which card serve a load within a target, before any is rented."""
+"""``transect plan serving``: the cards that serve a load within a target, before any is rented."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def command(
     trace: Annotated[
         Path | None, typer.Option(help="Requests at recorded times, in any format that bench serve --trace reads.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Factor by which a trace is replayed faster.")] = 1.0,
     trace_start: Annotated[float | None, typer.Option(help="Second of a trace at which to begin.")] = None,
     requests: Annotated[
         int | None, typer.Option(min=50, help="Requests to simulate; default: 400, or 2000 of a trace.")

@@ -161,7 +161,7 @@ def highest_rate(
 
     Args:
         start: the first rate to try.
-        keep: is told of each simulated point.
+        keep: receives each simulated point.
 
     Returns:
         The highest point that meets it, None if none does, and the lowest one found that does not.

@@ -12,10 +12,12 @@ from itertools import repeat
 
 from ..bench.load import Record
 from ..bench.traces.asked import Asked
+from ..engine.scheduling.leap import DecodeSeconds
 from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..engine.scheduling.policies.scaling import Scaler, Seen
 from ..engine.scheduling.scheduler_config import SchedulerConfig
-from ..engine.scheduling.simulation import DecodeSeconds, SimulatedEngine, StepSeconds, Timeline
+from ..engine.scheduling.simulation import SimulatedEngine, Timeline
+from ..engine.scheduling.virtual_device import StepSeconds
 from .requests import Tokens, shares_prefixes
 
 
@@ -93,7 +95,7 @@ class Gauges:
 
 @dataclass(slots=True)
 class FleetRun:
-    """What became of the requests, and of the engines.
+    """Outcome of a simulated load: requests and engines.
 
     Attributes:
         records: of the requests, in the order of the trace, as the load generator has them.
@@ -144,7 +146,7 @@ class Fleet:
     Args:
         model: of each engine.
         engines: number at the start.
-        scaler: changes the number, every ``interval`` seconds; None: it stays.
+        scaler: changes the number, every ``interval`` seconds; None if it stays.
         start_s: seconds that an engine takes to start.
         kills: engines that fail.
         router: makes what chooses engines, from the tokens that each one's cache holds and the tokens of a block.

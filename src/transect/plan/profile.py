@@ -31,7 +31,7 @@ FORMAT = 1
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured. Times are seconds.
+    """A measured server. Times are seconds.
 
     Attributes:
         header: of the decision log of the sweep: scheduler, model, formats, device.

@@ -1,5 +1,5 @@
-"""How many of which card serve a load within a target: arithmetic ranks every choice, simulation decides between the
-best, and says what bounds them and what breaks first when the load grows by half."""
+"""The cards and layout that serve a load within a target. Arithmetic ranks every choice, simulation decides between the
+best, and says what bounds each and what breaks first when the load grows by half."""
 
 from __future__ import annotations
 

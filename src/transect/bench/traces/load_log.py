@@ -1,4 +1,4 @@
-"""What ``transect bench serve --json`` wrote, as a trace: the same arrivals and lengths again, with other tokens."""
+"""Results of ``transect bench serve --json`` as a trace: the same arrivals and lengths again, with other tokens."""
 
 from __future__ import annotations
 

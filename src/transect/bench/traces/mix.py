@@ -20,7 +20,7 @@ clients behind most requests)."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mix:
-    """What is asked, without how often.
+    """A kind of load, without its rate.
 
     Attributes:
         prompt: lengths of what a user writes, in tokens. output: of answers.

@@ -15,7 +15,7 @@
 * ``jump_ahead``: tokens that a grammar forces. ``constraint``: allowed next tokens, as bits.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
-* ``simulation``: an engine on a virtual clock, on a device whose steps take given times. ``leap``: many alike steps of
-  it at once.
+* ``simulation``: an engine on a virtual clock. ``virtual_device``: its device, whose steps take given times. ``leap``:
+  many alike steps at once.
 * ``policies/``: step size, prefill beside decoding, drafts, routing, scaling. ``drafters/``: guesses of next tokens.
 """

@@ -1,6 +1,6 @@
-"""Many decode steps at once, in a simulation. While the same sequences decode and nobody waits, comes or ends, each
-step is like the one before. ``leap`` brings an engine into the state in which that many calls of ``EngineCore.step``
-would have left it. Blocks are taken and registered in the order of those steps, so the prefix cache forgets the same
+"""Many decode steps at once, in a simulation. While the same sequences decode and none waits, comes or ends, each step
+is like the one before. ``leap`` brings an engine into the state in which that many calls of ``EngineCore.step`` would
+have left the engine. Blocks are taken and registered in the order of those steps, so the prefix cache forgets the same
 ones.
 """
 
@@ -19,17 +19,20 @@ from .request import Sequence
 if TYPE_CHECKING:
     from .core import EngineCore
     from .scheduler import Scheduler
-    from .simulation import VirtualDevice
+    from .virtual_device import VirtualDevice
+
+DecodeSeconds = Callable[[StepLoad], float]
+"""Seconds of a step that only decodes."""
 
 FEWEST = 3
 """Steps from which on a leap is quicker than they are."""
 MOST = 4096
 LEARN_EVERY = 64
-"""The engine learns from one of so many steps of a leap: on a virtual device all follow one law."""
+"""Steps of a leap of which the engine learns from one: on a virtual device all follow one law."""
 _PLANNED, _COMMITTED = 0, 1
 
 
-def leap(core: EngineCore, device: VirtualDevice, until: float, seconds: Callable[[StepLoad], float]) -> list[float]:
+def leap(core: EngineCore, device: VirtualDevice, until: float, seconds: DecodeSeconds) -> list[float]:
     """Advance ``core`` by the steps that are sure to be alike and to end by ``until``.
 
     Returns the moments at which the tokens of these steps were known, for every running sequence; empty if there is
@@ -78,7 +81,7 @@ def _moments(
     load: StepLoad,
     most: int,
     until: float,
-    seconds: Callable[[StepLoad], float],
+    seconds: DecodeSeconds,
 ) -> list[float]:
     """Let the device take up to ``most`` steps, and the engine learn from some. Returns their ends, or with a lag those
     of the steps before each."""

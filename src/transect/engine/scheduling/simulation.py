@@ -1,4 +1,4 @@
-"""An engine on a virtual clock: the shipping ``EngineCore`` and ``Scheduler`` on a device whose steps take given times.
+"""One engine on a virtual clock: the shipping ``EngineCore`` and ``Scheduler``; steps take given times.
 
 ``explain/engine/simulate.py`` runs the requests of a decision log here, and ``plan/`` those of a workload. ``run`` is
 the loop of the engine process (``frontends/process.py``): it plans as late as that one, and takes requests until then.
@@ -8,23 +8,17 @@ Steps in which the same sequences decode can be taken together (``leap.py``), wh
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from ...costs.steps import StepLoad
-from .batch import Handle, ScheduledBatch, StepResult
 from .clock import VirtualClock
 from .core import LOOK, EngineCore
-from .leap import leap
+from .leap import DecodeSeconds, leap
 from .outputs import EngineOutput
 from .request import Request
 from .scheduler import Scheduler
 from .scheduler_config import SchedulerConfig
-
-StepSeconds = Callable[[ScheduledBatch], float]
-"""Seconds of a step on the device."""
-DecodeSeconds = Callable[[StepLoad], float]
-"""The same of a step that only decodes."""
+from .virtual_device import StepSeconds, VirtualDevice
 
 
 @dataclass(slots=True)
@@ -34,7 +28,7 @@ class Timeline:
     Attributes:
         moments: when each of its tokens was known.
         cached: prompt tokens that the prefix cache held.
-        reason: why it ended; empty while it goes on.
+        reason: why it ended; empty before.
     """
 
     request_id: str
@@ -42,81 +36,6 @@ class Timeline:
     moments: list[float] = field(default_factory=list)
     cached: int = 0
     reason: str = ""
-
-
-class VirtualDevice:
-    """An executor whose steps take predicted times, one after the other.
-
-    Args:
-        clock: moved to a step's end when its result is asked for.
-        seconds: of a step on the device.
-        host: seconds of the host before each step.
-        latency: seconds from the beginning of a step until its tokens are known, where the device works on several
-            steps at a time; None if they are ``seconds``.
-
-    Attributes:
-        outputs: tokens that each sequence draws, by its number.
-        free_at: when the device is done with all steps. known_at: when the tokens of the last are known.
-        steps, busy: number of steps, and their seconds in all.
-    """
-
-    def __init__(
-        self, clock: VirtualClock, seconds: StepSeconds, host: float = 0.0, latency: StepSeconds | None = None
-    ) -> None:
-        self.clock, self.seconds, self.host, self.latency = clock, seconds, host, latency
-        self.outputs: dict[int, Iterator[int]] = {}
-        self.free_at = self.known_at = self.busy = 0.0
-        self.steps = 0
-        self.is_void: Callable[[int, int], bool] = lambda seq_id, step: False
-        """Tells of a sequence and a step that the token is known already: a grammar forced it."""
-
-    def submit(self, batch: ScheduledBatch) -> Handle:
-        """Begin the step when the one before is done."""
-        self.clock.advance(self.host)
-        seconds, began = self.seconds(batch), max(self.free_at, self.clock.now())
-        self.free_at = began + seconds
-        self.busy += seconds
-        self.steps += 1
-        self.known_at = self.free_at if self.latency is None else began + self.latency(batch)
-        return Pending(self, batch, self.known_at)
-
-    def newest(self, batch: ScheduledBatch) -> Handle:
-        """Return the handle of ``batch`` as the last step that the device has to do."""
-        self.known_at = self.free_at
-        return Pending(self, batch, self.free_at)
-
-
-@dataclass(slots=True)
-class Pending:
-    """A step on its way; done at ``until``."""
-
-    device: VirtualDevice
-    batch: ScheduledBatch
-    until: float
-    known: StepResult | None = None
-
-    def draw(self) -> None:
-        """Nothing waits for it."""
-
-    @property
-    def over(self) -> bool:
-        """True once the device is done with the step."""
-        return self.device.clock.time >= self.until
-
-    def result(self) -> StepResult:
-        """Move the clock to the end of the step, and draw its tokens."""
-        device, batch = self.device, self.batch
-        device.clock.advance(max(0.0, self.until - device.clock.time))
-        if self.known is None:
-            result = self.known = StepResult({})
-            tokens, outputs = result.tokens, device.outputs
-            for row in batch.rows:
-                for draw in row.draws:
-                    name = draw.seq_id
-                    tokens[name] = 0 if device.is_void(name, batch.step) else next(outputs[name])
-                if row.prompt_logprobs is not None:
-                    result.prompt_logprobs[row.seq_id] = ()
-        return self.known
 
 
 class SimulatedEngine:

@@ -1,4 +1,4 @@
-"""The number of engines that a service should have, from what is seen of it every some seconds. Plain arithmetic.
+"""The number of engines that a service should have, from periodic looks at queue, load and rate. Plain arithmetic.
 
 Each policy is a class whose ``wanted`` is told what was ``Seen`` and answers with a number of engines; ``POLICIES`` has
 them by name. A ``Scaler`` bounds and calms the answers: more engines come at once, fewer only after a while.
