@@ -41,6 +41,7 @@ import moe_tables
 import numerics
 import offload_tables
 import ops_tables
+import plan_clocked
 import plan_fleet
 import plan_scaling
 import plan_validation
@@ -379,6 +380,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
     "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
+    "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
     "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
     "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
     "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),
