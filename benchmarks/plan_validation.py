@@ -39,6 +39,7 @@ from transect.bench.target import Target as Server
 from transect.bench.target import served_model
 from transect.bench.traces.asked import Asked, work_of
 from transect.bench.traces.mix import Mix
+from transect.bench.traces.reading import read_trace
 from transect.cli.plan_calibrate import server
 from transect.costs.presets import preset
 from transect.engine.scheduling.batch import ScheduledBatch
@@ -70,6 +71,8 @@ FIGURES = (
     ("e2e", "p99"),
 )
 CONTEXT = 1024
+ENGINES = 8
+"""Of the fleet whose simulation is timed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,7 @@ class AtSpeed(EngineModel):
             return at - engine.clock.time
 
         engine.device.seconds = seconds
+        self.teach(engine)
         return engine
 
 
@@ -227,7 +231,7 @@ def _show(row: dict[str, Any]) -> None:
 def h200(options: argparse.Namespace) -> dict[str, Any]:
     """Predict the recorded loads of an H200."""
     recorded = json.loads((record.RESULTS / "h200" / "serve_load.json").read_text())
-    choice = Choice(PRESETS[recorded["shape"]], preset("h200"), RankLayout(), "bf16", "auto", 8192)
+    choice = Choice(PRESETS[recorded["shape"]], preset("h200"), RankLayout(), "bf16", "auto", 16384)
     rows = []
     for level in sorted(recorded["levels"], key=lambda each: float(each["rate"])):
         work = own_level(float(level["rate"]), recorded["work"]["requests"], level["seed"], 128255).work
@@ -244,7 +248,17 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
             off = f"{1e3 * guess:.1f} of {1e3 * value:.1f} ms, {guess / value - 1:+.0%}"
             print(f"{level['rate']} requests/s {name}: {off}")
         print(f"{run.seconds:.1f} s in {taken:.2f} s of a processor", flush=True)
-    return {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows}
+    found = {"model": recorded["shape"], "recorded": recorded["environment"], "levels": rows}
+    if options.azure is not None:
+        asked = read_trace(options.azure)
+        began = time.process_time()
+        run = Fleet(choice.engine, ENGINES).run(asked)
+        found["azure"] = {
+            "requests": len(asked), "engines": ENGINES, "simulated_s": run.seconds,
+            "processor_s": time.process_time() - began, "steps": run.steps,
+        }  # fmt: skip
+        print(found["azure"], flush=True)
+    return found
 
 
 def cpu_table(result: dict[str, Any]) -> str:
@@ -310,9 +324,15 @@ def h200_table(result: dict[str, Any]) -> str:
         rate = "all at once" if row["rate"] == "inf" else row["rate"]
         lines.append(f"| {rate} | {' | '.join(cells)} | {row['simulated_s'] / row['processor_s']:.0f} |")
     recorded, machine = result["recorded"], result["environment"]
+    hour = ""
+    if (azure := result.get("azure")) is not None:
+        hour = (
+            f" {azure['requests']:,} requests of Azure's conversations ({azure['simulated_s'] / 60:.0f} minutes) on "
+            f"{azure['engines']} engines take {azure['processor_s']:.0f} s of one core."
+        )
     lines.append(
         f"\n{result['model']}, predicted of measured, {record.made_at([recorded])}; the simulation by "
-        f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}.\n"
+        f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}.{hour}\n"
     )
     return "\n".join(lines)
 
@@ -325,6 +345,7 @@ def main() -> None:
     parser.add_argument("--sweep", type=int, default=6, help="requests for each place of a level of the sweep")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds after which no further cell begins")
+    parser.add_argument("--azure", type=Path, help="AzureLLMInferenceTrace_conv.csv: time its simulation")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     found = (cpu if options.where == "cpu" else h200)(options)

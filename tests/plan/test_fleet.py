@@ -27,7 +27,7 @@ def of_batch(batch):
 def model(**changes):
     limits = {"num_blocks": 400, "max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
     times = {"intake": 1e-3, "outlet": 2e-3}
-    return EngineModel(scheduler=SchedulerConfig(**limits | changes), seconds=of_batch, decodes=seconds, **times)
+    return EngineModel(scheduler=SchedulerConfig(**limits | changes), seconds=of_batch, by_load=seconds, **times)
 
 
 def test_every_request_is_answered_in_full():

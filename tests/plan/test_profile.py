@@ -94,7 +94,7 @@ def test_loads_that_were_not_fitted_are_predicted(made, burstiness, rate):
     mix = Mix(prompt=Lengths.parse("uniform:20-90"), output=Lengths.parse("uniform:8-30"), burstiness=burstiness)
     asked = mix.generate(rate, 150, seed=5)
     truth = EngineModel(
-        scheduler=LIMITS, seconds=of_batch, decodes=seconds, host=HOST, intake=INTAKE, outlet=OUTLET
+        scheduler=LIMITS, seconds=of_batch, by_load=seconds, host=HOST, intake=INTAKE, outlet=OUTLET
     )  # fmt: skip
     expected, found = (summary_of(Fleet(model).run(asked)) for model in (truth, made.engine))
     for name, share in (("ttft", "p50"), ("ttft", "p90"), ("itl", "p99"), ("e2e", "p50")):

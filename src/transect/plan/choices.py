@@ -115,7 +115,7 @@ class Choice:
         padding = StepPadding(graph_tokens=graph, fine=hopper, rows=SEQUENCES, context=self.context)
         timed = TimedSteps(self.steps, padding)
         return EngineModel(
-            scheduler=limits, seconds=timed, decodes=timed.decodes, latency=timed.latency if depth > 1 else None,
+            scheduler=limits, seconds=timed, by_load=timed.by_load, latency=timed.latency if depth > 1 else None,
             lag=max(1, depth - 1), host=HOST_S, intake=INTAKE_S, outlet=OUTLET_S,
         )  # fmt: skip
 
@@ -133,10 +133,10 @@ class TimedSteps:
         """Return the seconds until the tokens of a batch are known, of all stages."""
         return self.steps.latency(self.load(batch))
 
-    def decodes(self, load: StepLoad) -> float:
-        """Return the seconds of a step that only decodes."""
+    def by_load(self, load: StepLoad) -> float:
+        """Return the seconds of a step with this work; prompts in it are taken to be short."""
         if self.padding is not None:
-            load = load._replace(padded=self.padding.decodes(load.rows))
+            load = load._replace(padded=self.padding.tokens(load.tokens, load.rows, load.chunks, 1))
         return self.steps.seconds(load)
 
     def load(self, batch: ScheduledBatch) -> StepLoad:

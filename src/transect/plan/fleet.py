@@ -12,6 +12,7 @@ from itertools import repeat
 
 from ..bench.load import Record
 from ..bench.traces.asked import Asked
+from ..costs.steps import StepLoad
 from ..engine.scheduling.leap import DecodeSeconds
 from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..engine.scheduling.policies.scaling import Scaler, Seen
@@ -20,6 +21,9 @@ from ..engine.scheduling.simulation import SimulatedEngine, Timeline
 from ..engine.scheduling.virtual_device import StepSeconds
 from .requests import Tokens, shares_prefixes
 
+LESSONS, LESSON_CONTEXT = 3, 512
+"""Rounds of steps that an engine knows from before, and the positions of a sequence in them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineModel:
@@ -27,7 +31,8 @@ class EngineModel:
 
     Attributes:
         scheduler: its limits.
-        seconds: of a step. decodes: of one that only decodes.
+        seconds: of a step. by_load: of a step with this work, for steps that only decode and for what an engine has
+            learned of its steps before it is looked at.
         latency: from the beginning of a step until its tokens are known, where stages of a pipeline work on several
             steps at a time; None if that is ``seconds``.
         lag: steps that are planned ahead of the tokens.
@@ -37,7 +42,7 @@ class EngineModel:
 
     scheduler: SchedulerConfig
     seconds: StepSeconds
-    decodes: DecodeSeconds
+    by_load: DecodeSeconds
     latency: StepSeconds | None = None
     lag: int = 0
     host: float = 0.0
@@ -47,9 +52,30 @@ class EngineModel:
     def start(self, now: float, prefixes: bool) -> SimulatedEngine:
         """Make an engine that begins at ``now``."""
         limits = self.scheduler if prefixes else replace(self.scheduler, enable_prefix_caching=False)
-        return SimulatedEngine(
-            limits, self.seconds, lag=self.lag, host=self.host, decodes=self.decodes, latency=self.latency, now=now
+        engine = SimulatedEngine(
+            limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now
         )  # fmt: skip
+        self.teach(engine)
+        return engine
+
+    def teach(self, engine: SimulatedEngine) -> None:
+        """Let an engine whose steps are sized by time know step times, as one that has served before."""
+        if self.scheduler.itl_target is None:
+            return
+        most, rows = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        for _ in range(LESSONS):
+            for count in _doubled(rows):
+                keys = count * LESSON_CONTEXT
+                load = StepLoad(count, keys, 0, count, 0, count)
+                engine.scheduler.times.learn(load, self.by_load(load))
+                tokens = min(most, count + 16 * count)
+                load = StepLoad(tokens, keys, (tokens - count) * LESSON_CONTEXT // 2, count + 1, 1, tokens)
+                engine.scheduler.times.learn(load, self.by_load(load))
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4, ... up to ``most``."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
 @dataclass(frozen=True, slots=True)

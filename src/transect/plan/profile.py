@@ -87,7 +87,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         header, times = msgspec.convert(self.header, Header), self.times
         limits = SchedulerConfig(**header.scheduler | {"max_queue": None, "seed": 0})
         return EngineModel(
-            scheduler=limits, seconds=times, decodes=times.seconds, lag=header.lag, host=times.fitted.host,
+            scheduler=limits, seconds=times, by_load=times.seconds, lag=header.lag, host=times.fitted.host,
             intake=self.intake, outlet=self.outlet,
         )  # fmt: skip
 
