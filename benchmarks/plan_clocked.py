@@ -1,7 +1,7 @@
 """Predictions of ``transect plan`` held against the engine loop in real time, on a device that a busy machine cannot
 slow down: its steps sleep for a time that follows from their work, and from chance (3%).
 
-    chrt -f 20 python benchmarks/plan_clocked.py [--requests 60] [--seeds 0,1,2] [--out ...]
+    chrt -f 20 python benchmarks/plan_clocked.py [--requests 40] [--seeds 0,1,2] [--out ...]
 
 The shipping ``EngineCore`` and ``Scheduler`` run on the wall clock, one step ahead of the device as on a GPU, sized by
 time as in a server. A profile is fitted on one sweep of closed loops, from its decision log. Then traces of three
@@ -174,7 +174,7 @@ def within(cells: list[dict[str, Any]]) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=60, help="of each run")
+    parser.add_argument("--requests", type=int, default=40, help="of each run")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "plan_clocked.json")
     options = parser.parse_args()
