@@ -187,15 +187,6 @@ async def _cell(
     load_before = os.getloadavg()[0]
     (result,) = await run_levels(target, [Level("x trace", 1.0, work_of(asked, seed=f"{time.time()}"))])
     await asyncio.sleep(1.5)  # the log is flushed
-    if "KEEP" in os.environ:
-        import pickle
-        import shutil
-
-        keep = Path(os.environ["KEEP"])
-        shutil.copyfile(file, keep / "decisions.log")
-        made.write(keep / "profile.json")
-        with (keep / f"cell_{time.time():.0f}.pickle").open("wb") as out:
-            pickle.dump((asked, result, load_before, repeated), out)
     slow, slower = at_speed(engine, made, load(file), result)
     plain, scaled = (Fleet(each).run(asked) for each in (engine, slow))
     return {
