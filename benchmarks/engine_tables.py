@@ -128,7 +128,7 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
             rows.append((model, "throughput", *cells, spread, f"{row['of_floor']:.0%}", beside))
             if plain := row.get("unfilled_tokens_per_s"):
                 share = f"{plain / row['floor_tokens_per_s']:.0%}"
-                work = "throughput, `fill_steps=False`"
+                work = "throughput, `mixed_step_limit='full'`"
                 rows.append((model, work, cells[0], f"{plain:,.0f} tok/s", "one run", share, ""))
     head = ("model", "work", "floor", "median", "runs from - to", "of floor", f"vLLM {peer['version']}, apart")
     return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput")) + "\n" + _apart(peer)

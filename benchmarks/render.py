@@ -225,9 +225,30 @@ def all_number_formats() -> str:
 
 def training_settings() -> str:
     """Every setting of a training run."""
-    from transect.train.config.page import page
+    from transect.spec.settings import table
+    from transect.train.config import TrainConfig
+    from transect.train.config.defaults import BY_TASK
 
-    return page()
+    return "\n".join(table(TrainConfig, by_task=BY_TASK))
+
+
+def serving_settings() -> str:
+    """Every setting of an engine and of a server, by group."""
+    from transect.cli.serve import NO_OPTIONS
+    from transect.engine.config import EngineConfig
+    from transect.engine.executors.gpu.options import GPUOptions
+    from transect.server.options import ServerOptions
+    from transect.spec.settings import options_table
+
+    kinds = (ServerOptions, EngineConfig, GPUOptions)
+    return "\n".join(options_table(*kinds, without=("model",), unnamed=NO_OPTIONS))
+
+
+def environment_variables() -> str:
+    """Variables of the environment that belong to no single option."""
+    from transect.cli.environment import VARIABLES
+
+    return "\n".join(["| variable | |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in VARIABLES.items())])
 
 
 def kills() -> str:
@@ -372,6 +393,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving-kills": serving_kills,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "training-settings": training_settings,
+    "serving-settings": serving_settings,
+    "environment-variables": environment_variables,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),

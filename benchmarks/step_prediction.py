@@ -94,7 +94,7 @@ def engine(options: argparse.Namespace, **settings: Any) -> LLM:
         kv_cache_tokens=options.rows * options.context,
         enable_prefix_caching=False,
         longest_first=False,
-        fill_steps=False,
+        mixed_step_limit="full",
         **settings,
     )
     executor = llm._core.executor

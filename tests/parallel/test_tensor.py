@@ -223,7 +223,7 @@ def test_a_model_that_cannot_be_cut(checkpoints):
 
 def test_steps_that_are_sized_by_time(checkpoints, pair):
     """Rank 0 alone measures; the ranks compare every plan."""
-    llm = LLM(checkpoints("qwen3"), ranks=pair, tensor_parallel_size=2, itl_target=2.0, **SETTINGS)
+    llm = LLM(checkpoints("qwen3"), ranks=pair, tensor_parallel_size=2, mixed_step_limit="2ms", **SETTINGS)
     long = [[i + 3] * 40 for i in range(12 if proving() else 4)]
     llm.generate([*PROMPTS, *long], SamplingParams(max_tokens=30, ignore_eos=True))
     assert llm.stats().timed_steps > 20

@@ -117,17 +117,18 @@ def build_engine(
         executor, size, why, storage = _build_cpu(config, source, mesh)
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
+    limit = config.step_limit
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=size.num_blocks,
             block_size=config.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_mixed_tokens=config.max_mixed_tokens,
+            max_mixed_tokens=limit.tokens,
             fill_tokens=fill_tokens,
-            itl_target=config.step_seconds,
+            itl_target=limit.seconds,
             graph_tokens=graph_tokens,
-            graph_prompts=FEWEST_ROWS if graph_tokens and config.step_seconds is not None else None,
+            graph_prompts=FEWEST_ROWS if graph_tokens and limit.seconds is not None else None,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,

@@ -139,8 +139,10 @@ def start_engine(
             "under torchrun every script has the answers of all requests, and data_parallel_size shares them out: "
             "leave it out, or use `transect serve`"
         )
-    if not leads and config.step_seconds is not None:
-        raise ValueError("itl_target sizes steps by the time of one rank, and here every rank decides: leave it out")
+    if not leads and config.step_limit.seconds is not None:
+        raise ValueError(
+            "mixed_step_limit is a time, which one rank measures, and here all ranks decide: give full, fill or tokens"
+        )
     try:
         if leads:
             ranks.call(FOLLOW, replace(config, decisions=False, decision_log=None))

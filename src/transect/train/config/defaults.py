@@ -16,6 +16,8 @@ RATES = {
 }
 """Learning rates of an objective: for all weights, and for adapters."""
 PRETRAINING = 3e-4
+BY_TASK = ("optimizer.learning_rate", "optimizer.weight_decay", "schedule.warmup")
+"""Settings that depend on the task."""
 
 TASKS = ("pretrain", "finetune", "lora", "qlora")
 MEANT_BY_TASK = {
