@@ -70,7 +70,7 @@ def test_kernels_name_every_argument(op: Op) -> None:
 
 
 def test_knobs(op: Op) -> None:
-    for knobs in op.knobs:
+    for knobs in op.knobs():
         assert all(len(values) >= 1 for values in knobs.choices.values())
         sizes = [1, 1000, 4096]
         for case in op.cases()[:1]:

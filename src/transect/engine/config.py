@@ -33,7 +33,7 @@ class StepLimit(NamedTuple):
     """Meaning of ``EngineConfig.mixed_step_limit``."""
 
     tokens: int | None = None
-    """Largest number of tokens in a step in which sequences decode; None if only ``max_num_batched_tokens`` limits it."""
+    """Largest number of tokens in a step in which sequences decode; None if ``max_num_batched_tokens`` is."""
     seconds: float | None = None
     """Longest time of such a step; 0: a multiple of the time that decodes alone take; None if no time limits it."""
     fill: bool = False

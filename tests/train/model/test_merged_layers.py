@@ -20,7 +20,8 @@ from transect.train.adapters.qlora import quantize_layers
 from transect.train.config import LoRAConfig
 from transect.train.data.batches import Batch
 from transect.train.model.build import training_ops
-from transect.train.model.merged_layers import MergedLayers, Packed, Step, refusal
+from transect.train.model.merged_layers import MergedLayers, Packed, Step
+from transect.train.model.merging import refusal
 from transect.train.objectives.loss import batch_loss
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

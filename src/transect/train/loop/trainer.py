@@ -46,7 +46,7 @@ from ..data.identity import base_identity, check_settings, compare
 from ..data.loader import Position
 from ..model.build import Trainable, build, device_of, source_of
 from ..model.layer_drop import dropping
-from ..model.merged_layers import MergedLayers, can_merge, stack_of
+from ..model.merging import can_merge, stack_of
 from ..objectives import build as build_objective
 from ..objectives.base import Objective, StepFailed
 from ..optim import build as build_optimizer
@@ -190,6 +190,8 @@ class Trainer:
             self._load_weights(checkpoint)
         parameters, shapes = self.crew.take(self.trainable, recompute=self.memory.checkpointing != "none")
         if sharded and config.merged and can_merge(self.model):
+            from ..model.merged_layers import MergedLayers
+
             units = self.crew.units
             self.model.stack = MergedLayers(self.model, self.memory.checkpointing, self.memory.whole, units)
         self.optimizer = build_optimizer(

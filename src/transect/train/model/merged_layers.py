@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...models.context import AttentionContext, VarlenContext
-from ...models.decoder import Decoder, Layer, Stack
+from ...models.decoder import Decoder, Layer
 from ...models.mlp import MLP
 from ...ops.activation import swiglu
 from ...ops.attention.packed import backward as flash_attention_backward
@@ -48,8 +48,7 @@ from ...ops.attention.packed import flash_attention
 from ...ops.norm import add_rms_norm, rms_norm
 from ...ops.position import norm_rotary, rotary
 from ...parallel.ring import RingContext
-from ...spec.model import ModelConfig
-from .activations import Checkpointing, stack_with
+from .activations import Checkpointing
 from .merged_products import Product, Scratch, product
 
 log = logging.getLogger(__name__)
@@ -375,19 +374,6 @@ class _Node(torch.autograd.Function):
         return None, None, dx, dx if need_d else None, *gradients
 
 
-def refusal(config: ModelConfig) -> str | None:
-    """Why the layers of such a model cannot be merged, in a sentence; None if they can."""
-    if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
-        return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
-    if config.qk_norm_whole:
-        return "its queries and keys are normalised over all heads together"
-    if config.beyond_stacks:
-        return f"it has {config.beyond_stacks[0]}"
-    if config.o_bias or config.mlp_bias:
-        return "its matrices have biases, and not of q, k and v alone"
-    return None
-
-
 def attending(context: AttentionContext) -> Attending | None:
     """How tokens attend in a context; None: not in a way that merged layers know."""
     if isinstance(context, RingContext):
@@ -429,19 +415,3 @@ class MergedLayers:
             parameters = layer.parameters if self.units is None else ()
             x_TD, d_TD = _Node.apply(layer, step, x_TD, d_TD, *parameters)
         return x_TD if d_TD is None else x_TD + d_TD
-
-
-def can_merge(model: Decoder) -> bool:
-    """Whether the layers of a model can be merged, on a GPU; if not, why is logged."""
-    if not model.norm.weight.is_cuda:
-        return False
-    refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")
-    reason = refusal(model.config) or next(filter(None, refused), None)
-    if reason:
-        log.info("the layers run operator by operator: %s", reason)
-    return not reason
-
-
-def stack_of(model: Decoder, plan: Checkpointing, merged: bool, whole: int = 0) -> Stack:
-    """The layers of a model under a plan: merged where that is wanted and can be. ``whole`` as in ``MergedLayers``."""
-    return MergedLayers(model, plan, whole) if merged and can_merge(model) else stack_with(model, plan)

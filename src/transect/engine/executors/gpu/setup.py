@@ -20,7 +20,7 @@ from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
-from ....ops.attention.paged.paged_attention import PagedTriton
+from ....ops.attention.paged.dispatch import PagedTriton
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
 from ....ops.opset import OpSet, resolve_ops, with_dependent_launch

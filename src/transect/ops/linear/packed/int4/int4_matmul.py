@@ -305,7 +305,7 @@ register(
         },
         cases=_cases,
         kernels=kernels,
-        knobs=[
+        knobs=lambda: [
             Knobs("int4_matmul", TRITON_CHOICES, triton_rule, by_triton, dict, _size),
             Knobs(
                 "int4_matmul.cu",
