@@ -85,7 +85,8 @@ def test_an_engine_on_a_cpu_imports_no_kernel_that_it_does_not_run(tmp_path) -> 
 def test_a_lora_run_on_a_cpu_imports_no_kernel_that_it_does_not_run(tmp_path) -> None:
     (tmp_path / "run.json").write_text(json.dumps(tiny_run(tmp_path, task="lora", steps=1).to_dict()))
     program = (
-        "import json, sys\nfrom transect.train.config import TrainConfig\nfrom transect.train.loop.trainer import Trainer\n"
+        "import json, sys\nfrom transect.train.config import TrainConfig\n"
+        "from transect.train.loop.trainer import Trainer\n"
         "Trainer(TrainConfig.from_dict(json.load(open(sys.argv[1])))).run([])"
     )
     found = modules_of(program, str(tmp_path / "run.json"))

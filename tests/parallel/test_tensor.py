@@ -217,7 +217,7 @@ def test_answers_under_a_grammar_and_requests_that_end_early(checkpoints, pair):
 def test_a_model_that_cannot_be_cut(checkpoints):
     with pytest.raises(ValueError, match=r"4 query heads, 2 key heads and 96 .*tensor_parallel_size can be 1, 2, 4"):
         LLM(checkpoints("llama"), tensor_parallel_size=3, **SETTINGS)
-    with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number of at least 1, not 0"):
         LLM(checkpoints("llama"), tensor_parallel_size=0)
 
 

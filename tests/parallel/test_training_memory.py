@@ -46,7 +46,7 @@ ON_TWO = {
 
 
 def account_of(model, parallel, limit=140e9, **changes):
-    """The peak of a run as ``benchmarks/train_parallel.py`` and ``train_offload.py`` start it on H200s."""
+    """The peak of a run as ``benchmarks/train/parallel.py`` and ``train_offload.py`` start it on H200s."""
     data = {"train": ["random.tokens"], "seq_len": 4096, "micro_batch": 8192 * parallel.get("tensor", 1)}
     values = {"model": model, "task": "pretrain", "steps": 9, "data": data, "parallel": parallel, **changes}
     config, gpu = TrainConfig.from_dict(values), torch.device("cuda")

@@ -1,4 +1,4 @@
-"""Switches of what makes the GPU engine fast, to see what each is worth (``benchmarks/engine_ablation.py``)."""
+"""Switches of what makes the GPU engine fast, to see what each is worth (``benchmarks/engine/ablation.py``)."""
 
 from __future__ import annotations
 
