@@ -14,6 +14,7 @@ from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
 from ..spec.settings import About, changed_fields, check_values
 from .executors.gpu.options import GPUOptions
+from .scheduling.drafters.registry import SpeculativeConfig
 from .scheduling.scheduler_config import Policy
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -93,6 +94,9 @@ class EngineConfig:
         policy: Batch continuously, or in fixed batches (``static``) to compare with.
         longest_first: Begin with the requests that may draw the most tokens; default: in ``LLM``, not in a server. Work
             that is all there ends sooner; in a server short requests would wait for long ones.
+        speculative_config: Speculative decoding: ``{"method": "ngram"}`` or ``"suffix"``; the answers are the same.
+            Names are vLLM's: ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The
+            number of drafts of each step is chosen by expected gain.
         jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
         max_queue: Requests that may wait; a server answers more with 429. Default: no limit in ``LLM``.
         async_scheduling: Plan a step before the tokens of the last one are known; default: on a GPU.
@@ -157,6 +161,7 @@ class EngineConfig:
     enable_prefix_caching: Annotated[bool, About(option="prefix-caching", also=("enable_prefix_caching",))] = True
     policy: Policy = "continuous"
     longest_first: bool | None = None
+    speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
     max_queue: Annotated[int | None, ONE_OR_MORE] = None
     async_scheduling: bool | None = None
@@ -195,6 +200,10 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
         self._check_layout()
+        if self.speculation is not None and self.ranks > 1:
+            raise ValueError(
+                "speculative decoding runs on one device so far: leave out speculative_config, or the parallel sizes"
+            )
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
 
@@ -266,6 +275,11 @@ class EngineConfig:
         for name, tokens in limits:
             if tokens is not None and tokens < seqs:
                 raise ValueError(f"{name} ({tokens}) must be at least max_num_seqs ({seqs}): raise it or lower that")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative_config`` as the scheduler takes it."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     def limits(self, device: str) -> tuple[int, int]:
         """max_num_seqs and max_num_batched_tokens with the defaults of a device type (``cpu``, ``cuda``).

@@ -48,7 +48,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "pooler_config": (None,),
     "runner": (None, "auto", "generate"),
     "skip_tokenizer_init": (None, False),
-    "speculative_config": (None,),
     "task": (None, "auto", "generate"),
     "tokenizer_mode": (None, "auto", "hf"),
 }
