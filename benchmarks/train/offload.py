@@ -249,7 +249,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         built = time.perf_counter() - begin
         print(f"built in {built:.1f} s; {trainer.memory.why}; {optimizer.kernels}", flush=True)
         marks: list[float] = []
-        gradients, stepping = trainer.crew.gradients, optimizer.step
+        gradients, stepping = trainer.crew.strategy.gradients, optimizer.step
 
         def to_the_norm(*args: Any) -> Any:
             found = gradients(*args)
@@ -261,7 +261,7 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
             stepping(*args)
             marks.append(time.perf_counter())
 
-        trainer.crew.gradients = to_the_norm  # type: ignore[method-assign]
+        trainer.crew.strategy.gradients = to_the_norm  # type: ignore[method-assign]
         optimizer.step = the_step  # type: ignore[method-assign]
         numbers = sum(p.numel() for p in trainer.trainable.parameters.values())
         steps = []

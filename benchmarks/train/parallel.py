@@ -197,7 +197,7 @@ def measure(given: dict[str, Any], world: Any) -> dict[str, Any] | None:
     each = mine_s if world is None else max(world.exchange(mine_s))
     times = step_times(step, max(7, min(MOST, int(given["seconds"] / each))) | 1, gpu)
     # What other GPUs reach is not the allocator's.
-    parallel = None if given["way"].startswith("fsdp2") else trainer.crew.parallel
+    parallel = None if given["way"].startswith("fsdp2") else getattr(trainer.crew.strategy, "parallel", None)
     shared = 0 if parallel is None or parallel.spread is None else parallel.spread.shared_bytes
     mine = {
         "times": times,

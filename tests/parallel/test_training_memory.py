@@ -195,7 +195,7 @@ def test_the_predicted_peak_is_that_of_a_rank(pair, tmp_path, mode):
     made = run.trainer(pair.world)
     measured = watched(made)
     made.run()
-    spread = made.crew.parallel.spread
+    spread = made.crew.strategy.parallel.spread
     units = getattr(spread, "units", [])
     kept = sum(unit.piece.nbytes for unit in units) or sum(p.nbytes for p in spread.parameters.values())
     peak = max(phase.bytes for phase in made.memory.estimate.phases if phase.name not in ("checkpoint", "cutting"))
