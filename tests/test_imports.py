@@ -7,6 +7,7 @@ import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import pytest
 from tiny_llm import save_tiny_llm
 from training_runs import tiny_run
 
@@ -45,6 +46,13 @@ def test_no_files_import_each_other() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"these files import each other in a circle: {' -> '.join(error.args[1])}") from None
+
+
+@pytest.mark.parametrize("name", ["Spread", "Layout", "Part", "Place", "Piece", "Step", "Tiling", "Choice"])
+def test_one_name_is_one_thing(name: str) -> None:
+    """Names that would say nothing of what a class is for, if there were several."""
+    found = [path for path in SOURCES.rglob("*.py") if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE)]
+    assert len(found) <= 1, found
 
 
 KERNELS = re.compile(

@@ -82,7 +82,7 @@ _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_pro
 
 
 @dataclass(frozen=True)
-class Place:
+class HFPlace:
     """Where transformers keeps a weight.
 
     The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
@@ -118,7 +118,7 @@ class Place:
         return half_rotation_rows(rows // self.paired, self.paired) if self.paired else np.arange(rows)
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
+def places(config: ModelConfig) -> dict[str, HFPlace]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
     architecture = config.architecture
     gpt2 = architecture == "gpt2"
@@ -136,7 +136,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            out[name] = Place(f"{outer[module]}.{kind}", shape)
+            out[name] = HFPlace(f"{outer[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
         moe = config.layer_moe(int(layer))
@@ -147,7 +147,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
         if moe is not None and expert is not None:
             experts = moe.experts if "{}" in expert else 0
             own = (shape[0] // experts, *shape[1:]) if experts else shape
-            out[name] = Place(f"{stack}.{layer}.{expert}", own, experts=experts)
+            out[name] = HFPlace(f"{stack}.{layer}.{expert}", own, experts=experts)
             continue
         transposed = gpt2 and len(shape) == 2
         tensor = f"{stack}.{layer}.{names[inner]}.{kind}"
@@ -155,7 +155,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
         stored = (whole, *shape[1:])
         size = None if whole == shape[0] else shape[0]
         paired = config.head_dim if architecture == "llama4_text" and inner in ("attention.q", "attention.k") else 0
-        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
+        out[name] = HFPlace(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
     return out
 
 
@@ -170,7 +170,7 @@ def _within_joined(config: ModelConfig, inner: str, rows: int, joined: tuple[str
     return 0, rows
 
 
-def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> Place:
+def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> HFPlace:
     """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one (gpt-oss), or
     stand one after the other (Llama 4)."""
     turns = config.architecture == "gpt_oss"
@@ -182,7 +182,7 @@ def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: 
     shape = (moe.experts, width) if kind == "bias" else (moe.experts, inputs, width)
     first = int(up) * (1 if turns else moe.expert_dim)
     step = 2 if turns and not down else 1
-    return Place(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
+    return HFPlace(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
 
 
 # ---- in
@@ -219,7 +219,9 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     return _weights(found, plan, stack, config)
 
 
-def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack, config: ModelConfig) -> StoredWeights:
+def _weights(
+    found: dict[str, _Stored], plan: dict[str, HFPlace], stack: ExitStack, config: ModelConfig
+) -> StoredWeights:
     with stack:
         for name, shape in weight_shapes(config).items():
             place, where = plan[name], found[plan[name].tensors[0]]
@@ -237,7 +239,7 @@ def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack
             yield name, Stored(shape, read, *packed)
 
 
-def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_stack(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the experts in one tensor of gpt-oss, expert by expert."""
     wanted, each = within(shape[0], rows), shape[0] // place.stored[0]
     parts = []
@@ -257,7 +259,7 @@ def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slic
     return torch.cat(parts)
 
 
-def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_experts(stack: list[_Stored], place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
     wanted, each = within(len(stack) * shape[0], rows), shape[0]
     parts = []
@@ -267,7 +269,7 @@ def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], ro
     return torch.cat(parts)
 
 
-def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     if place.paired:
         whole = _read(where, replace(place, paired=0), shape, ALL, columns)
         return whole[place.order(shape[0])[within(shape[0], rows)]]
@@ -360,7 +362,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str) -> None:
+def _check(directory: Path, found: dict[str, _Stored], place: HFPlace, tensor: str) -> None:
     stored = found.get(tensor)
     shape = list(place.stored)
     if stored is None:
@@ -378,7 +380,7 @@ def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str
 
 
 def _refuse_superfluous(
-    directory: Path, found: dict[str, _Stored], plan: dict[str, Place], config: ModelConfig
+    directory: Path, found: dict[str, _Stored], plan: dict[str, HFPlace], config: ModelConfig
 ) -> None:
     used = {tensor for place in plan.values() for tensor in place.tensors}
     if config.tied_embeddings:

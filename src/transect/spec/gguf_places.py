@@ -57,7 +57,7 @@ _JOINED_IN = {"gpt2": ("qkv",), "phi3": ("qkv", "gate_up")}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GGUFPlace:
     """The weight is so many rows from ``first`` on of ``tensor``, whose shape in the file is ``stored``. ``paired``: in
     the order that rotates neighbouring pairs; ``added``: what the numbers of the file are larger by."""
 
@@ -68,7 +68,7 @@ class Place:
     added: float = 0.0
 
 
-def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, Place]:
+def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, GGUFPlace]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``. ``tensors``: the names of a file, which
     may have q, k and v as one matrix in any family."""
     joined = _JOINED_IN.get(config.architecture, ())
@@ -77,29 +77,31 @@ def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, Plac
     return {name: _place(config, name, shape, joined) for name, shape in weight_shapes(config).items()}
 
 
-def _place(config: ModelConfig, name: str, shape: tuple[int, ...], joined: tuple[str, ...]) -> Place:
+def _place(config: ModelConfig, name: str, shape: tuple[int, ...], joined: tuple[str, ...]) -> GGUFPlace:
     module, kind = name.rsplit(".", 1)
     added = config.norm_offset if module.endswith("norm") else 0.0
     if not module.startswith("layers."):
-        return Place(f"{_OUTER[module]}.{kind}", shape, added=added)
+        return GGUFPlace(f"{_OUTER[module]}.{kind}", shape, added=added)
     _, layer, inner = module.split(".", 2)
     block = f"blk.{layer}"
     if kind == "sinks":
-        return Place(f"{block}.attn_sinks.weight", shape)
+        return GGUFPlace(f"{block}.attn_sinks.weight", shape)
     if kind == "score_bias":
-        return Place(f"{block}.exp_probs_b.bias", shape)
+        return GGUFPlace(f"{block}.exp_probs_b.bias", shape)
     moe = config.layer_moe(int(layer))
     if inner.startswith("mlp.experts_") and moe is not None:
-        return Place(f"{block}.{_LAYER[inner]}.{kind}", (moe.held, shape[0] // moe.held, *shape[1:]))
+        return GGUFPlace(f"{block}.{_LAYER[inner]}.{kind}", (moe.held, shape[0] // moe.held, *shape[1:]))
     if inner == "mlp.shared_router":
-        return Place(f"{block}.{_LAYER[inner]}.{kind}", shape[1:])
+        return GGUFPlace(f"{block}.{_LAYER[inner]}.{kind}", shape[1:])
     if inner == "mlp_norm" and config.architecture == "gpt_oss":
-        return Place(f"{block}.post_attention_norm.{kind}", shape)
+        return GGUFPlace(f"{block}.post_attention_norm.{kind}", shape)
     paired = ARCHITECTURES[config.architecture] in PAIRED and inner in ("attention.q", "attention.k")
     for projection in joined:
         parts = {part: size[0] for part, size in projection_shapes(config, int(layer)).get(projection, {}).items()}
         if inner in parts:
             before = list(parts)[: list(parts).index(inner)]
             stored = (sum(parts.values()), *shape[1:])
-            return Place(f"{block}.{_JOINED[projection]}.{kind}", stored, sum(parts[part] for part in before), paired)
-    return Place(f"{block}.{_LAYER[inner]}.{kind}", shape, paired=paired, added=added)
+            return GGUFPlace(
+                f"{block}.{_JOINED[projection]}.{kind}", stored, sum(parts[part] for part in before), paired
+            )
+    return GGUFPlace(f"{block}.{_LAYER[inner]}.{kind}", shape, paired=paired, added=added)

@@ -80,7 +80,7 @@ class Packed:
 
 
 @dataclass(slots=True)
-class Step:
+class MergedStep:
     """What all layers of a pass share: cos and sin ``[T, d/2]``, and how tokens attend.
 
     ``passed``: the matrix in which the gradient that goes down to the next layer lies, with columns to spare.
@@ -189,7 +189,7 @@ class MergedLayer:
         parts = qkv[:, : self.qkv.outputs].split(self.qkv.sizes, dim=1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
-    def _attend(self, n: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _attend(self, n: Tensor, step: MergedStep) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """n -> q, k and v in one matrix (rotated, unless they have norms), the attended values ``[T, H d]``, the
         softmax's sums, ``low``."""
         qkv, low = self.qkv.forward(n)
@@ -202,7 +202,7 @@ class MergedLayer:
         o_THd, sums = step.attention.forward(q, k, v, self.scale, self.window)
         return qkv, o_THd.flatten(1), sums, low
 
-    def _turned(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(self, qkv: Tensor, step: MergedStep) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as attention sees them, from what is kept."""
         q, k, v = self._heads(qkv)
         if self.head_norms is None:
@@ -211,7 +211,7 @@ class MergedLayer:
         turned = norm_rotary.triton_norm_rotary(q, k, first.weight, second.weight, first.eps, step.cos, step.sin)
         return *turned, v
 
-    def _turn_back(self, dq: Tensor, dk: Tensor, qkv: Tensor, step: Step) -> list[Tensor | None]:
+    def _turn_back(self, dq: Tensor, dk: Tensor, qkv: Tensor, step: MergedStep) -> list[Tensor | None]:
         """The gradients of q and k over q and k; returns those of the norms' weights."""
         q, k, _ = self._heads(qkv)
         if self.head_norms is None:
@@ -255,7 +255,7 @@ class MergedLayer:
     def _enter_back(self, g: Tensor) -> Tensor:
         return g if self.seams is None else self.seams.enter_back(g)
 
-    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[KeptTensors, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: MergedStep) -> tuple[KeptTensors, Tensor, Tensor]:
         """What is kept, then t and d of the next layer."""
         n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
         n = self._enter(n)
@@ -276,7 +276,7 @@ class MergedLayer:
             kept = KeptTensors(s, n, qkv, o, sums, t, m, gate_up, (low_qkv, low_o, low_gate_up, low_down))
         return kept, t, self._leave(out[:, : self.down.outputs])
 
-    def _complete(self, kept: KeptTensors, step: Step) -> None:
+    def _complete(self, kept: KeptTensors, step: MergedStep) -> None:
         """Compute again what was not kept."""
         low = list(kept.low)
         if kept.n is None:
@@ -294,7 +294,7 @@ class MergedLayer:
         kept.low = tuple(low)
 
     def backward(
-        self, kept: KeptTensors, step: Step, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
+        self, kept: KeptTensors, step: MergedStep, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradient of x and d, which is one, and those of ``parameters``."""
         self._complete(kept, step)
@@ -347,7 +347,7 @@ class MergedLayer:
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: MergedLayer, step: Step, x: Tensor, d: Tensor | None, *_: Tensor
+        ctx: Any, layer: MergedLayer, step: MergedStep, x: Tensor, d: Tensor | None, *_: Tensor
     ) -> tuple[Tensor, Tensor]:
         units = layer.units
         if units is not None:
@@ -407,7 +407,7 @@ class MergedLayers:
         if attention is None:
             return self._otherwise(x_TD, positions_T, context)
         assert self.model.rope is not None
-        step = Step(*self.model.rope.cos_sin(positions_T), attention)
+        step = MergedStep(*self.model.rope.cos_sin(positions_T), attention)
         d_TD: Tensor | None = None
         for layer in self.layers:
             for made in layer.products:
