@@ -109,6 +109,9 @@ class Setting:
         for kind in self.kinds:
             if isinstance(kind, str | int) or (kind is str and names):
                 continue
+            if kind is Any:
+                names.append("table")
+                continue
             if get_origin(kind) is tuple:
                 names.append("strings" if get_args(kind)[0] is str else "numbers")
             elif get_origin(kind) in (dict, Mapping):

@@ -40,7 +40,7 @@ class Replicated(Together):
         return [(index, batch) for index, batch in self._own(batches) if batch.num_labels]
 
     def _all_alike(self, batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """As many micro-batches as every rank runs: those without labels are replaced by others that count nothing."""
+        """The same number of micro-batches on every rank: one that counts nothing stands in for one without labels."""
         some = replace(next(batch for batch in batches if batch.num_labels), num_labels=0)
         return [(index, batch if batch.num_labels else some) for index, batch in self._own(batches)]
 
