@@ -32,7 +32,7 @@ HOST_S = 150e-6
 """Seconds of the host before each step, of the engine loop on an H200's host."""
 INTAKE_S, OUTLET_S = 5e-3, 2.5e-3
 """Seconds of a request before the engine has it, and of a token on its way to the client, on that host: what TTFT at
-8 requests/s was above the simulated one (``benchmarks/plan_validation.py h200``)."""
+8 requests/s was above the simulated one (``benchmarks/plan/validation.py h200``)."""
 
 
 @dataclass(frozen=True)
