@@ -21,7 +21,7 @@ from transect.bench.traces.mix import Mix
 from transect.costs.model import kv_bytes_per_token, weight_bytes
 from transect.costs.presets import preset
 from transect.plan.capacity import MixLoad, Shape
-from transect.plan.choices import Choice, choices
+from transect.plan.choices import CardChoice, choices
 from transect.plan.report import as_json
 from transect.plan.serving import Demand, ServingPlan, plan_serving
 from transect.plan.target import Target
@@ -37,7 +37,7 @@ PRICES = {"h100-80gb": 2.5, "h200": 3.5, "b200": 5.5, "mi300x": 3.0}
 """Dollars per hour of a card: examples."""
 
 
-def memory(ways: list[tuple[Choice, str]]) -> list[dict[str, Any]]:
+def memory(ways: list[tuple[CardChoice, str]]) -> list[dict[str, Any]]:
     """Bytes of weights and of a token's KV, and sequences of a mean request that a card's group holds."""
     found = []
     for choice, why in ways:

@@ -24,7 +24,7 @@ from transect.bench.traces.mix import Mix
 from transect.costs.presets import preset
 from transect.engine.scheduling.policies.scaling import Concurrency, Fixed, Forecast, Queue, Scaler
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
-from transect.plan.choices import Choice
+from transect.plan.choices import CardChoice
 from transect.plan.fleet import Fleet
 from transect.plan.target import Target
 from transect.spec.layouts.ranks import RankLayout
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=8.0, help="requests per second at noon")
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "plan_scaling.json")
     options = parser.parse_args()
-    model = Choice(PRESETS[MODEL], preset(CARD), RankLayout(), "bf16", "auto", 2048).engine
+    model = CardChoice(PRESETS[MODEL], preset(CARD), RankLayout(), "bf16", "auto", 2048).engine
     best, _ = highest_rate(model, MixLoad(MIX, 300), Target.parse(TARGET), 1.0)
     assert best is not None, "the target is missed at any rate"
     enough = math.ceil(options.peak / best.rate)

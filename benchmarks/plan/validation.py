@@ -50,7 +50,7 @@ from transect.explain.engine.log import RunLog, load
 from transect.explain.engine.rates import rates_for
 from transect.plan.calibrate import profile, sweep
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
-from transect.plan.choices import Choice
+from transect.plan.choices import CardChoice
 from transect.plan.fleet import EngineModel, Fleet
 from transect.plan.profile import Loads, Profile
 from transect.plan.target import Target
@@ -223,7 +223,7 @@ def _show(row: dict[str, Any]) -> None:
 def h200(options: argparse.Namespace) -> dict[str, Any]:
     """Predict the recorded loads of an H200."""
     recorded = json.loads((record.RESULTS / "h200" / "serve_load.json").read_text())
-    choice = Choice(PRESETS[recorded["shape"]], preset("h200"), RankLayout(), "bf16", "auto", 16384)
+    choice = CardChoice(PRESETS[recorded["shape"]], preset("h200"), RankLayout(), "bf16", "auto", 16384)
     rows = []
     for level in sorted(recorded["levels"], key=lambda each: float(each["rate"])):
         work = own_level(float(level["rate"]), recorded["work"]["requests"], level["seed"], 128255).work

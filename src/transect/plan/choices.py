@@ -36,7 +36,7 @@ INTAKE_S, OUTLET_S = 5e-3, 2.5e-3
 
 
 @dataclass(frozen=True)
-class Choice:
+class CardChoice:
     """One engine: ``layout.size`` cards.
 
     Attributes:
@@ -157,18 +157,18 @@ def choices(
     weights: Sequence[str] = ("bf16", "fp8", "int4"),
     caches: Sequence[str] = ("auto", "fp8"),
     context: int,
-) -> Iterator[tuple[Choice, str]]:
+) -> Iterator[tuple[CardChoice, str]]:
     """Yield every way to serve ``model``, each with why it cannot be; empty if it can."""
     for card in cards:
         for size in tensor:
             for depth in pipeline:
                 for form in weights:
                     for cache in caches:
-                        choice = Choice(model, card, RankLayout(size, depth), form, cache, context)
+                        choice = CardChoice(model, card, RankLayout(size, depth), form, cache, context)
                         yield choice, _refusal(choice)
 
 
-def _refusal(choice: Choice) -> str:
+def _refusal(choice: CardChoice) -> str:
     if choice.weights not in HOPPER:
         return f"the cost model has no coefficients for {choice.weights}: it knows {', '.join(HOPPER)}"
     try:

@@ -114,7 +114,7 @@ class MeasuredSteps:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredChoice:
-    """One measured server, in the place of a ``Choice``."""
+    """One measured server, in the place of a ``CardChoice``."""
 
     profile: Profile
     steps: MeasuredSteps

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .capacity import WARM, Load, Point, Shape, TraceLoad, estimate, highest_rate, simulate, steady_step
-from .choices import Choice
+from .choices import CardChoice
 from .profile import MeasuredChoice
 from .target import Target
 
-Way = Choice | MeasuredChoice
+Way = CardChoice | MeasuredChoice
 GROWTH = 1.5
 """Growth of the load for which the plan says what breaks first."""
 MORE = 1.02

@@ -54,7 +54,7 @@ class Fixed:
 
 @dataclass(slots=True)
 class Concurrency:
-    """As many engines as bring the requests of each to a target: Kubernetes' rule for one metric (HPA).
+    """A target for the requests of each engine: Kubernetes' rule for one metric (HPA).
 
     Attributes:
         each: requests, waiting or running, that an engine should have.
@@ -89,8 +89,8 @@ class Queue:
 
 @dataclass(slots=True)
 class Forecast:
-    """As many engines as the rate of the moment needs at which a new engine would be ready, by Holt's linear smoothing
-    (1957). It needs to know what an engine can do: ``transect plan serving`` says it.
+    """The rate at the moment at which a new engine would be ready, by Holt's linear smoothing (1957), over the capacity
+    of an engine, which ``transect plan serving`` finds.
 
     Attributes:
         capacity: requests per second that one engine serves within the targets.
