@@ -30,7 +30,7 @@ def tiny(tmp_path_factory):
 
 def recorded(tiny, path, **settings):
     """A run of an engine in this process, to which requests come while it is at work; its log."""
-    llm = LLM(tiny, decision_log=str(path), max_num_batched_tokens=32, itl_target="auto", **SETTINGS | settings)
+    llm = LLM(tiny, decision_log=str(path), max_num_batched_tokens=32, mixed_step_limit="auto", **SETTINGS | settings)
     system = list(range(40, 64))
     work = []
     for number in range(14):
