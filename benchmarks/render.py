@@ -1,10 +1,10 @@
-"""Puts the recorded results into the pages that quote them, so that no number in them is typed by hand.
+"""Write the recorded results into the pages that quote them, so that nobody types a number.
 
-A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``; what stands between is made from the JSON files under
-``benchmarks/results/``.
+A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``. Their text is made from the JSON files under
+``benchmarks/results/``. The address of publication goes from ``pyproject.toml`` into ``mkdocs.yml`` in the same way.
 
     python benchmarks/render.py            rewrite the blocks
-    python benchmarks/render.py --check    exit 1 if one of them is not what the results say
+    python benchmarks/render.py --check    exit 1 if a block differs from the results
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import explain_sums
 import explain_tables
 import format_tables
 import formats_quality
+import front
 import gpu_queue
 import grammars
 import hostile_schemas
@@ -61,6 +62,7 @@ import train_tables
 import tuning_table
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
+SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -290,6 +292,10 @@ def pretrain_published() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
+    "clone": front.clone,
+    "lead": front.lead,
+    "first-answer": front.first_answer,
+    "figures": front.figures,
     "numerics": numerics.page,
     "tuning": tuning_table.table,
     "clients": clients_table,
@@ -389,10 +395,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """The page with its blocks made anew.
+    """Replace the blocks of a page by the present results.
 
     Raises:
-        KeyError: a block that nothing here makes.
+        KeyError: a block has no entry in ``BLOCKS``.
         FileNotFoundError: a block without a recorded result.
     """
     return BLOCK.sub(lambda match: match[1] + BLOCKS[match["name"]]() + match[3], text)
@@ -400,9 +406,9 @@ def rendered(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for path in PAGES:
+    for path in [*PAGES, SITE]:
         text = path.read_text()
-        fresh = rendered(text)
+        fresh = front.with_repo_url(text) if path == SITE else rendered(text)
         if fresh != text:
             stale.append(str(path.relative_to(record.ROOT)))
             if "--check" not in sys.argv:

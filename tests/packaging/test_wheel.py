@@ -75,11 +75,12 @@ def test_the_readme_works_on_a_package_index(metadata):
 def test_links_of_the_readme_lead_to_the_published_sources():
     rewrite = load(ROOT / "hatch_build.py").readme_for_index
     text = "[a](docs/a.md#b) ![p](docs/p.png) [web](https://x.org) [here](#there) [docs/c.md](docs/c.md)"
-    assert rewrite(text, "https://x.org/t/blob/main") == (
-        "[a](https://x.org/t/blob/main/docs/a.md#b) ![p](https://x.org/t/raw/main/docs/p.png) [web](https://x.org) "
-        "[here](#there) [docs/c.md](https://x.org/t/blob/main/docs/c.md)"
+    assert rewrite(text, "https://x.org/me/t") == (
+        "[a](https://x.org/me/t/blob/main/docs/a.md#b) ![p](https://x.org/me/t/raw/main/docs/p.png) [web](https://x.org) "
+        "[here](#there) [docs/c.md](https://x.org/me/t/blob/main/docs/c.md)"
     )
-    assert rewrite(text, "") == "a (docs/a.md)  [web](https://x.org) [here](#there) docs/c.md"
+    for unknown in ("", "https://x.org/OWNER/t"):
+        assert rewrite(text, unknown) == "a (docs/a.md)  [web](https://x.org) [here](#there) docs/c.md"
     readme = (ROOT / "README.md").read_text()
     assert RELATIVE_LINK.findall(readme) and not RELATIVE_LINK.findall(rewrite(readme, "https://x.org"))
 
