@@ -8,7 +8,6 @@ because CI works on shallow clones.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 

@@ -1,7 +1,7 @@
 """Measure the time from the start of ``transect serve`` to its first token over HTTP, on a CPU.
 
-The model is on the disk and the CPU kernels are compiled, as after ``make setup`` and ``transect pull``. Each run starts
-a new server, waits for its ready line, sends one chat, and stops the clock at the first token with text.
+The model is on the disk and the CPU kernels are compiled, as after ``make setup`` and ``transect pull``. Each run
+starts a new server, waits for its ready line, sends one chat, and stops the clock at the first token with text.
 
     python benchmarks/first_answer.py [--runs 5] [--model smollm2-135m]
 """
@@ -13,6 +13,7 @@ import json
 import time
 
 import httpx
+
 import record
 from http_vs_offline import server
 

@@ -16,7 +16,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from transect.checkpoints.pull import BUILTIN_MODELS
-from transect.cli import serve, settings
+from transect.cli import environment, serve
 from transect.server.http.gate import OPEN
 
 ROOT = Path(__file__).parents[2]
@@ -77,7 +77,8 @@ def test_what_it_runs_exists():
     assert command == "serve" and model in BUILTIN_MODELS
     variables = {name for line in arguments("ENV") for name in re.findall(r"(TRANSECT_SERVE_\w+)=", line)}
     options = inspect.signature(serve.command).parameters
-    assert variables and {name.removeprefix(f"{settings.PREFIX}_SERVE_").lower() for name in variables} <= set(options)
+    prefix = f"{environment.PREFIX}_SERVE_"
+    assert variables and {name.removeprefix(prefix).lower() for name in variables} <= set(options)
     (port,) = arguments("EXPOSE")
     assert options["port"].default == int(port)
     probe = arguments("HEALTHCHECK")[0]

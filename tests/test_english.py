@@ -1,0 +1,189 @@
+"""Check the rules of plain English that a program can check, and the lengths of pages.
+
+``ALLOWED`` is a ratchet: texts of a folder that break a rule, as counted when the rule came in. Counts may only fall, and
+a folder without an entry has none. ``python tests/test_english.py [PATH ...]`` prints every text that breaks a rule.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "src" / "transect"
+
+OPENER = re.compile(r"(What|Whether|How|Who|Whoever)\b")
+NONE = re.compile(r"\bNone: ")
+PICTURE = re.compile(
+    r"\b(one (behind|below) the other|goes on|go on|so many|nobody|whoever|anew|is told|lies there|stands there|"
+    r"what (it|they|attention) says?)\b",
+    re.IGNORECASE,
+)
+
+ALLOWED: dict[str, int] = {
+    ".": 1,
+    "bench": 12,
+    "checkpoints": 29,
+    "cli": 37,
+    "costs/memory": 2,
+    "engine": 24,
+    "engine/executors": 14,
+    "engine/executors/gpu": 49,
+    "engine/frontends": 42,
+    "engine/scheduling": 58,
+    "engine/scheduling/policies": 17,
+    "explain": 1,
+    "explain/backward": 1,
+    "explain/engine": 19,
+    "explain/program": 69,
+    "hardware": 14,
+    "models": 25,
+    "models/streaming": 5,
+    "models/weights": 2,
+    "ops": 6,
+    "ops/attention/packed": 11,
+    "ops/attention/paged": 13,
+    "ops/comm": 8,
+    "ops/cpu": 5,
+    "ops/lang": 8,
+    "ops/linear": 1,
+    "ops/linear/few_rows": 29,
+    "ops/linear/many_rows": 6,
+    "ops/linear/packed/eight_bit": 1,
+    "ops/linear/packed/gguf": 1,
+    "ops/moe": 5,
+    "ops/norm": 4,
+    "ops/optim": 1,
+    "ops/position": 1,
+    "ops/sampling": 1,
+    "ops/tools": 20,
+    "parallel": 102,
+    "parallel/offload": 5,
+    "plan": 4,
+    "server": 25,
+    "server/anthropic": 2,
+    "server/http": 10,
+    "server/openai": 19,
+    "server/operations": 6,
+    "server/retrieval": 1,
+    "spec": 28,
+    "spec/layouts": 1,
+    "text": 40,
+    "text/grammar": 18,
+    "text/tools": 19,
+    "train/adapters": 3,
+    "train/config": 21,
+    "train/data": 26,
+    "train/evaluation": 4,
+    "train/export": 3,
+    "train/loop": 53,
+    "train/model": 18,
+    "train/objectives": 30,
+    "train/optim": 25,
+}
+"""Texts that break a rule, by folder below ``src/transect``."""
+
+README_WORDS = 1000
+PAGE_WORDS = 2000
+REFERENCE = "*Reference"
+"""Mark of a page that is for looking things up, and may be long."""
+
+
+def texts(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
+    """Yield line and text of each docstring, note on an attribute, help text and message.
+
+    The last part is True if the text documents something, and therefore has a rule for its first word.
+    """
+    for node in ast.walk(tree):
+        if isinstance(getattr(node, "body", None), list):
+            for item in node.body:
+                if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
+                    if isinstance(item.value.value, str):
+                        yield item.lineno, item.value.value.strip(), True
+        if isinstance(node, ast.keyword) and node.arg == "help":
+            yield from ((line, text, True) for line, text in _strings(node.value))
+        if isinstance(node, ast.Raise) and node.exc is not None:
+            yield from ((line, text, False) for line, text in _strings(node.exc))
+
+
+def _strings(node: ast.AST) -> Iterator[tuple[int, str]]:
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Constant) and isinstance(inner.value, str):
+            yield inner.lineno, inner.value.strip()
+
+
+def faults(path: Path) -> Iterator[tuple[int, str, str]]:
+    """Yield line, rule and text of what breaks a rule in a file."""
+    for line, text, documents in texts(ast.parse(path.read_text())):
+        if documents and OPENER.match(text):
+            yield line, "opener", text
+        if documents and NONE.search(text):
+            yield line, "None:", text
+        if PICTURE.search(text):
+            yield line, "picture", text
+
+
+def _folder(path: Path) -> str:
+    return str(path.parent.relative_to(SOURCE))
+
+
+def test_no_folder_breaks_more_rules_than_before() -> None:
+    counts = Counter(_folder(path) for path in SOURCE.rglob("*.py") for _ in faults(path))
+    more = {folder: count for folder, count in counts.items() if count > ALLOWED.get(folder, 0)}
+    assert not more, "python tests/test_english.py prints the texts; write them as CONTRIBUTING.md says"
+
+
+def test_the_ratchet_names_folders_that_exist_and_break_rules() -> None:
+    counts = Counter(_folder(path) for path in SOURCE.rglob("*.py") for _ in faults(path))
+    assert all(counts[folder] for folder in ALLOWED), "a folder without faults needs no entry: remove it"
+
+
+def test_the_checker_sees_each_fault(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        '"""Whether it runs."""\n'
+        "size = 1\n"
+        '"""Bytes; None: unlimited."""\n'
+        'option(help="How many.")\n'
+        "def function():\n"
+        '    """Return the tensors one behind the other."""\n'
+        '    raise ValueError(f"{function}: nobody reads that")\n'
+    )
+    found = [(line, rule) for line, rule, _ in faults(program)]
+    assert sorted(found) == [(1, "opener"), (3, "None:"), (4, "opener"), (6, "picture"), (7, "picture")]
+
+
+def words(page: str) -> int:
+    """Count the words of a page, with tables and code, without HTML comments."""
+    return len(re.findall(r"\S*\w\S*", re.sub(r"<!--.*?-->", "", page)))
+
+
+def test_the_readme_is_short() -> None:
+    assert words((ROOT / "README.md").read_text()) <= README_WORDS
+
+
+def test_long_pages_say_that_they_are_for_looking_things_up() -> None:
+    """A page to read from the top has at most ``PAGE_WORDS`` words without its generated tables."""
+    pages = {page: page.read_text() for page in (ROOT / "docs").rglob("*.md")}
+    unmarked = {
+        str(page.relative_to(ROOT)): words(text)
+        for page, text in pages.items()
+        if words(text) > PAGE_WORDS and REFERENCE not in "\n".join(text.splitlines()[:4])
+    }
+    assert not unmarked, "split the page, or begin it with a line that starts with *Reference"
+
+
+def main() -> None:
+    paths = [Path(name) for name in sys.argv[1:]] or [SOURCE]
+    files = (file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.py"))))
+    for file in files:
+        for line, rule, text in faults(file):
+            print(f"{file}:{line}: {rule}: {' '.join(text.split())[:110]}")
+
+
+if __name__ == "__main__":
+    main()
