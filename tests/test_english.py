@@ -1,7 +1,7 @@
 """Check the rules of plain English that a program can check, and the lengths of pages.
 
-``ALLOWED`` is a ratchet: texts of a folder that break a rule, as counted when the rule came in. Counts may only fall, and
-a folder without an entry has none. ``python tests/test_english.py [PATH ...]`` prints every text that breaks a rule.
+``ALLOWED`` is a ratchet: texts of a folder that break a rule, as counted when the rule came in. Counts may only fall,
+and a folder without an entry has none. ``python tests/test_english.py [PATH ...]`` prints all such texts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ ALLOWED: dict[str, int] = {
     ".": 1,
     "bench": 12,
     "checkpoints": 29,
-    "cli": 37,
     "costs/memory": 2,
     "engine": 24,
     "engine/executors": 14,
@@ -64,12 +63,6 @@ ALLOWED: dict[str, int] = {
     "parallel": 102,
     "parallel/offload": 5,
     "plan": 4,
-    "server": 25,
-    "server/anthropic": 2,
-    "server/http": 10,
-    "server/openai": 19,
-    "server/operations": 6,
-    "server/retrieval": 1,
     "spec": 28,
     "spec/layouts": 1,
     "text": 40,
@@ -101,9 +94,9 @@ def texts(tree: ast.AST) -> Iterator[tuple[int, str, bool]]:
     for node in ast.walk(tree):
         if isinstance(getattr(node, "body", None), list):
             for item in node.body:
-                if isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant):
-                    if isinstance(item.value.value, str):
-                        yield item.lineno, item.value.value.strip(), True
+                value = item.value if isinstance(item, ast.Expr) else None
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    yield item.lineno, value.value.strip(), True
         if isinstance(node, ast.keyword) and node.arg == "help":
             yield from ((line, text, True) for line, text in _strings(node.value))
         if isinstance(node, ast.Raise) and node.exc is not None:

@@ -192,7 +192,7 @@ def test_a_command_that_torchrun_starts_again_goes_on(folder, monkeypatch) -> No
     assert run_here(*again).returncode == 2  # by hand it must be said
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     done = run_here(*again)
-    assert done.returncode == 0 and "goes on from step-00000003" in done.stderr
+    assert done.returncode == 0 and "resumes from step-00000003" in done.stderr
     assert len(losses(folder, "restarted")) == 4
 
 

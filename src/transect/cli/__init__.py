@@ -61,7 +61,7 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
-        return _nobody_reads()
+        return _reader_gone()
     except Exception as error:
         if debug:
             raise
@@ -71,14 +71,14 @@ def _run(arguments: list[str]) -> int:
             try:
                 print(error.format_message(), flush=True)  # type: ignore[attr-defined]
             except BrokenPipeError:
-                return _nobody_reads()
+                return _reader_gone()
             return 0
         print(f"transect: error: {_one_line(error)}", file=sys.stderr)
         return STOPPED if type(error).__name__ == "TrainingStopped" else USAGE
 
 
-def _nobody_reads() -> int:
-    """Whoever read our output has gone (`| head`): no message, and none from the interpreter at its end either."""
+def _reader_gone() -> int:
+    """Stay quiet after the reader of our output has closed the pipe (`| head`), also at the interpreter's exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -134,7 +134,7 @@ def _application() -> Any:
             allow_from_autoenv=False,
         ),
     ) -> None:
-        """Run and serve language models, with a measurement at every step."""
+        """Run, serve and train language models; measured times stand beside what the hardware allows."""
 
     commands = (
         pull,

@@ -74,7 +74,7 @@ def command(
     ] = "auto",
     reasoning_parser: Annotated[
         str,
-        typer.Option(help="How thoughts are marked: qwen3, mistral ...; auto asks the template; none: they are text."),
+        typer.Option(help="Format of thoughts: qwen3, mistral ...; auto: from the template; none: thoughts are text."),
     ] = "auto",
     hung_after: Annotated[
         float | None,

@@ -18,7 +18,7 @@ WORKERS = 2
 
 
 class Renderer(Protocol):
-    """Who renders."""
+    """Interface of chat-template renderers."""
 
     async def render(
         self,

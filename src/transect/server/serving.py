@@ -1,4 +1,4 @@
-"""What every handler shares: the engine, the options, the metrics, and whether the server still accepts work."""
+"""State shared by all handlers: the engine, the options, the metrics, and the flag that the server is draining."""
 
 from __future__ import annotations
 
@@ -71,25 +71,25 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How the HTTP side behaves.
+    """Options of the HTTP side.
 
     Attributes:
         model_names: names that requests may give as ``model``; the first is the one in answers.
-        api_keys: where not empty, /v1 and the tokenizer routes want one of them as a bearer token.
+        api_keys: if not empty, /v1 and the tokenizer routes require one of them as a bearer token.
         max_body_bytes: longest request body.
         request_timeout_s: seconds from arrival to the last token; None for no limit.
         max_prompts: prompts in one completions request.
         max_connections: clients connected at the same time; None for what the limit of open files allows.
         receive_timeout_s: seconds in which the head of a request must arrive, and the beginning of its body.
         keep_alive_s: seconds that a connection without a request stays open after an answer.
-        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what web pages of other origins may do
-            (CORS); ``*`` is all.
-        root_path: where a proxy shows this server: ``/llm``.
-        ssl_certfile, ssl_keyfile: PEM files; where they are given the server speaks TLS.
-        tool_call_parser: the form of tool calls (``text.tools.registry``); ``auto``: what the chat template says.
-        reasoning_parser: how thoughts are marked (``text.reasoning``); ``auto``: what the chat template says; ``none``:
-            they are text like any other.
-        otlp_traces_endpoint: where spans of requests are sent (``tracing``); None: there are none.
+        allowed_origins, allowed_methods, allowed_headers, allow_credentials: permissions of web pages from other
+            origins (CORS); ``*`` for all.
+        root_path: path under which a proxy shows this server, such as ``/llm``.
+        ssl_certfile, ssl_keyfile: PEM files; if given, the server speaks TLS.
+        tool_call_parser: the form of tool calls (``text.tools.registry``); ``auto``: from the chat template.
+        reasoning_parser: format of thoughts (``text.reasoning``); ``auto``: from the chat template; ``none``: thoughts
+            are plain text.
+        otlp_traces_endpoint: address that receives the spans of requests (``tracing``); None for no spans.
     """
 
     model_names: tuple[str, ...]
@@ -168,10 +168,10 @@ class Serving:
         template = getattr(engine.chat_template, "source", None)
         self.shape = shape_of(getattr(engine.chat_template, "tool_source", None), options.tool_call_parser)
         self.shape_without_tools = shape_of(template, options.tool_call_parser)
-        """How calls of earlier turns are told where no tools are given: some models have another template then."""
+        """Format of calls in earlier turns if no tools are given; some models have another template for that case."""
         self.thoughts = thoughts_of(options.reasoning_parser, template)
         self.channels = self.shape.channels or (self.thoughts is not None and self.thoughts.channels)
-        """Answers come in channels, whatever is asked for."""
+        """True if answers come in channels, whatever the request."""
         tokenizer = engine.tokenizer
         special = sorted(getattr(tokenizer, "special_ids", ()))
         self.special_ids = {name: token for token in special if (name := tokenizer.token_text(token))}
