@@ -1,4 +1,4 @@
-"""How an engine runs: one frozen description, the same for ``LLM``, ``AsyncEngine`` and the server."""
+"""Configure an engine: one frozen description for ``LLM``, ``AsyncEngine`` and the server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_TIMED_SEQS = {"cpu": 64, "cuda": 512}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What to run and with which limits. None leaves a choice to the engine, which prints what it chose.
+    """Model and limits of an engine. None leaves a setting to the engine, which prints its choice.
 
     Attributes:
         model: a name for ``checkpoints.resolve.resolve``.
@@ -39,13 +39,13 @@ class EngineConfig:
         chat_template: a file with a Jinja template, or the template itself, in place of the model's.
         generation_config: ``auto``: sampling defaults are those of the model's generation_config.json or GGUF file;
             ``none``: they are not; or a folder with another generation_config.json.
-        override_generation_config: keys of generation_config.json that go over it: ``{"temperature": 0.5}``.
-        eos_token_ids: tokens that end an answer; None: those that the model's files name.
+        override_generation_config: values that override generation_config.json: ``{"temperature": 0.5}``.
+        eos_token_ids: tokens that end an answer; None for those of the model's files.
         dtype: ``auto`` (the file's own formats, KV cache in bfloat16), ``float32`` (exactly the dequantized model),
             ``bfloat16`` or ``float16`` (on torch alone). On a GPU ``auto`` is bfloat16. ``half`` and ``float`` are read
             as ``float16`` and ``float32``.
         quantization: ``int4``: the layers' matrices are rounded to 4 bits (groups of 128) when they are loaded, and
-            multiplied so by the GPU and the C++ CPU kernels; None: weights as they are.
+            multiplied so by the GPU and the C++ CPU kernels; None for weights as they are.
         kv_cache_dtype: ``auto``: keys and values are cached in the compute dtype. ``fp8``: in e4m3, at half the bytes
             of bfloat16, divided by the checkpoint's scales where it has any; what is beyond 448 becomes 448. ``int8``:
             with a scale for each head of a token. Both by Triton kernels on a GPU (fp8 on Hopper by a kernel in CUDA
@@ -60,36 +60,36 @@ class EngineConfig:
         cpu_offload_gb: GiB by which the weights on each device become smaller, because layers live in host memory and
             stream to it in every step (``models/streaming/``); more than the layers have: all of them stream.
         offload_folder: a folder on a fast disk, in which those layers live in place of host memory.
-        max_model_len: longest prompt and output together, in tokens; None: the model's, or what the cache holds.
-        max_num_seqs: sequences that run at the same time; None: 64, on a GPU 256, in servers there 512.
-        max_num_batched_tokens: tokens of one step, prefill and decode together; None: 256, on a GPU 8192, or
+        max_model_len: most tokens of prompt and output together; None for the model's, or what the cache holds.
+        max_num_seqs: sequences that run at the same time; None for 64, on a GPU 256, in servers there 512.
+        max_num_batched_tokens: tokens of one step, prefill and decode together; None for 256, on a GPU 8192, or
             max_num_seqs if larger.
-        max_mixed_tokens: tokens of one step in which sequences decode; None: max_num_batched_tokens. With fewer the
-            tokens of those that decode come more evenly while prompts are computed, and fewer come in all.
+        max_mixed_tokens: tokens of one step in which sequences decode; None for max_num_batched_tokens. Smaller
+            values make tokens of decoding sequences arrive more evenly during prefill, at a lower throughput.
         fill_steps: while sequences decode, fill steps up to the tokens that cost little more than theirs alone, not to
             max_num_batched_tokens, as long as nothing ends later for it: prompts ride along with weights that are read
             anyway, and all ends sooner, though the last prompts begin later
             (``engine/scheduling/policies/filling.py``). On a GPU, for models whose weights take long enough to read,
-            and where max_mixed_tokens is None. None: in ``LLM``, not in a server.
+            and where max_mixed_tokens is None. None for True in ``LLM`` and False in a server.
         itl_target: milliseconds that a step may take in which sequences decode; ``auto``: 2.5 times what the decodes
             alone take; ``off``: steps are not sized by time. The engine learns how long steps take on this device, and
             makes them longer where a long queue would wait too long (``engine/scheduling/policies/budget.py``).
-            None: ``off`` in ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
+            None for ``off`` in ``LLM``, ``auto`` in a server unless max_mixed_tokens or fill_steps sizes its steps.
         block_size: tokens in a KV block.
-        num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None: what
+        num_kv_blocks, kv_cache_bytes, kv_cache_tokens: size of the KV cache, in one of three units; None for what
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
             on a GPU all that gpu_memory_utilization leaves.
         enable_prefix_caching: keep the KV of finished prompts for later ones that begin alike.
         policy: ``continuous``, or ``static`` to compare with.
         longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
-            sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
+            sooner; None for True in ``LLM`` and False in a server, where short requests would wait for long ones.
         jump_ahead: tokens that a grammar forces are computed together, not drawn one by one.
-        max_queue: requests that may wait; one more is refused. None: no bound.
-        async_scheduling: plan a step ahead of the tokens; None: on a GPU.
-        threads: CPU threads of the model; None: the cores that this process may use. They become torch's number of
+        max_queue: requests that may wait; one more is refused. None for no bound.
+        async_scheduling: plan a step ahead of the tokens; None for True on a GPU.
+        threads: CPU threads of the model; None for the cores that this process may use. They become torch's number of
             threads in this process too, or 1 where the C++ kernels run, which have their own.
         native: the C++ kernels: True insists, False forbids, None uses them if they can run.
-        seed: for requests without a seed of their own; None: a random one.
+        seed: for requests without a seed of their own; None for a random one.
         tensor_parallel_size: devices between which every matrix is cut (``parallel/``); on a CPU, processes.
         pipeline_parallel_size: groups of devices, each of which has some of the layers.
         data_parallel_size: groups of devices, each with the whole model and requests of its own: whole engines behind a
@@ -217,7 +217,7 @@ class EngineConfig:
 
     @property
     def shares_data(self) -> bool:
-        """Whether groups of ranks of one engine have requests of their own."""
+        """True if groups of ranks of one engine have their own requests."""
         return self.layout.data > 1
 
     def _check_layout(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step says about prompts, beside the tokens that it draws: their logprobs, and pooled vectors."""
+"""Collect a step's results for prompts, apart from drawn tokens: logprobs and pooled vectors."""
 
 from __future__ import annotations
 

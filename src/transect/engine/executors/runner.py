@@ -33,7 +33,7 @@ class Done:
         """It has been done."""
 
     def result(self) -> StepResult:
-        """What the step drew."""
+        """Return the result of the step."""
         return self.step_result
 
 
@@ -50,7 +50,7 @@ class Waiting:
             self._drawn = self.work()
 
     def result(self) -> StepResult:
-        """What the step drew, after ``draw``."""
+        """Return the result of the step; call it after ``draw``."""
         assert self._drawn is not None, "the result is wanted before the draws were made"
         return self._drawn.result()
 

@@ -1,4 +1,4 @@
-"""Who waits for KV blocks and a place, in which order, and when the queue is full."""
+"""Queue the sequences that wait for KV blocks and a place; refuse new ones when the queue is full."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class WaitingQueue:
         seq.status = Status.GONE
 
     def grew(self, seq: Sequence, tokens: int) -> None:
-        """A sequence has so many more tokens. It may wait: preempted while its step was in flight."""
+        """Count new tokens of a sequence, if it waits because it was preempted while its step was in flight."""
         if seq.status is Status.WAITING:
             self.num_tokens += tokens
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPUOptions:
-    """What a GPU engine does besides the obvious; outputs do not depend on it, up to rounding.
+    """Switches of the GPU optimizations; outputs do not depend on them, up to rounding.
 
     Attributes:
         prefill_graphs: also capture steps with prefill chunks, of few enough tokens that launching their kernels one by

@@ -22,7 +22,7 @@ class PendingStep:
     """uint8, the step's part of the ring."""
     seq_ids: list[int]
     known: StepResult
-    """What is known of the step's prompts."""
+    """Results of the step's prompts that are already known."""
     max_draws: int
     adjusted: bool
     """Logits were adjusted or masked before the draws."""

@@ -1,4 +1,4 @@
-"""How large the KV cache of a GPU engine is: what the weights, the largest step and CUDA graphs leave of its memory."""
+"""Size the KV cache of a GPU engine: the memory left by the weights, the largest step and CUDA graphs."""
 
 from __future__ import annotations
 
