@@ -62,15 +62,6 @@ ALLOWED: dict[str, int] = {
     "text": 40,
     "text/grammar": 18,
     "text/tools": 19,
-    "train/adapters": 3,
-    "train/config": 21,
-    "train/data": 26,
-    "train/evaluation": 4,
-    "train/export": 3,
-    "train/loop": 53,
-    "train/model": 18,
-    "train/objectives": 30,
-    "train/optim": 25,
 }
 """Texts that break a rule, by folder below ``src/transect``."""
 

@@ -149,7 +149,7 @@ def test_a_second_ctrl_c_and_a_closed_terminal_save_too(tmp_path, capsys, number
         ((), "give a TOML file"),
         (("nothing.toml",), "cannot read nothing.toml"),
         (("whole.toml",), "holds a run already"),
-        (("--resume", "--run", "runs/none"), "no checkpoint to go on from"),
+        (("--resume", "--run", "runs/none"), "no checkpoint to resume from"),
     ],
 )
 def test_mistakes_get_one_line(folder, arguments, message: str, monkeypatch) -> None:

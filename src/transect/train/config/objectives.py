@@ -180,7 +180,7 @@ class GRPOConfig:
 
     @property
     def truncated(self) -> bool:
-        """Whether answers are drawn from a part of the vocabulary."""
+        """True if answers are drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 

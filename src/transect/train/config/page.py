@@ -22,7 +22,7 @@ def page() -> str:
 
 
 def meanings(kind: Any) -> dict[str, str]:
-    """What the docstring of a configuration class says of each setting."""
+    """Read the description of each setting from a configuration class's docstring."""
     found: dict[str, str] = {}
     names: list[str] = []
     inside = False

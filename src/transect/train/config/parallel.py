@@ -1,4 +1,4 @@
-"""How a run is spread over several devices."""
+"""Configure how a run is distributed over several devices."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from .parse import positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How a run is spread over ranks, each with a device of its own. A step is the same, to rounding, however it is
-    spread. There are ``data * tensor * pipeline * context`` ranks.
+    """Distribution of a run over ranks, each with its own device. A step is the same for any distribution, up to
+    rounding. There are ``data * tensor * pipeline * context`` ranks.
 
     Attributes:
         data: ranks that share the ``accumulate`` micro-batches of a step.
@@ -39,8 +39,9 @@ class ParallelConfig:
         expert_way: how tokens come to the experts of other ranks: ``gather``, all ranks gather all tokens;
             ``all_to_all``, a token goes to the ranks that have its experts alone; ``auto``: the second where it sends
             at most three quarters of the first, with many ranks and few experts to a token.
-        tiles: with ``zero`` 3 or ``offload = "all"``, each matrix of a layer comes to the device in so many parts, one
-            after the other, and its gradients leave part by part: a device never has a whole layer. It is for the
+        tiles: with ``zero`` 3 or ``offload = "all"``, number of parts in which each matrix of a layer comes to the
+            device, one after the other, and its gradients leave part by part: a device never has a whole layer. It is
+                for the
             largest models, and slower.
         offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
@@ -119,7 +120,7 @@ class ParallelConfig:
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are whole on a device only while their layer runs."""
+        """True if a device holds whole weights of a layer only while the layer runs."""
         return self.zero == 3 or self.offload == "all"
 
     @property

@@ -29,7 +29,7 @@ Checkpointing = Literal["auto", "none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """A whole run.
+    """Configuration of a whole run.
 
     Attributes:
         model: what ``checkpoints.resolve`` takes; for ``pretrain`` only its shape and tokenizer are used.
@@ -55,20 +55,20 @@ class TrainConfig:
             run operator by operator.
         merged: run each layer on a GPU as one node with a hand-written backward pass
             (``train/model/merged_layers.py``), where the model is of that kind; false: operator by operator.
-        on_spike: what happens when the loss jumps and the model, not the batch, is the cause: ``warn`` and go on,
-            ``skip`` the update, or ``stop`` the run. An unusual batch alone is only told of, or skipped where that is
+        on_spike: what happens when the loss jumps and the model, not the batch, is the cause: ``warn`` and continue,
+            ``skip`` the update, or ``stop`` the run. An unusual batch alone is only reported, or skipped where that is
             asked for.
         seed: decides initial weights, the order of the data, and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
         eval_every: steps between measurements of the validation loss (0: at the end only). Where the loss is lower than
             ever before a checkpoint is saved and kept, and ``RUN/best`` points to it.
-        patience: stop after so many measurements in a row without a better loss (0: never).
-        min_gain: by how many nats a loss must be lower to be better.
+        patience: stop after this number of measurements in a row without a better loss (0: never).
+        min_gain: nats by which a loss must be lower to count as better.
         log_to: where numbers go beside ``RUN/log.jsonl``: any of ``tensorboard`` (where it is installed), ``wandb`` and
             ``mlflow``.
         project: the name of the project or experiment there.
         device: ``auto``, ``cpu`` or ``cuda``.
-        threads: CPU threads; None: all cores of this process, or OMP_NUM_THREADS.
+        threads: CPU threads; None for all cores of this process, or OMP_NUM_THREADS.
     """
 
     model: str
@@ -147,7 +147,7 @@ class TrainConfig:
 
     @property
     def compares(self) -> bool:
-        """Whether the loss compares with the model as it was when the run began."""
+        """True if the loss compares with the model as it was at the start of the run."""
         return self.objective in ("dpo", "kto") or (self.objective == "grpo" and self.grpo.beta > 0)
 
     def unused(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a run shows of itself while it trains."""
+"""Configure the metrics, samples and logs of a run in progress."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ THOUGHTS, THOUGHTS_END = "reasoning_content", "</think>"
 
 @dataclass(slots=True)
 class Tally:
-    """What was found in a file: its layout, rows that were read, and rows that were left out by reason."""
+    """Contents of a file: its layout, the rows read, and the rows left out by reason."""
 
     name: str
     layout: str = ""
@@ -40,9 +40,9 @@ class Tally:
     ignored: Counter[str] = field(default_factory=Counter)
     """Rows by keys that they have and that nothing reads."""
     absent: dict[str, str] = field(default_factory=dict)
-    """Entries of ``data.columns`` that no row so far has."""
+    """Entries of ``data.columns`` that no row so far contains."""
     apart: int = 0
-    """Chats that became a document for each answer, because the template renders earlier turns anew."""
+    """Number of chats split into one document per answer, because the template changes earlier turns."""
 
     def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
         """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
@@ -76,7 +76,7 @@ class Tally:
         what = "no row that can be used" if self.left_out and not self.read else what
         parts = [f"{self.name}: {what}", *(f"left out {problem}" for problem in self.problems()), self.unread()]
         if self.apart:
-            why = "since the chat template renders earlier turns anew"
+            why = "since the chat template changes earlier turns"
             parts.append(f"{self.apart} chats become a document for each answer, {why}")
         return "; ".join(filter(None, parts))
 
@@ -263,11 +263,11 @@ def chat_tokens(
     first: int = 0,
     masked: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a chat as a server renders it, and a mask of the tokens that are trained on: those of the
-    assistant's messages from ``first`` on that are not among the ``masked``.
+    """Tokenize a chat as a server renders it; also return a mask of the trained tokens.
 
-    Each answer is tokenized on its own after the text that opens it, as it is when a server renders the prompt and the
-    model goes on. As there, only the template writes special tokens: their spellings in messages are text.
+    Trained are the assistant's messages from ``first`` on that are not among the ``masked``. Each answer is tokenized
+    on its own after the text that opens it, as when a server renders the prompt and the model continues. As there, only
+    the template writes special tokens: their spellings in messages are text.
 
     Raises:
         ValueError: malformed messages, or none of the assistant's.
@@ -281,7 +281,7 @@ def chat_tokens(
         opened, answered = chat.opened(turn), chat.answered(turn)
         if not (opened.startswith(done) and answered.startswith(opened)):
             raise RenderedAnewError(
-                "the chat template renders earlier turns anew with every answer, so answers cannot be told apart: set "
+                "the chat template changes earlier turns with every answer, so answers cannot be told apart: set "
                 'data.turns = "auto" or "apart", or data.chat_template to a training template'
             )
         before, answer = chat.encode(opened[len(done) :]), chat.encode(answered[len(opened) :])

@@ -55,7 +55,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two ways to go on after the same messages."""
+    """Two continuations of the same messages."""
 
     prompt: Messages
     chosen: Messages

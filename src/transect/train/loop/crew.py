@@ -47,11 +47,11 @@ REDUCE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Crew:
-    """The ranks of a run, seen from one of them.
+    """Ranks of a run, as seen from one of them.
 
     Args:
         config: the run.
-        world: the ranks; None: this process trains alone.
+        world: the ranks; None if this process trains alone.
 
     Raises:
         ValueError: there are other ranks than ``parallel.data`` asks for, or the run cannot be spread so.
@@ -81,7 +81,7 @@ class Crew:
         return nullcontext() if self.pulse is None else self.pulse.watching()
 
     def at(self, what: str, step: int | None = None, *, alone: bool = False) -> None:
-        """Say what this rank is at, for ``watching``; ``alone``: it waits for nobody there."""
+        """Report this rank's progress to the watchdog; ``alone``: this phase waits for no other rank."""
         self._step = self._step if step is None else step
         if self.pulse is not None:
             self.pulse.at(self._step, what, alone=alone)
@@ -93,18 +93,18 @@ class Crew:
 
     @property
     def _writers(self) -> Replicas | Sharded | None:
-        """The ranks that keep their part of the state in a checkpoint; None: the first one keeps all of it."""
+        """Ranks that write their part of the state to a checkpoint; None if the first rank writes all of it."""
         parallel = self.parallel
         return None if parallel is None or parallel.cut else parallel.spread
 
     @property
     def writers(self) -> int:
-        """How many ranks keep a part of the state in a checkpoint."""
+        """Number of ranks that write a part of the state to a checkpoint."""
         return 1 if self._writers is None else self._writers.group.size
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes and shows things."""
+        """True on the rank that writes files and shows progress."""
         return self.world is None or self.world.rank == 0
 
     def cut(self, trainable: Trainable) -> Trainable:
@@ -131,13 +131,13 @@ class Crew:
         return replace(trainable, model=found.model, parameters=found.parameters, parallel=found, weights=None)
 
     def lean(self, model: ModelConfig) -> bool:
-        """Whether no rank need ever hold all weights of such a model: each reads its part of them."""
+        """Return True if no rank needs all weights of such a model, because each reads its own part."""
         parallel, layout = self.config.parallel, self.config.parallel.layout
         parts = parallel.sharded or layout.tensor * layout.pipeline > 1
         return parts and model.moe is None and self.config.objective == "next_token"
 
     def parts(self, model: Decoder) -> Sequence[Decoder]:
-        """What this rank computes: a model, or some runs of its layers."""
+        """Return the parts that this rank computes: a model, or some runs of its layers."""
         return [model] if self.parallel is None else self.parallel.parts
 
     def fill(self, model: Decoder, weights: Callable[[], StoredWeights]) -> None:
@@ -174,7 +174,7 @@ class Crew:
 
     @property
     def units(self) -> Sharded | None:
-        """The layers of a model whose weights are sharded, after ``take``; None: they are not."""
+        """Layers of a model with sharded weights, after ``take``; None if they are not sharded."""
         spread = None if self.parallel is None else self.parallel.spread
         return spread if isinstance(spread, Sharded) else None
 
@@ -185,7 +185,7 @@ class Crew:
         return str(Path(path) / f"rank-{self.rank}") if path else ""
 
     def offload(self) -> Offload | None:
-        """How this rank offloads its optimizer; None: it does not."""
+        """Return the offloading of this rank's optimizer; None if it is not offloaded."""
         parallel = self.config.parallel
         if parallel.offload == "none":
             return None
@@ -324,15 +324,16 @@ class Crew:
             self.parallel.spread.clear()
 
     def any(self, flag: bool) -> bool:
-        """Whether a rank says so; all ask together."""
-        self.at("the question whether to go on")
+        """Return the logical OR of a flag over all ranks; every rank must call it."""
+        self.at("the decision to continue")
         return flag if self.world is None else any(self.world.exchange(flag))
 
     def made(self, make: Callable[[], Made], undo: Callable[[], object]) -> Made:
-        """What ``make`` gives here, if it gives something on every rank; all ask together.
+        """Return the result of ``make`` if it succeeds on every rank; every rank must call this.
 
         Raises:
-            StepFailed: it failed on a rank, whose reason all raise. A rank on which it had not has called ``undo``.
+            StepFailed: ``make`` failed on a rank; all ranks raise its reason. Ranks on which it succeeded call
+                ``undo``.
         """
         if self.world is None:
             return make()
@@ -376,8 +377,10 @@ class Crew:
         return Share(self.mesh.place.data, layout.data, everybody, lambda n: self.at(f"batch {n} of the evaluation"))
 
     def snapshot(self, trainable: Trainable) -> Callable[[Path], None]:
-        """What writes the weights of now into a directory, see ``Trainable.snapshot``; of use on the first rank alone.
-        All ask together."""
+        """Return a function that writes the present weights into a directory, see ``Trainable.snapshot``.
+
+        Every rank must call this; only the first rank uses the result.
+        """
         parallel = self.parallel
         if parallel is None or (parallel.spread is None and not parallel.cut):
             return trainable.snapshot()
@@ -432,7 +435,7 @@ def check(config: TrainConfig) -> None:
 
 
 def asked(parallel: ParallelConfig) -> Spread:
-    """How a configuration spreads a run, wherever what is offloaded then is."""
+    """Return the distribution that a configuration asks for, wherever offloaded state is kept."""
     streams = parallel.offload == "all"
     return Spread(
         data=parallel.data,

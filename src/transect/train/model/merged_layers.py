@@ -82,9 +82,9 @@ class Packed:
 
 @dataclass(slots=True)
 class Step:
-    """What all layers of a pass share: cos and sin ``[T, d/2]``, and how tokens attend.
+    """Inputs shared by all layers of a pass: cos and sin ``[T, d/2]``, and the form of attention.
 
-    ``passed``: the matrix in which the gradient that goes down to the next layer lies, with columns to spare.
+    ``passed``: matrix that holds the gradient for the next lower layer, with spare columns.
     """
 
     cos: Tensor
@@ -111,8 +111,10 @@ class Step:
 
 @dataclass(slots=True)
 class KeptTensors:
-    """What a layer keeps for its backward pass; names as above, ``sums`` the softmax's, ``low`` what the adapters of
-    each product keep. None: to be computed again."""
+    """Tensors that a layer keeps for its backward pass; None for those to be recomputed.
+
+    Names are as above; ``sums`` are the softmax's, ``low`` the kept tensors of the adapters of each product.
+    """
 
     s: Tensor
     n: Tensor | None = None
@@ -155,8 +157,11 @@ class Units(Protocol):
 
 
 class MergedLayer:
-    """One layer of a model. ``plan``: which activations are kept; ``units``: what makes it whole, as layer ``number``;
-    None: it always is."""
+    """One layer of a model.
+
+    ``plan``: the activations to keep; ``units``: gathers the weights of the layer with index ``number``; None if they
+    are always whole.
+    """
 
     def __init__(
         self, layer: Layer, plan: Checkpointing, scratch: Scratch, number: int = 0, units: Units | None = None
@@ -257,7 +262,7 @@ class MergedLayer:
         return g if self.seams is None else self.seams.enter_back(g)
 
     def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[KeptTensors, Tensor, Tensor]:
-        """What is kept, then t and d of the next layer."""
+        """Return the kept tensors, then t and d of the next layer."""
         n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
         n = self._enter(n)
         qkv, o, sums, low_qkv = self._attend(n, step)
@@ -389,7 +394,7 @@ def refusal(config: ModelConfig) -> str | None:
 
 
 def attending(context: AttentionContext) -> Attending | None:
-    """How tokens attend in a context; None: not in a way that merged layers know."""
+    """Return the form of attention in a context; None if merged layers do not support it."""
     if isinstance(context, RingContext):
         return context.kernels
     return Packed(context.cu_seqlens) if isinstance(context, VarlenContext) else None
@@ -400,9 +405,9 @@ class MergedLayers:
 
     Args:
         model: on its device; ``refusal(model.config)`` must be None.
-        plan: which activations are kept.
-        whole: so many layers, the last ones, keep everything whatever the plan.
-        units: what makes layers whole, and takes their gradients; None: they always are.
+        plan: the activations to keep.
+        whole: number of last layers that keep everything whatever the plan.
+        units: gathers weights of layers, and takes their gradients; None if weights are always whole.
     """
 
     def __init__(self, model: Decoder, plan: Checkpointing, whole: int = 0, units: Units | None = None) -> None:
@@ -432,7 +437,7 @@ class MergedLayers:
 
 
 def can_merge(model: Decoder) -> bool:
-    """Whether the layers of a model can be merged, on a GPU; if not, why is logged."""
+    """Return True if the layers of a model can be merged, on a GPU; log the reason if not."""
     if not model.norm.weight.is_cuda:
         return False
     refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")

@@ -50,10 +50,10 @@ class ExampleBatch(Batch):
 
 
 class Examples:
-    """The examples of a stream, packed best-fit.
+    """Examples of a stream, packed best-fit.
 
     Args:
-        good: ``[examples]``; None: all are.
+        good: flags of good examples, ``[examples]``; None if all are good.
 
     Raises:
         ValueError: none is short enough for ``config``.
@@ -73,7 +73,7 @@ class Examples:
 
     @property
     def left_out(self) -> int:
-        """How many examples are too long."""
+        """Number of examples that are too long."""
         return self.count - len(self._usable)
 
     def plan(self, epoch: int) -> list[list[int]]:
@@ -121,12 +121,12 @@ def read_pairs(
     columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> TokenStream:
-    """The pairs of files as documents: chosen, rejected, chosen, rejected, ...
+    """Read the pairs of files as documents: chosen, rejected, chosen, rejected, ...
 
     Args:
         skip: leave out rows that cannot be used.
         columns: as ``data.columns``.
-        tell: is told of each file what was found in it.
+        tell: receives a summary of each file.
 
     Raises:
         ValueError: no file, or a row that is no pair; its place is named.
