@@ -54,8 +54,6 @@ ALLOWED: dict[str, int] = {
     "ops/position": 1,
     "ops/sampling": 1,
     "ops/tools": 20,
-    "parallel": 102,
-    "parallel/offload": 5,
     "plan": 4,
     "spec": 28,
     "spec/layouts": 1,

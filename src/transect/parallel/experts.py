@@ -45,7 +45,7 @@ WORTH = 0.75
 
 
 def way_of(ranks: int, per_token: int, asked: Way = "auto") -> Way:
-    """How tokens and experts come together in training: ``gather`` or ``all_to_all``."""
+    """Choose the collective that brings tokens to experts in training: ``gather`` or ``all_to_all``."""
     if asked != "auto":
         return asked
     return "all_to_all" if sent_share(ranks, per_token) <= WORTH else "gather"

@@ -53,11 +53,11 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         self.ranks, self.rank, self.group = ranks, rank, group
         self.sums: PeerSums | None = None
-        """Kernels of our own that sum; None: torch's do."""
+        """Our own all-reduce kernels; None for torch's."""
         self.logits: LogitShards | None = None
-        """Where the ranks read each other's logits; None: they gather them."""
+        """Memory in which the ranks read each other's logits; None if they gather them."""
         self.seconds = 0.0
-        """Spent so far on moving CPU tensors between ranks, most of it in waiting for the last of them."""
+        """Seconds spent so far on moving CPU tensors between ranks, mostly waiting for the last rank."""
 
     @classmethod
     def alone(cls) -> Group:
@@ -66,7 +66,7 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @_timed
@@ -188,7 +188,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Wait for the transfer; return the received tensor."""
         for work in self._work:
             work.wait()
         return self.came

@@ -124,13 +124,14 @@ def load_shard(
     kv_cache_dtype: str = "auto",
     stream: StreamPlan | None = None,
 ) -> tuple[Decoder, str, bool]:
-    """This rank's part of a model on the CPU; a sentence for the start-up line: what computes it, and why; and whether
-    that is the C++ kernels.
+    """Load this rank's part of a model on the CPU.
+
+    Also returns a sentence for the start-up line (what computes the model, and why) and True if it is the C++ kernels.
 
     The arguments are those of ``checkpoints.load.load_model``.
 
     Raises:
-        ValueError: as there, or the model or its file cannot be cut between so many ranks.
+        ValueError: as there, or the model or its file cannot be cut between this number of ranks.
     """
     shard = shard_of(source.config, mesh)
     library, why = kernels(
@@ -189,10 +190,10 @@ def load_shard_on_device(
     stream: StreamPlan | None = None,
 ) -> Decoder:
     """Load this rank's part of a model on its GPU; the arguments are those of ``checkpoints.load.load_on_device``.
-    ``group``: of how many numbers of a row a rank has all or none, where ``kinds`` are given.
+    ``group``: block size along a row that is never divided between ranks, if ``kinds`` are given.
 
     Raises:
-        ValueError: as there, or the model cannot be cut between so many ranks.
+        ValueError: as there, or the model cannot be cut between this number of ranks.
     """
     device = mesh.world.device
     shard = shard_of(source.config, mesh)
@@ -225,7 +226,7 @@ def shard_embedding(model: Decoder, shard: Shard, mesh: Mesh, dtype: torch.dtype
 
 
 def has_embedding(shard: Shard) -> bool:
-    """Whether a stage has the embedding, to begin with or as its head."""
+    """Return True if a stage has the embedding, as its input or as its head."""
     return shard.first or (shard.last and shard.model.tied_embeddings)
 
 

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """How a model is trained on the ranks of a mesh.
+    """Plan for training a model on the ranks of a mesh.
 
     Attributes:
         zero: what is cut over the ranks that share micro-batches, see ``replicas.py``.
@@ -70,8 +70,8 @@ class ParallelPlan:
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
         folder: with ``host``, on a disk: they are in a file there.
-        tiles: with ``zero`` 3, the matrices of a layer come to the device in so many parts each.
-        device: that computes; None: the one that the model is on.
+        tiles: with ``zero`` 3, number of parts in which each matrix of a layer comes to the device.
+        device: device that computes; None for the model's own.
     """
 
     zero: int = 0
@@ -109,13 +109,13 @@ def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
 def parallelize(
     model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
 ) -> Parallel:
-    """This rank's part of a model, with the values that all ranks have alike.
+    """Take this rank's part of a model, with the values that are equal on all ranks.
 
     Args:
         model: whole, on its device, alike on every rank; where it is cut it is not needed any more.
-        weights: those of the model, which has none then: its memory is the host's, and nobody has written it. Of these
-            a rank reads its part alone, and sharded layers one after the other, so that it never holds a whole model.
-            ``plan.device`` says where the part will be.
+        weights: weights to read, if the model has only unwritten host memory. A rank reads its own part alone, and
+            sharded layers one after the other, so that it never holds a whole model. ``plan.device`` is the device of
+            the part.
 
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
@@ -141,16 +141,16 @@ class Parallel:
         self, model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
     ) -> None:
         self._weights = weights
-        """Those of the whole model; None: they are in ``parts``."""
+        """Weights of the whole model; None if they are in ``parts``."""
         self.whole_config, self.mesh, self.plan = model.config, mesh, plan
         layout, place = mesh.layout, mesh.place
         self._stages = layout.pipeline * plan.chunks
         self.shards = self._shards_of(mesh.rank)
-        """What this rank has; several runs of layers with an interleaved schedule."""
+        """Shards of this rank; several runs of layers with an interleaved schedule."""
         self.shares_experts = layout.expert
-        """Whether each rank along the data axis has some of the experts."""
+        """True if each rank along the data axis has some of the experts."""
         self.cut = mesh.parts.size > 1 or self.shares_experts
-        """Whether the model is cut."""
+        """True if the model is divided between ranks."""
         self.spread: Replicas | Sharded | None = None
         self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
         self.parameters: dict[str, nn.Parameter] = {}
@@ -166,11 +166,11 @@ class Parallel:
         self.pipeline = Pipeline(self.parts, mesh.links) if layout.pipeline > 1 else None
         tied = model.config.tied_embeddings and layout.pipeline > 1
         self._shares_table = tied and place.pipeline in (0, layout.pipeline - 1)
-        """Whether this rank has the embedding's table, and another stage has it too."""
+        """True if this rank and another stage both have the embedding's table."""
 
     @property
     def model(self) -> Decoder:
-        """What this rank computes, or the first run of layers of it."""
+        """This rank's part of the model, or its first run of layers."""
         return self.parts[0]
 
     def _part(self, model: Decoder, shard: Shard) -> Decoder:
@@ -196,8 +196,10 @@ class Parallel:
         return part
 
     def _join_halves(self, part: Decoder) -> None:
-        """What goes into cut matrices comes from norms: behind each of them the backward pass sums, and with
-        ``sequence`` the rows of all ranks come together."""
+        """Insert the collectives before cut matrices, whose inputs all come from norms.
+
+        After each norm the backward pass sums over ranks, and with ``sequence`` the rows of all ranks are gathered.
+        """
         group, enter = self.mesh.tensor, gathered if self.plan.sequence else entered
         into: dict[int, nn.Module] = {id(part.norm): part.norm}
         for layer in part.layers:
@@ -212,11 +214,11 @@ class Parallel:
 
     @property
     def _later(self) -> bool:
-        """Whether weights are read only when they are sharded."""
+        """True if weights are read only when they are sharded."""
         return self._weights is not None and self.plan.zero == 3
 
     def fill(self, weights: Callable[[], StoredWeights]) -> None:
-        """Take the weights of a whole model; of them this part is read, for each run of layers anew."""
+        """Take the weights of a whole model, and read this rank's part, once for each run of layers."""
         if self._later:
             self._weights = weights
             return
@@ -224,7 +226,7 @@ class Parallel:
             fill(part, shard_weights(weights(), shard) if self.cut else weights())
 
     def _shards_of(self, rank: int) -> list[Shard]:
-        """What a rank has."""
+        """Return the shards of a rank."""
         layout = self.mesh.layout
         place = layout.place(rank)
         stages = [chunk * layout.pipeline + place.pipeline for chunk in range(self.plan.chunks)]
@@ -234,23 +236,23 @@ class Parallel:
         ]
 
     def _own_experts(self, name: str) -> bool:
-        """Whether a parameter is of experts that no other rank has."""
+        """Return True if a parameter belongs to experts that no other rank has."""
         return self.shares_experts and ".mlp.experts_" in name
 
     def _part_of(self, name: str, shards: Sequence[Shard]) -> tuple[slice, ...] | None:
-        """Where in the whole parameter the part lies that is in some shards; None: nowhere."""
+        """Return the slices of the whole parameter that the shards hold; None if they hold none of it."""
         shape = self.shapes[name]
         found = (shard.part(name, shape) for shard in shards)
         part = next((part for part in found if part is not None), None)
         return None if part is None else part[:2][: len(shape)]
 
     def _replicated(self, name: str) -> bool:
-        """Whether all ranks of the tensor group have the whole of a parameter."""
+        """Return True if all ranks of the tensor group have the whole of a parameter."""
         part = self._part_of(name, self.shards)
         return part is not None and all(cut == slice(None) for cut in part)
 
     def counts(self, name: str) -> bool:
-        """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
+        """Return True if this rank counts the parameter in a norm, of all ranks that have the same numbers."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
             return False
         if self.shares_experts:
@@ -258,7 +260,7 @@ class Parallel:
         return self.mesh.tensor.rank == 0 or not self._replicated(name)
 
     def _partial(self, name: str) -> bool:
-        """Whether a rank of the tensor group has only its own part of the gradient of what it has whole."""
+        """Return True if ranks of the tensor group have a whole parameter but only a part of its gradient."""
         if self.mesh.tensor.size == 1 or not self._replicated(name):
             return False
         return self.plan.sequence or ".q_norm." in name or ".k_norm." in name
@@ -272,11 +274,11 @@ class Parallel:
         return (2 * context if context > 1 else 1) * (self.mesh.tensor.size if self.plan.sequence else 1)
 
     def rows(self, tokens: int) -> int:
-        """How many of the tokens of a micro-batch this rank has between layers."""
+        """Return the number of a micro-batch's tokens that this rank has between layers."""
         return tokens // self.mesh.context.size // (self.mesh.tensor.size if self.plan.sequence else 1)
 
     def meet(self, tokens: int) -> None:
-        """Before a micro-batch of so many tokens goes through a model whose experts ranks share; all call it."""
+        """Prepare a micro-batch of ``tokens`` tokens for a model with shared experts; every rank must call it."""
         ranks = meeting(self.model) if self.shares_experts else None
         if ranks is not None:
             ranks.meet(tokens)
@@ -388,7 +390,7 @@ class Parallel:
         return None
 
     def actions(self, micro_batches: int) -> list[Action]:
-        """What this rank does of a pipeline's step. ValueError if there is no such schedule."""
+        """Return this rank's actions in a pipeline's step. ValueError if there is no such schedule."""
         layout, plan = self.mesh.layout, self.plan
         return schedule(plan.schedule, layout.pipeline, micro_batches, plan.chunks)[self.mesh.place.pipeline]
 
@@ -460,7 +462,7 @@ class Parallel:
         return self._together(tensors)
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What this rank updates of a whole state."""
+        """Return the part of a whole state that this rank updates."""
         found = tensors
         if self.cut:
             cut: dict[str, Tensor] = {}

@@ -80,8 +80,10 @@ def room(nbytes: int) -> int:
 
 
 def shared_pieces(world: World, group: Group, nbytes: int) -> PeerPieces | str:
-    """Memory for pieces of so many bytes, or why there is none. Every rank of the world calls this, and all get memory
-    or none does."""
+    """Make memory for pieces of ``nbytes`` bytes, or return the reason that there is none.
+
+    Every rank of the world must call this, and either all ranks get memory or none does.
+    """
     refusal = f"copies are for {COPY_RANKS} ranks at most" if group.size > COPY_RANKS else None
     memory = shared_memory(world, group, SIGNALS + nbytes, refusal)
     if isinstance(memory, str):

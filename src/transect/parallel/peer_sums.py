@@ -25,12 +25,12 @@ class Timed:
 
 
 class PeerSums:
-    """What ``Group`` asks for its sums; made by ``shared_sums``.
+    """All-reduce kernels of a ``Group``; made by ``shared_sums``.
 
     Args:
         peers: the group's memory.
-        most_bytes: of a sum that our kernels are quicker with.
-        times: what was measured.
+        most_bytes: largest sum for which our kernels are faster.
+        times: measured times.
         dependent_launch: sums begin while the kernel before still runs.
         pushes: products of few rows give their results to the other ranks themselves.
         exact: every sum has the same bits whatever else is in the batch. Then norms are apart, and with more than two
@@ -57,7 +57,7 @@ class PeerSums:
         return PeerSums(self.peers, self.most_bytes, self.times, **how)
 
     def takes(self, x: Tensor, norm: bool = False) -> bool:
-        """Whether our kernels sum ``x``."""
+        """Return True if our kernels sum ``x``."""
         if not x.is_cuda or (norm and self.exact):
             return False
         if self.exact and self.peers.ranks > 2 and x.nbytes > self.most_bytes:

@@ -54,7 +54,7 @@ class RingContext:
         self._seen: dict[int | None, list[list[Pairs]]] = {}
 
     def pairs(self, window: int | None) -> list[list[Pairs]]:
-        """What this rank computes with the keys of itself, of the rank before it, and so on."""
+        """Return this rank's work with its own keys, those of the rank before it, and so on."""
         if window not in self._seen:
             rank, ranks = self.group.rank, self.group.size
             others = [(rank - step) % ranks for step in range(ranks)]

@@ -39,11 +39,13 @@ Square = tuple[int, int, int]
 
 @dataclass(slots=True)
 class Part:
-    """What a rank computes with the keys of one rank.
+    """Work of a rank with the keys of one rank.
 
     Attributes:
-        ends: own keys: where runs of rows that see themselves causally begin, and the number of all; else None.
-        rounds: squares of one call each. rest: what torch's operators do.
+        ends: for the rank's own keys, the starts of runs of rows with causal attention, and the number of rows; else
+            None.
+        rounds: squares, one call for each list.
+        rest: pairs left to torch's operators.
     """
 
     ends: list[int] | None = None
@@ -52,7 +54,8 @@ class Part:
 
 
 def parts(ends: Sequence[int], rank: int, ranks: int, window: int | None) -> list[Part]:
-    """What ``rank`` computes with the keys of itself, of the rank before it, and so on; arguments as of ``visible``."""
+    """List the work of ``rank`` with its own keys, those of the rank before it, and so on; arguments as of
+    ``visible``."""
     found = []
     for step in range(ranks):
         other = (rank - step) % ranks

@@ -1,6 +1,6 @@
 """Sharded data parallelism (ZeRO 3, FSDP): no rank holds the whole model, its gradients or the optimizer's state.
 
-The parameters of a layer lie one behind the other in one flat tensor, and each rank keeps one piece of it
+The parameters of a layer are concatenated in one flat tensor, and each rank keeps one piece of it
 (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277)::
 
     layer k    [ attention.q.weight | attention.k.weight | ... | mlp.down.weight | pad ]
@@ -46,7 +46,7 @@ from .tiled import TiledUnit, tile
 
 
 class Sharded:
-    """A model whose parameters are sharded; it takes the place of the model's ``stack``.
+    """Model with sharded parameters; it replaces the model's ``stack``.
 
     Args:
         group: the ranks. Each has the same model, whole; afterwards it has its pieces.
@@ -55,16 +55,16 @@ class Sharded:
         reduce_dtype: what gradients are summed in.
         device: that computes; the model may be in host memory until then.
         host: the pieces are in host memory. Each rank reads its own over its own link before all are gathered.
-        folder: for a file that they are in, in place of host memory.
-        copies: sums gradients by copy engines; None: torch's collectives do.
-        shared: makes memory of so many bytes that other ranks read pieces from; None: they are sent.
-        parameters: all of the model's, by their names in the whole model, where that is not this one; None: as the
-            model names them.
+        folder: folder of a file that holds them, in place of host memory.
+        copies: sums gradients by copy engines; None for torch's collectives.
+        shared: makes memory of a given size from which other ranks read pieces; None if pieces are sent.
+        parameters: all of the model's, by their names in the whole model, if that is not this one; None for this
+            model's names.
         complete: adds up, in place, what ranks along other axes have of gradients in parts; before they are summed
             here. All of them have the same units.
-        weights: those of the model, which is in host memory that nobody has written then: they are read in their order,
-            and what is complete is cut; None: they are there.
-        tiles: each matrix of a layer comes to the device in so many parts (``tiled.py``).
+        weights: weights to read, if the model has only unwritten host memory: they are read in order, and each complete
+            unit is cut; None if the model has its weights.
+        tiles: number of parts in which each matrix of a layer comes to the device (``tiled.py``).
 
     Raises:
         ValueError: a parameter is frozen, or there is not so much host memory.
@@ -151,7 +151,7 @@ class Sharded:
 
     @property
     def upload(self) -> FileUpload | None:
-        """How an optimizer puts new weights into a file; None: it changes ``owned`` where they are."""
+        """Writer of new weights to a file, for the optimizer; None if it updates ``owned`` in place."""
         if not isinstance(self.pieces, FilePieces):
             return None
         places = {}
@@ -295,7 +295,7 @@ class Sharded:
         return {name: found[name] for name in self.parameters if name in found}
 
     def writes(self, name: str) -> bool:
-        """Whether this rank keeps its state of a parameter in a file: what it has, nobody else has."""
+        """Return True: no other rank has this rank's state of a parameter."""
         return True
 
     def stored_name(self, name: str) -> str:

@@ -23,7 +23,7 @@ class Sink(Protocol):
 
 
 ALIGN = 64
-"""Pieces are whole groups of so many numbers, so that kernels may read 16 bytes at a time."""
+"""Numbers in a group; pieces are whole groups, so that kernels may read 16 bytes at a time."""
 
 
 class Unit:
@@ -46,7 +46,7 @@ class Unit:
         peers: PeerPieces | None = None,
     ) -> None:
         self.peers, self._at = peers, 0
-        """Memory of the piece that others read; None: it is sent to them. Where the piece is there."""
+        """Memory from which others read the piece, and the piece's place in it; None if the piece is sent."""
         self.group, self.reduce_dtype, self.number = group, reduce_dtype, number
         self.parameters = dict(parameters)
         first = next(iter(self.parameters.values()))
@@ -65,11 +65,11 @@ class Unit:
         low = group.rank * self.each
         self.piece = self._whole[low : low + self.each].clone()
         self.copies: PeerCopies | None = None
-        """What sums gradients; None: torch's collectives do."""
+        """Copy engines that sum gradients; None for torch's collectives."""
         self.complete: Callable[[Mapping[str, Tensor]], None] | None = None
-        """Adds up what ranks along other axes have of gradients in parts; None: they are whole."""
+        """Sums partial gradients over ranks along other axes; None if gradients are complete."""
         self._home = pieces
-        """Where the piece is, if not on the device."""
+        """Home of the piece, if it is not on the device."""
         self._link: torch.cuda.Stream | None = None
         """On which it comes from there."""
         if peers is not None:

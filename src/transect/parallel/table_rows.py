@@ -53,7 +53,7 @@ class TableRows:
 
     @property
     def count(self) -> int:
-        """How many rows are kept."""
+        """Number of rows kept."""
         return sum(len(ids) for ids in self._ids)
 
     def clear(self) -> None:
@@ -118,7 +118,7 @@ class _Rows:
         self.ids, self.sums = ids, _summed(gradients, place, len(ids))[place]
 
     def add_to(self, table_VD: Tensor) -> None:
-        """Whoever has the same token writes the same numbers, so nothing depends on who is last."""
+        """Add the sums to their rows. Entries of the same token write equal numbers, so their order does not matter."""
         table_VD.index_copy_(0, self.ids, table_VD[self.ids] + self.sums)
 
 

@@ -41,7 +41,7 @@ from .peer_sums import PeerSums
 
 
 class ShardKind(Weight):
-    """What the kinds around a shard have in common: values, memory and format are those of ``inner``."""
+    """Common base of the kinds around a shard; values, memory and format are those of ``inner``."""
 
     inner: Weight
 
@@ -203,7 +203,8 @@ class ShardedEmbedding(nn.Module):
         return _total(torch.where(inside_T[:, None], rows_TD, 0), self.group, self.sequence)
 
     def part(self) -> tuple[Tensor, int, Product] | None:
-        """This rank's rows, the first of them, and what makes everybody's of what they give; None: only as above."""
+        """Return this rank's rows, the index of the first, and the all-reduce of their product; None if not
+        available."""
         if self.sequence or not isinstance(self.table, Embedding):
             return None
         return self.table.weight, self.start, self.group.all_reduce
@@ -236,11 +237,11 @@ def _total(y: Tensor, group: Group, sequence: bool) -> Tensor:
 
 
 def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group, *, sequence: bool = False) -> Kinds:
-    """The kinds of a model that is ``shard.local``, with those above around the matrices that need one.
+    """Return the kinds of a model that is ``shard.local``, with the kinds above around matrices that need one.
 
     Args:
-        kinds: what the matrices are inside; None: all are dense.
-        sequence: between layers each rank has its own rows (tokens) alone.
+        kinds: inner kinds of the matrices; None if all are dense.
+        sequence: True if each rank has only its own rows (tokens) between layers.
     """
     inner_kind: Kinds = kinds or _dense
 

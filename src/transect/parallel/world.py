@@ -36,7 +36,7 @@ INLINE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank shows in an exchange in place of what was asked for. ``user``: the message says what to change."""
+    """Error that a rank sends in an exchange in place of its value. ``user``: the message says what to change."""
 
     message: str
     user: bool
@@ -65,9 +65,9 @@ class World:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self.on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        """How many ranks share this host."""
+        """Number of ranks on this host."""
         self.sums: dict[tuple[int, ...], PeerSums | str] = {}
-        """By the ranks of a group: sums through memory that its GPUs share, or why there are none."""
+        """By the ranks of a group: all-reduces through shared GPU memory, or the reason that there are none."""
         self.logits: dict[tuple[int, ...], SharedMemory] = {}
         """By the ranks of a group: where they read each other's logits."""
         self._groups: dict[Hashable, dist.ProcessGroup] = {}
@@ -116,11 +116,11 @@ class World:
         return _unpacked(head, lambda body: dist.recv(body, group=self._control, group_src=source, tag=tag))
 
     def exchange(self, mine: T | Failure) -> list[T]:
-        """What each rank shows, in their order.
+        """Gather a value from each rank, in their order; every rank must call it.
 
         Raises:
-            SharedValueError: a rank shows a ``Failure`` that a user can mend; the message is that of the first.
-            SharedRuntimeError: a rank shows another ``Failure``.
+            SharedValueError: a rank sent a ``Failure`` that a user can fix; the message is that of the first.
+            SharedRuntimeError: a rank sent another ``Failure``.
         """
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self._control)

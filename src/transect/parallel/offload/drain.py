@@ -1,4 +1,4 @@
-"""Gradients on their way from a device into host memory, while the backward pass goes on.
+"""Move gradients from a device into host memory during the backward pass.
 
 A gradient is copied, a part at a time, through pinned buffers on a stream of its own, and forgotten on the device as
 soon as that is done. A thread here takes each part in: the first gradient of a step is stored, those of later

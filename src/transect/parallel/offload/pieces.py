@@ -142,7 +142,7 @@ class FilePieces:
             slot.busy_until(torch.cuda.current_stream(to.device))
 
     def _read_ahead(self, unit: int) -> None:
-        """What should come after a unit is on its way afterwards."""
+        """Start to fetch the unit that follows ``unit``."""
         layer = unit + 1 < len(self._sizes)
         self._sent = unit if layer else -1
         if layer:

@@ -55,9 +55,9 @@ def tokenize(
     Args:
         model: whose tokenizer and chat template to use; what ``resolve`` takes.
         workers: processes; one for each core if None.
-        chats: how rows are read and rendered: ``columns``, ``chat_template``, ``turns`` and ``date``.
-        progress: is told how many bytes of how many are done.
-        tell: is told of keys that nothing reads, in one line.
+        chats: settings for reading and rendering rows: ``columns``, ``chat_template``, ``turns`` and ``date``.
+        progress: called with the bytes done and the bytes in all.
+        tell: receives one line about keys that are not read.
 
     Returns:
         Tokens and documents.

@@ -198,7 +198,7 @@ class Speculation:
         return counts
 
     def _seconds_of(self, sequences: Listed[Sequence]) -> Callable[[int], float]:
-        """Predicted seconds of a step with so many drafts beside these sequences."""
+        """Return a function from the number of drafts to the predicted seconds of a step with these sequences."""
         rows = len(sequences)
         keys = sum(seq.length for seq in sequences)
         each = keys / rows
