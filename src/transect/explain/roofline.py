@@ -71,7 +71,7 @@ class Roofline:
         return self.flops_per_second[dtype] / self.bytes_per_second
 
     def bound(self, point: Point) -> str:
-        """What binds a point: ``bytes`` or ``FLOPs``."""
+        """Return the bound of a point: ``bytes`` or ``FLOPs``."""
         return "FLOPs" if point.intensity >= self.ridge(point.dtype) else "bytes"
 
     def to_dict(self) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class TiledUnit(Unit):
     def __init__(self, *args: Any, **how: Any) -> None:
         self._vectors: Tensor | None = None
         self._away: dict[str, Tensor] = {}
-        """Empty stand-ins for vector parameters while these are not on the device."""
+        """Data of vector parameters while the unit is released."""
         super().__init__(*args, **how)
 
     @property

@@ -1,4 +1,4 @@
-"""What ``loss.backward()`` does: every node of autograd's graph in the order of execution, what it saved, its time.
+"""Record ``loss.backward()``: every node of autograd's graph in the order of execution, its saved tensors, its time.
 
 The forward pass builds a graph: each operation that a gradient must go through leaves a node that knows how to go back
 through it, keeps the tensors it will need for that, and points to the nodes that its inputs came from. The backward

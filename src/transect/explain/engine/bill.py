@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one choice of a request waited for: up to its first token, and from there to its last."""
+    """Time of one choice of a request by cause: up to its first token, and from there to its last."""
 
     request_id: str
     choice: int
@@ -54,9 +54,9 @@ class Bill:
     cached_tokens: int
     output_tokens: int
     finish_reason: str
-    """Empty: it has not ended yet."""
+    """Empty while the choice is unfinished."""
     ttft: Span | None
-    """None: there is no first token yet."""
+    """Time up to the first token; None before it."""
     decode: Span | None
 
     def to_dict(self) -> dict[str, Any]:

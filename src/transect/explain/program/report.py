@@ -19,7 +19,7 @@ CACHED = "operators above 100% of their floor found their inputs in a cache: flo
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What came out: the parts of the wall time, findings, and what they were found in."""
+    """Result: the parts of the wall time, the findings, and the material they are based on."""
 
     split: Split
     findings: list[Finding]
@@ -70,7 +70,7 @@ def of_floor(op: OpStat) -> str:
 
 
 def notes(explanation: Explanation) -> list[str]:
-    """What is to be known of the figures."""
+    """Return remarks on the figures."""
     faster = any(op.floor and op.calls * op.floor > SURE * op.seconds for op in heaviest(explanation))
     return [*explanation.split.notes, *([CACHED] if faster else [])]
 

@@ -19,7 +19,7 @@ from .trace import Trace
 PIECE = 1 << 20
 """Characters that are read at a time."""
 LONGEST_EVENT = 64 << 20
-"""A value that does not end within so many characters is no event."""
+"""Longest event in characters; a longer value is not an event."""
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
 
