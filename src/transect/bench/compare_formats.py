@@ -34,9 +34,9 @@ from ..train.export.write import opened
 PLAIN = "plain"
 """The model as its files hold it."""
 FORMATS = (PLAIN, *roundings())
-"""What a model is loaded in."""
+"""Formats to which a model is rounded when it is loaded."""
 WRITTEN = (*(name for name in file_formats() if name not in FORMATS), *gguf_names())
-"""What is written to a file first, and loaded from that."""
+"""Formats that are first written to a file, and loaded from it."""
 DRAWN = 48
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -117,7 +117,7 @@ def _measure_written(
     calibration: Calibration | None,
     engine: Mapping[str, Any],
 ) -> FormatRow:
-    """What ``transect quantize`` writes; its bits are those of the files."""
+    """Measure a format that ``transect quantize`` writes; its bits are those of the files."""
     path = folder / (name if name in file_formats() else f"{name}.gguf")
     quantize_model(opened(model), path, name, calibration)
     row = measure(str(path), PLAIN, text, window=window, dtype=dtype, engine=engine)

@@ -1,8 +1,8 @@
-"""Joules that a GPU takes while something runs, from NVML (the library that comes with NVIDIA's driver).
+"""Measure the energy of a GPU in joules, from NVML (the library that comes with NVIDIA's driver).
 
 From Volta on, NVML counts energy itself. Where a device has no such counter, a thread samples its power and integrates
 it. The counter moves in steps of some tens of milliseconds, so measure for seconds. It counts the energy of the whole
-board, whoever used it.
+board, for all processes.
 """
 
 from __future__ import annotations

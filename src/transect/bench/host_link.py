@@ -1,4 +1,4 @@
-"""What the host links of several ranks give at the same time: the floor of layers that stream stands on it."""
+"""Measure the host links of several ranks at the same time, for the floor of streamed layers."""
 
 from __future__ import annotations
 

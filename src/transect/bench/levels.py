@@ -23,11 +23,11 @@ WARM_UP_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class WorkSource:
-    """Where prompts and lengths come from. Each name given to ``draw`` has prompts of its own, the same in every run.
+    """Source of prompts and lengths. Each name given to ``draw`` has its own prompts, the same in every run.
 
     Attributes:
         prompt: lengths of random prompts.
-        output: lengths of answers; None: those of the answers in the conversation file.
+        output: lengths of answers; None for those in the conversation file.
         conversations: a file of them, instead of random token ids.
         highest_id: random token ids are 0 to this.
         seed: decides every draw.

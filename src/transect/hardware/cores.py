@@ -1,4 +1,4 @@
-"""How many CPU cores this process can keep busy."""
+"""Count the CPU cores that this process can keep busy."""
 
 from __future__ import annotations
 

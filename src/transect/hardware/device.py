@@ -41,7 +41,7 @@ class Device:
 
     @property
     def key(self) -> str:
-        """What a measurement is valid for: device, driver and torch (and threads, on a processor)."""
+        """Validity of a measurement: device, driver and torch version (and threads, on a CPU)."""
         threads = f", {self.units} threads" if self.kind == "cpu" else ""
         return f"{self.name}{threads}; driver {self.driver or 'none'}; torch {self.torch}"
 

@@ -74,10 +74,10 @@ def ceilings(device: Device, *, again: bool = False) -> Ceilings:
 def measurement(
     device: Device, *, again: bool = False, multiply_adds: Callable[[], float] | None = None
 ) -> Measurement:
-    """What is known of ``device``, from the cache; measured (seconds) where nothing is.
+    """Return the measurement of ``device`` from the cache; measure it (seconds) if there is none.
 
     Args:
-        again: measure in any case, and forget what was known.
+        again: measure in any case, and replace the cached values.
         multiply_adds: measures a processor's rate of multiply-adds, in FLOP/s (``ops/cpu/ceilings.py``).
     """
     path = cache_file(device)
@@ -95,7 +95,7 @@ def measurement(
 
 
 def kept(device: Device) -> Measurement | None:
-    """What has been measured of ``device`` before, busy or not; measures nothing."""
+    """Return the cached measurement of ``device``, made on a busy machine or not; None if there is none."""
     return _read(cache_file(device), device)
 
 

@@ -1,6 +1,6 @@
-"""How the parts of this machine are connected: NUMA nodes of the host, and the links between GPUs.
+"""Detect the connections in this machine: NUMA nodes of the host, and the links between GPUs.
 
-The kinds of links are those of ``nvidia-smi topo -m``. What they give is measured by copies between each pair of GPUs.
+The kinds of links are those of ``nvidia-smi topo -m``. Their bandwidth is measured by copies between each pair of GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects two GPUs; bytes per second in one direction, 0 where it was not measured."""
+    """Link between two GPUs; bytes per second in one direction, 0 if not measured."""
 
     first: int
     second: int

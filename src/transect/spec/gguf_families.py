@@ -1,6 +1,6 @@
-"""What single families add to GGUF metadata: experts, scales, caps and windows, read and written (no torch).
+"""Read and write GGUF metadata of single families: experts, scales, caps and windows (no torch).
 
-What llama.cpp knows of a family and files do not say stands here too: the layers of SmolLM3 that do not rotate, how
+Facts that llama.cpp knows and files omit are here too: the layers of SmolLM3 that do not rotate, how
 often a layer of Gemma slides, gpt-oss's clamp.
 """
 
@@ -17,12 +17,12 @@ _SOFTMAX, _SIGMOID = 1, 2
 """``expert_gating_func``."""
 _RENORMALIZES = ("llama", "qwen3moe", "gpt-oss")
 _STILL_STEP = 4
-"""Every so many-th layer of SmolLM3 and Llama 4 does not rotate."""
+"""Period of the layers without rotation in SmolLM3 and Llama 4."""
 _CHUNK = 8192
 _TEMPERATURE = (0.1, 8192)
 _CLAMP = 7.0
 _PERIODS = {"gemma2": 2, "gemma3": 6, "gpt-oss": 2}
-"""Where files do not say it: of so many layers the last one sees the whole past."""
+"""Period of the layers with full attention, the last of each period, if files omit it."""
 
 
 def moe_from_gguf(architecture: str, read: Fields, tensors: Mapping[str, Any], layers: int) -> MoEConfig | None:
@@ -119,7 +119,7 @@ def _sliding(architecture: str, read: Fields, layers: int, default: int | None =
 
 
 def gemma_scale(architecture: str, dim: int, heads: int, head_dim: int, layers: int) -> float:
-    """What llama.cpp multiplies the scores of a Gemma by; ``architecture`` is that of the file."""
+    """Return llama.cpp's factor of the scores of a Gemma; ``architecture`` is the file's."""
     largest = layers == {"gemma2": 46, "gemma3": 62}[architecture]  # the models of 27B
     return float((dim // heads if largest else head_dim) ** -0.5)
 
@@ -278,7 +278,7 @@ def _moe_keys(architecture: str, moe: MoEConfig) -> dict[str, Any]:
 
 
 def _step(config: ModelConfig) -> int:
-    """Every so many-th layer has experts."""
+    """Return the period of the layers with experts."""
     assert config.moe is not None
     sparse = [layer for layer in range(config.n_layers) if layer not in config.moe.dense_layers]
     step = sparse[0] + 1 if sparse else 0

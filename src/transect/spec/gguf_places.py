@@ -58,8 +58,10 @@ _JOINED_IN = {"gpt2": ("qkv",), "phi3": ("qkv", "gate_up")}
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The weight is so many rows from ``first`` on of ``tensor``, whose shape in the file is ``stored``. ``paired``: in
-    the order that rotates neighbouring pairs; ``added``: what the numbers of the file are larger by."""
+    """Place of a weight: its rows from ``first`` on of ``tensor``, whose shape in the file is ``stored``.
+
+    ``paired``: in the order that rotates neighbouring pairs; ``added``: constant that the file adds to the numbers.
+    """
 
     tensor: str
     stored: tuple[int, ...]

@@ -60,7 +60,7 @@ _GEMMA = ("gemma2", "gemma3_text")
 _WHOLE_MODEL = ("bos_token_id", "eos_token_id", "tie_word_embeddings", "quantization_config")
 """Keys that a model of several parts has beside them."""
 _DEFAULTS = {"gemma3_text": {"vocab_size": 262208, "num_attention_heads": 8}}
-"""What the files of such models leave out."""
+"""Values that the files of such models omit."""
 _BIAS_SWITCH = (
     "llama", "llama4_text", "qwen3", "qwen3_moe", "olmoe", "dots1", "gpt_oss", "olmo2", "granite", "smollm3", *_GEMMA,
 )  # fmt: skip
@@ -71,7 +71,7 @@ _LISTS_WINDOWS = ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "dots1", "smollm3"
 """Families whose ``layer_types`` say which layers slide."""
 _ALWAYS_SLIDES = ("dots1", "gpt_oss", *_GEMMA)
 _ALIASES = {"ministral": "mistral"}
-"""What transformers calls a Mistral whose ``layer_types`` say which layers slide."""
+"""transformers' name for a Mistral with sliding layers listed in ``layer_types``."""
 
 
 def from_hf(config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:

@@ -1,5 +1,5 @@
-"""What sets single families apart in a Hugging Face ``config.json``: Gemma 2 and 3, OLMo 2, Granite, SmolLM3, gpt-oss
-and Llama 4.
+"""Read what is special to single families in a Hugging Face ``config.json``: Gemma 2 and 3, OLMo 2, Granite, SmolLM3,
+gpt-oss and Llama 4.
 
 Each function gives fields of ``ModelConfig`` beside those that all families share.
 """

@@ -82,7 +82,7 @@ def moe_from_hf(architecture: str, read: Fields, layers: int) -> MoEConfig | Non
 
 
 def _experts(read: Fields, default: int | None = None) -> int:
-    """How many there are, under the name of the family or the one that transformers 5 writes."""
+    """Return the number of experts, under the family's name for it or that of transformers 5."""
     for key in ("num_experts", "n_routed_experts"):
         if read.values.get(key) is not None:
             return read.integer(key)

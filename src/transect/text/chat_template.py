@@ -32,14 +32,13 @@ VARIANTS = {"tool_use": "tools", "rag": "documents"}
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """Compiled chat template.
 
     Args:
         source: the Jinja text.
         bos, eos: the text of the model's special tokens, which templates write out.
-        day: the day that ``strftime_now`` prints, at midnight; None: now.
-        variants: templates for some conversations, by name: ``tool_use`` where tools are given, ``rag`` where documents
-            are.
+        day: the day that ``strftime_now`` prints, at midnight; None for the present.
+        variants: templates for some conversations, by name: ``tool_use`` if tools are given, ``rag`` if documents are.
 
     Raises:
         ValueError: the source is not valid Jinja; the message says where.
@@ -71,7 +70,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be compiled ({_describe(error)}): correct it") from error
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """For another process, which compiles it anew."""
+        """Pickle the source for another process, which compiles it again."""
         return _again, (self.source, self._bos, self._eos, self._day, self.variants)
 
     @property
@@ -201,13 +200,13 @@ def _wants(tree: nodes.Template) -> Wants:
 
 
 def _reads_parts(tree: nodes.Template, tests: set[str]) -> bool:
-    """Whether the template only knows content as a list of parts: it loops over a ``content`` and never asks whether
-    something is a string."""
+    """Return True if the template accepts content only as a list of parts: it loops over ``content`` and never tests
+    for a string."""
     return "string" not in tests and any(_is_part(loop.iter, "content") for loop in tree.find_all(nodes.For))
 
 
 def _is_part(node: nodes.Node, name: str) -> bool:
-    """Whether an expression is the part of something that has this name."""
+    """Return True if an expression reads the part with this name of another value."""
     if isinstance(node, nodes.Getattr):
         return node.attr == name
     return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and bool(node.arg.value == name)

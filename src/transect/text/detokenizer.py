@@ -29,7 +29,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Turns one stream of token ids into text.
+    """Turn one stream of token ids into text.
 
     Over any chunking, the pushes and the flush together give ``tokenizer.decode(all_ids, skip_special_tokens,
     continues_text)``.
@@ -37,8 +37,8 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: gives the bytes of a token.
         skip_special_tokens: leave special tokens out.
-        continues_text: the ids go on from a text before them (a prompt), so a leading space that the tokenizer family
-            puts before every text is a real one and stays.
+        continues_text: the ids continue a text (a prompt), so a leading space that the tokenizer family puts before
+            every text is real and stays.
     """
 
     def __init__(

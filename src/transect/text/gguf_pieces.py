@@ -30,7 +30,7 @@ SPACE = "▁"
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What the metadata says.
+    """Metadata of a SentencePiece vocabulary.
 
     Attributes:
         scores: one for each token.
@@ -38,7 +38,7 @@ class Pieces:
         space_prefix: a space is put before every text.
         one_space: runs of spaces become one, and those at both ends go.
         charsmap: SentencePiece's compiled rules of normalisation; b"" for none.
-        unspelled: tokens that no text becomes by being spelled so: control tokens, bytes, the unknown token.
+        unspelled: tokens that their spelling in a text does not produce: control tokens, bytes, the unknown token.
     """
 
     tokens: list[str]

@@ -36,7 +36,7 @@ _PREFIX = "tokenizer.ggml."
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """What the metadata says: the `tokenizers` object and the special ids (None or () where there are none)."""
+    """Vocabulary from the metadata: the `tokenizers` object and the special ids (None or () if there are none)."""
 
     backend: tokenizers.Tokenizer
     spelling: Spelling

@@ -1,4 +1,4 @@
-"""What the small JSON files beside a tokenizer.json say: special tokens, ends of an answer, the chat template."""
+"""Read the small JSON files beside a tokenizer.json: special tokens, ends of an answer, the chat template."""
 
 from __future__ import annotations
 

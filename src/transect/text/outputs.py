@@ -1,4 +1,4 @@
-"""What a caller gets back: the request, its choices, and log-probabilities. Names as users of vLLM know them.
+"""Define results for callers: the request, its choices, and log-probabilities, with vLLM's names.
 
 Plain dataclasses; logprobs are natural logarithms, times are seconds of the clock that the OutputProcessor was given.
 """

@@ -209,12 +209,12 @@ class Tokenizer:
     def decode(
         self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False
     ) -> str:
-        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids that stand for no token give no text.
+        """Decode tokens to text. Bytes that are not UTF-8 become U+FFFD; ids without a token give no text.
 
         Args:
             token_ids: ids from 0 on.
             skip_special_tokens: leave special tokens out.
-            continues_text: the tokens go on from other text, so a leading space stays (see ``drops_leading_space``).
+            continues_text: the tokens continue other text, so a leading space stays (see ``drops_leading_space``).
 
         Raises:
             ValueError: an id is negative.

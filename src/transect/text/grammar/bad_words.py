@@ -57,7 +57,7 @@ class WithoutSequences:
         return None if self.inner is None else self.inner.accept(token)
 
     def forced(self) -> list[int]:
-        """None: a forced token could complete a bad word."""
+        """Return no tokens: a forced token could complete a bad word."""
         return []
 
     def banned(self) -> set[int]:

@@ -63,7 +63,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _joins(schema: Any) -> bool:
-    """Whether a ``$ref`` is a part of an object beside others, somewhere in the schema."""
+    """Return True if a ``$ref`` anywhere in the schema is one of several parts of an object."""
     if isinstance(schema, list):
         return any(map(_joins, schema))
     if not isinstance(schema, dict):

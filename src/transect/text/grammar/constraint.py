@@ -17,11 +17,11 @@ some grammars take a hundred times as long."""
 
 
 class GrammarConstraint:
-    """What may come next in one answer; ``engine.constraint.Constraint`` says what an engine expects of it.
+    """Grammar state of one answer; implements ``engine.constraint.Constraint``.
 
     Args:
         matcher: llguidance's, at the beginning of an answer; this object owns it.
-        field: what to call the grammar in complaints.
+        field: name of the grammar in error messages.
     """
 
     __slots__ = ("_field", "_matcher")

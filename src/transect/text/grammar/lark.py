@@ -14,7 +14,7 @@ ANY_TEXT = r"/(?s:.*)/"
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What an answer begins with before its form begins: thoughts.
+    """Beginning of an answer before its form: thoughts.
 
     Attributes:
         rules: Lark rules that define ``lead``.

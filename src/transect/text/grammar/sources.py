@@ -128,7 +128,7 @@ def _without_anchors(pattern: str) -> str:
 
 
 def is_ebnf(grammar: str) -> bool:
-    """Whether a grammar must be translated (``from_ebnf``) before ``grammar_of``."""
+    """Return True if a grammar must be translated (``from_ebnf``) before ``grammar_of``."""
     return "::=" in grammar
 
 

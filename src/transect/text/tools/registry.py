@@ -16,7 +16,7 @@ SHAPES: dict[str, CallShape] = {shape.name: shape for shape in (*FAMILIES, gener
 
 
 def names() -> list[str]:
-    """What ``--tool-call-parser`` takes, beside ``auto``."""
+    """List the values of ``--tool-call-parser``, beside ``auto``."""
     return sorted({*SHAPES, *ALIASES})
 
 
@@ -59,12 +59,11 @@ def with_tools(
 def for_template(
     template: str | None, messages: Any, variables: Mapping[str, Any], *, apart: bool = True
 ) -> tuple[Any, Mapping[str, Any]]:
-    """A conversation and its variables so that tools reach the model: where its template never mentions them, messages
-    do, as they do when it serves.
+    """Make tools visible to the model: if its template never mentions them, put them into messages, as in serving.
 
     Args:
         template: the source of the chat template.
-        messages: a list of messages; anything else is left to whoever checks it.
+        messages: a list of messages; anything else is returned unchecked.
         variables: of the template, ``tools`` among them.
         apart: see ``with_history``; without it messages are added at the beginning alone.
 
