@@ -113,10 +113,10 @@ def modules_of(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
 
 
 def check_parts(adapted: Collection[str], saved: Collection[str], config: ModelConfig, *, dora: bool) -> None:
-    """Whether an adapter of a model can be written.
+    """Check that an adapter of a model can be written.
 
     Args:
-        adapted, saved: what has factors and what is saved whole, by canonical name without ``.weight``.
+        adapted, saved: weights with factors and weights saved whole, by canonical name without ``.weight``.
 
     Raises:
         ValueError: of matrices that are one module in PEFT's layout some are saved whole, or have magnitudes, and
@@ -260,7 +260,7 @@ def _joined(parts: Sequence[tuple[LowRank | None, Place, tuple[int, ...]]]) -> L
 
 
 def _in_file(rows: Tensor, place: Place) -> Tensor:
-    """What goes with the rows of a weight, in the order of the file."""
+    """Reorder values that belong to the rows of a weight to the order of the file."""
     return rows[torch.from_numpy(np.argsort(place.order(len(rows))))]
 
 

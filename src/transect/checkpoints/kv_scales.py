@@ -25,7 +25,7 @@ from .hf import listing
 from .resolve import ModelSource
 
 ROOM = 2.0
-"""How much larger than in the text of a calibration keys and values may be."""
+"""Factor by which keys and values may exceed those in the calibration text."""
 _PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.kv_scale")
 
 

@@ -231,17 +231,17 @@ def load_model(
 
 
 def in_blocks(source: ModelSource) -> bool:
-    """Whether the weights are those of a GGUF file, without an adapter."""
+    """Return True if the weights are those of a GGUF file, without an adapter."""
     return source.kind == "gguf" and source.adapter is None
 
 
 def lacks_layers(config: ModelConfig, block_size: int, quantization: str | None) -> bool:
-    """Whether the C++ kernels have the products of a model and not its layers."""
+    """Return True if the C++ kernels support the products of a model but not its layers."""
     return quantization is None and refusal(config, block_size) is not None
 
 
 def kv_dtype(dtype: str) -> torch.dtype:
-    """What the KV cache of a model of this dtype holds: bfloat16 for ``auto``, else the same.
+    """Return the data type of the KV cache for a model of this dtype: bfloat16 for ``auto``, else the same.
 
     Raises:
         ValueError: unknown dtype.
@@ -254,7 +254,7 @@ def kv_dtype(dtype: str) -> torch.dtype:
 
 
 def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
-    """What the KV cache holds, as ``EngineConfig`` names it: ``auto`` is ``kv_dtype``."""
+    """Return the data type of the KV cache by ``EngineConfig``'s names: ``auto`` is ``kv_dtype``."""
     form = cache_format(kv_cache_dtype)
     if form is None or form.cache is None:
         return kv_dtype(dtype)
@@ -385,7 +385,7 @@ def load_on_device(
         ops: what it computes with.
         max_positions: of the longest sequence.
         seed: of the random weights that a source without weights gets.
-        fusions: what the layers do in one kernel; None: all they can.
+        fusions: fusions of the layers' operations; None for all that are possible.
         kinds: of weight, as in ``Decoder``.
         stream: layers that live elsewhere and come in their turn.
 
@@ -448,7 +448,7 @@ class _Loads(Protocol):
 
 
 def _target(model: Decoder, name: str) -> _Loads | Tensor:
-    """What takes the weight of this canonical name."""
+    """Return the module or tensor that takes the weight of this canonical name."""
     owner, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(owner)
     if leaf == "weight" and hasattr(module, "load"):
@@ -458,7 +458,7 @@ def _target(model: Decoder, name: str) -> _Loads | Tensor:
 
 
 def _copied_head(model: Decoder) -> bool:
-    """Whether the head is a copy of the embedding's table in a format of its own."""
+    """Return True if the head is a copy of the embedding's table in another format."""
     return model.config.tied_embeddings and not model.head_tied
 
 
@@ -478,7 +478,7 @@ def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int
 
 @contextmanager
 def progress(source: ModelSource) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr where that is a terminal; yields what is told of each weight's bytes."""
+    """Show a progress bar if stderr is a terminal; yield a function to call with each weight's bytes."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

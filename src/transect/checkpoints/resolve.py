@@ -71,8 +71,7 @@ class ModelSource:
 
     @property
     def text_folder(self) -> Path | None:
-        """The directory with the tokenizer's files: the adapter's, if it brings them; None: they are in the GGUF
-        file."""
+        """Directory of the tokenizer's files: the adapter's, if it has them; None if they are in the GGUF file."""
         if self.text is not None:
             return self.text
         if self.adapter is not None and (self.adapter.path / "tokenizer.json").is_file():
@@ -185,7 +184,7 @@ def tokenizer_files(name: str, *, revision: str | None = None) -> Path:
 
 
 def described(name: str, *, presets: bool = True) -> ModelSource:
-    """A model whose weights nobody will read: a directory need hold its configuration alone.
+    """Resolve a model without its weights: a directory needs only a configuration.
 
     Args:
         presets: built-in shapes are meant by their names, which then have no tokenizer.

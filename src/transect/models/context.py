@@ -21,7 +21,7 @@ from ..ops.opset import OpSet, resolve_ops
 
 
 class AttentionContext(Protocol):
-    """What ``Attention`` needs to know about the batch."""
+    """Description of a batch for ``Attention``."""
 
     def positions(self) -> Tensor:
         """The position of each token in its sequence, ``[T]`` int64."""
@@ -29,7 +29,7 @@ class AttentionContext(Protocol):
 
     @property
     def wanted(self) -> Wanted | None:
-        """The tokens whose hidden states are asked for; None: all."""
+        """Tokens whose hidden states are needed; None for all."""
         ...
 
     def attend(

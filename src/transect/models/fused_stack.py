@@ -99,7 +99,7 @@ class FusedStack:
         """The first layer's products on the stream, where all layers have them: they say which steps they take."""
         self._chains = [_chain(layer, after) for layer, after in pairwise(self._layers)] + [None]
         self._offloaded = lambda: model.offloaded is not None
-        """Whether layers come in their turn: then none may read the weights of the next."""
+        """Return True if layers stream, so that none may read the weights of the next."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
         """For each position, cosines and then sines."""
@@ -294,7 +294,7 @@ class _FusedLayer:
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self._attention = attention
         self.scores: dict[str, Tensor] = {} if attention.sinks is None else {"sinks": attention.sinks}
-        """What its attention does to scores, by the names of ``PagedContext.attend``."""
+        """Modifications of attention scores, by the names of ``PagedContext.attend``."""
         qkv = attention.qkv
         self.experts: MoE | None = mlp if isinstance(mlp, MoE) else None
         self.qkv = qkv.product() if fusions.qkv else _together(qkv.products())

@@ -48,7 +48,7 @@ class OpSet:
     grouped_gate_up: Callable[..., Any]
     expert_combine: Callable[..., Any]
     stream_products: StreamProducts | None = None
-    """Products with the norms between them in their launches, for decode steps of up to 256 rows; None: none."""
+    """Products that include the norms between them, for decode steps of up to 256 rows; None if unavailable."""
     chosen: tuple[tuple[str, str], ...] = ()
     """(operator, implementation), for the start-up line."""
     passed_over: tuple[tuple[str, str, str], ...] = ()

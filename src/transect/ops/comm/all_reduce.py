@@ -65,7 +65,7 @@ def reference(
 
 
 def refusal(x: Tensor, ranks: int, lines: int, norm: bool) -> str | None:
-    """Why the kernels do not sum ``x`` ``[..., D]`` over so many ranks, as a sentence, or None."""
+    """Return the reason that the kernels cannot sum ``x`` ``[..., D]`` over ``ranks`` ranks, or None."""
     if x.dtype not in DTYPES:
         return f"all_reduce: {x.dtype} has no kernel; there are {', '.join(map(str, DTYPES))}"
     if x.nbytes % 16 or not x.is_contiguous() or x.data_ptr() % 16:
@@ -107,7 +107,7 @@ class Peers:
 
     @property
     def push(self) -> Push:
-        """What a product needs to give its result to the other ranks itself."""
+        """Arguments with which a product sends its result to the other ranks itself."""
         return Push(ctypes.addressof(self._memory), self.ranks, self.rank, self.lines)
 
     def sum(

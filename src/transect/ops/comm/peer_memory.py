@@ -16,7 +16,7 @@ HANDLE = 64
 
 
 class PeerMemory:
-    """So many bytes on the current GPU, as ``all_reduce.cu`` begins with them.
+    """Memory on the current GPU, in the initial state that ``all_reduce.cu`` expects.
 
     Raises:
         Unavailable: no GPU, or nothing to build ``all_reduce.cu`` with.

@@ -106,7 +106,7 @@ class StackLayer:
     window: int
     """Sliding window in tokens; 0 for none."""
     k_scale: Tensor | None = None
-    """What keys are divided by before they are cached, float32 for each key head; None: nothing."""
+    """Divisors of keys before they are cached, float32 for each key head; None for no division."""
     v_scale: Tensor | None = None
 
 

@@ -112,7 +112,7 @@ def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
 
 
 def runs_triton(*tensors: Tensor) -> bool:
-    """Whether a Triton kernel can take these tensors: on a GPU (or interpreted) and of at most 32 bits."""
+    """Return True if a Triton kernel can take these tensors: on a GPU (or interpreted) and of at most 32 bits."""
     return triton is not None and all(
         (t.is_cuda or (INTERPRETED and t.device.type == "cpu")) and t.dtype in KERNEL_DTYPES for t in tensors
     )
@@ -154,5 +154,5 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel on this device can be launched while the one before it still runs (Hopper and later)."""
+    """Return True if a kernel can be launched while the one before it still runs (Hopper and later)."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -3,8 +3,8 @@ r"""Grouped linear: a matrix product in which each row is multiplied by the matr
     y_r = W_e(r) x_s(r) + b_e(r)                e(r): the expert whose rows, from starts[e] on, hold r
 
 Rows are sorted by expert (``ordering.py``). With ``order``, x holds the tokens and row r reads token ``order[r] // k``,
-so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other. Rows
-from starts[E] on belong to no expert, and what comes out for them means nothing; their dL/dx is 0.
+so that nothing is copied first; without, x holds the sorted rows themselves. The matrices are concatenated along rows.
+Rows from starts[E] on belong to no expert, and their outputs are undefined; their dL/dx is 0.
 
 Backward, with g = dL/dy:
 

@@ -41,7 +41,7 @@ def reference(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @kernel
 def _count(experts, counts, R, E, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many pairs of a block go to each expert."""
+    """Count the pairs of a block for each expert."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = tl.arange(0, WIDTH)
     mine = tl.load(experts + r, r < R, -1)

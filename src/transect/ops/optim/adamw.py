@@ -35,7 +35,7 @@ from .rounding import block_words, rounded
 
 BLOCK = 4096
 SEEN = 4
-"""How many tensors' tables ``OneTensor`` keeps, and with them the tensors."""
+"""Number of tensors whose tables ``OneTensor`` keeps, and with them the tensors."""
 
 
 @dataclass(frozen=True, slots=True)

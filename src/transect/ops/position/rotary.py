@@ -166,7 +166,7 @@ def triton_rotary(
 
 
 def _heads_together(x: Tensor) -> bool:
-    """Whether the heads ``[H, d]`` of each token of ``x`` are contiguous."""
+    """Return True if the heads ``[H, d]`` of each token of ``x`` are contiguous."""
     return x.numel() == 0 or x[0].is_contiguous()
 
 

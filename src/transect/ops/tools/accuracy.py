@@ -117,7 +117,7 @@ class _Pool:
 
     @property
     def settled(self) -> bool:
-        """Whether further draws would say nothing new."""
+        """True if further draws would add no information."""
         return self.elements >= FEW or self.elements == 0 or self.whole
 
     def add(self, exact: Tensor, ours: Tensor, theirs: Tensor) -> None:

@@ -46,12 +46,12 @@ class Compiled:
 
     @property
     def access_bytes(self) -> dict[str, dict[int, int]]:
-        """How many global loads and stores of each width in bytes the assembly holds."""
+        """Counts of global loads and stores in the assembly, by width in bytes."""
         return machine_code.access_bytes(self.assembly)
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
-        """How many instructions for the tensor cores the assembly holds, by kind."""
+        """Counts of tensor-core instructions in the assembly, by kind."""
         return machine_code.matrix_instructions(self.assembly)
 
     @property

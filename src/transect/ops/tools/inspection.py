@@ -1,4 +1,4 @@
-"""What an operator's kernels compile to on each target: one row for each, or the text of one stage."""
+"""Inspect the compiled kernels of an operator on each target: one row for each, or the text of one stage."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Access:
     elements: np.ndarray
     """Index (flat) in the argument of each element that was accessed; masked ones left out."""
     masked: int
-    """How many elements of the tile the mask left out."""
+    """Number of elements of the tile that the mask excludes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ def _note(launch: Launch, kind: str, program: Program, pointers: np.ndarray, mas
 
 
 def _watcher(watch: Sequence[str], launches: list[Launch], builder: Any) -> Callable[..., Any]:
-    """A trace function that notes ``watch[1:]`` in the function ``watch[0]`` whenever the last is assigned anew."""
+    """A trace function that notes ``watch[1:]`` in the function ``watch[0]`` whenever the last is assigned again."""
     function, *names = watch
     last = names[-1]
     held: dict[int, Any] = {}  # frame -> the value last seen: kept alive, so that identity means the same value

@@ -289,7 +289,7 @@ def _(
 
 
 def kernels() -> Sequence[Kernel]:
-    """How the kernels of this file are compiled ahead of time."""
+    """Describe the kernels of this file for compilation ahead of time."""
     strides = dict.fromkeys(("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"), "i32")
     half = dict.fromkeys(("q", "k", "v", "g"), "*bf16")
     ints: dict[str, str] = {"cu": "*i32", "documents": "i32", "tokens": "i32", "window": "i32", **strides}

@@ -1,4 +1,4 @@
-"""What ``flash_attention.py`` is raced against: torch's attention, in its several forms."""
+"""Define the peers of ``flash_attention.py``: torch's attention, in its several forms."""
 
 from __future__ import annotations
 

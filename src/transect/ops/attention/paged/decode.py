@@ -212,7 +212,7 @@ class DecodeTiling:
     chunk: int = 8
     """Parts that are loaded at a time when they are combined."""
     fan: int = 16
-    """How many neighbours' parts are merged first, before the results of that."""
+    """Number of neighbouring parts merged first, before their results are merged."""
 
 
 def decode(

@@ -119,8 +119,11 @@ def shared_bytes(tiling: CudaTiling, m: int) -> int:
 
 
 def quicker(m: int, n: int, k: int) -> bool:
-    """Whether ``small_matmul.cu`` beat the Triton kernels at such a shape on an H200: always up to 16 rows, and up to
-    32 for small weights. Above, it reads X from the L2 cache about as often as W from memory."""
+    """Return True if ``small_matmul.cu`` was faster than the Triton kernels at such a shape on an H200.
+
+    It was, always up to 16 rows, and up to 32 for small weights. Above, it reads X from the L2 cache about as often as
+    W from memory.
+    """
     return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192)
 
 

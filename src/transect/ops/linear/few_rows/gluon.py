@@ -49,7 +49,7 @@ from ...registry import Kernel
 from .cuda import SHARED, Beside
 
 PARTS = 1 << 20
-"""How many numbers the programs of a launch may leave for each other at first: enough for 512 rows and 2048 columns."""
+"""Initial count of numbers that the programs of a launch may exchange: enough for 512 rows and 2048 columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class GluonTiling:
     bn: int
     """Columns of Y in a tile; with a gate, as many of the other factor too."""
     bk: int
-    """How many k one copy brings."""
+    """Number of k in one copy."""
     split: int
     """Programs that share a tile's k."""
     stages: int
@@ -125,7 +125,7 @@ def _taking(count: int, threads: int) -> str:
 
 
 def _exchange(tiling: GluonTiling) -> dict[str, Any]:
-    """How programs that share a tile's k pass their sums on: all numbers of a thread at once."""
+    """Return the layout in which programs that share a tile's k exchange sums: all numbers of a thread at once."""
     threads = 32 * tiling.warps
     count = tiling.bm * tiling.bn // threads
     names = [*["=&r"] * count, *["l"] * count]

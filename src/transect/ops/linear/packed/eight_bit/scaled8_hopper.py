@@ -109,7 +109,7 @@ class HopperRows8:
         ``dependent_launch``: codes may be read before the kernel before this one on the stream has ended.
 
         Raises:
-            ValueError: see ``refusal``; or the tiling does not take so many rows, or a bias.
+            ValueError: see ``refusal``; or the tiling does not take this number of rows, or a bias.
             RuntimeError: the launch failed.
         """
         (m, k), n = a.shape, codes.shape[0]
