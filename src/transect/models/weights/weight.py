@@ -11,7 +11,7 @@ ability                what it returns                                          
 ``product``            the product without a gradient, as a plain callable                  fused stack
 ``gated_product``      the same with ``silu(gate) * up`` after it                           fused stack
 ``stream_product``     products that begin and end at the residual stream                   fused stack
-``join_with``          itself and others, concatenated along rows in one storage           ``Projection``
+``join_with``          itself and others, concatenated along rows in one storage            ``Projection``
 ``packed``             the matrix in the layout of the C++ kernels                          CPU stack
 ``training_part``      what it brings to a merged training product                          merged layers
 ``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
