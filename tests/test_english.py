@@ -24,7 +24,8 @@ PICTURE = re.compile(
     re.IGNORECASE,
 )
 
-ALLOWED: dict[str, int] = {}
+ALLOWED: dict[str, int] = {
+}
 """Texts that break a rule, by folder below ``src/transect``."""
 
 README_WORDS = 1000
