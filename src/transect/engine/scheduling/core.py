@@ -273,7 +273,9 @@ class EngineCore:
             seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
         times.learn(work, seconds)
         if self.scheduler.speculation is not None and not work.pairs:
-            self.scheduler.speculation.timed(work, seconds)
+            drafted = any(row.drafts for row in done.batch.rows)
+            cycle = ended - self._ended  # with what the host did in between, unless it had nothing to do
+            self.scheduler.speculation.timed(work, cycle if cycle < 2 * seconds else seconds, drafted)
         self._waited = False
         return seconds
 
