@@ -24,8 +24,10 @@ PICTURE = re.compile(
     re.IGNORECASE,
 )
 
-ALLOWED: dict[str, int] = {
-}
+ENTRY = re.compile(r"^\s+[\w, ]+: (what|whether|how|who|whoever)\b", re.MULTILINE)
+"""Description of an argument or attribute that opens as no attribute's should."""
+
+ALLOWED: dict[str, int] = {}
 """Texts that break a rule, by folder below ``src/transect``."""
 
 README_WORDS = 1000
@@ -64,6 +66,8 @@ def faults(path: Path) -> Iterator[tuple[int, str, str]]:
             yield line, "opener", text
         if documents and NONE.search(text):
             yield line, "None:", text
+        if documents and ENTRY.search(text):
+            yield line, "entry", text
         if PICTURE.search(text):
             yield line, "picture", text
 
@@ -91,11 +95,18 @@ def test_the_checker_sees_each_fault(tmp_path: Path) -> None:
         '"""Bytes; None: unlimited."""\n'
         'option(help="How many.")\n'
         "def function():\n"
-        '    """Return the tensors one behind the other."""\n'
+        '    """Return the tensors one behind the other.\n\n    Args:\n        size: how many.\n    """\n'
         '    raise ValueError(f"{function}: nobody reads that")\n'
     )
     found = [(line, rule) for line, rule, _ in faults(program)]
-    assert sorted(found) == [(1, "opener"), (3, "None:"), (4, "opener"), (6, "picture"), (7, "picture")]
+    assert sorted(found) == [
+        (1, "opener"),
+        (3, "None:"),
+        (4, "opener"),
+        (6, "entry"),
+        (6, "picture"),
+        (11, "picture"),
+    ]
 
 
 def words(page: str) -> int:

@@ -18,7 +18,7 @@ class Rapl:
     """The packages of this machine.
 
     Args:
-        root: where the counters lie.
+        root: folder of the counters.
 
     Raises:
         ValueError: there are none, or they may not be read.

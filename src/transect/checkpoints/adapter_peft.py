@@ -213,7 +213,7 @@ def write_adapter(
     """Write an adapter of a model of this configuration into ``directory``, which exists.
 
     Args:
-        base: what PEFT is to load the model from: a directory or a hub id.
+        base: origin from which PEFT loads the model: a directory or a hub id.
     """
     names, places_of, shapes = module_names(config), modules_of(config), weight_shapes(config)
     shapes.setdefault("head.weight", shapes["embed.weight"])

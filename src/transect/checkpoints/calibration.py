@@ -30,7 +30,7 @@ class Inputs:
     Attributes:
         squares: float32 ``[E, I]``: the sum of their squares; E is 1 where there are no experts.
         products: float32 ``[E, I, I]``: the sum of ``x x^T``; None where only squares are kept.
-        rows: how many there were, of all experts together.
+        rows: number of rows, over all experts together.
     """
 
     def __init__(self, experts: int, inputs: int, products: bool) -> None:

@@ -113,8 +113,8 @@ def fill(
     quantized there, packed ones are packed. Files come through pinned memory where the device is a GPU.
 
     Args:
-        rank, ranks: where the model is a shard, with matrices ``ranks`` times as small as the files' in one dimension:
-            of each, part ``rank`` is read and nothing else.
+        rank, ranks: given if the model is a shard, with matrices ``ranks`` times as small as the files' in one
+            dimension: of each, part ``rank`` is read and nothing else.
         advance: told of the bytes of each weight that has been read.
 
     Raises:
@@ -169,7 +169,7 @@ def load_model(
         dtype: of weights and activations: ``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64``. ``auto`` is
             bfloat16 where weights must be dense, and the file's own formats on the C++ kernels. ``float32`` is exact:
             the dequantized values of the file.
-        device: where to; the C++ kernels run on ``cpu`` only.
+        device: target device; the C++ kernels run on ``cpu`` only.
         native: use the C++ kernels: True insists, False forbids, None uses them if they can run. ``kernels`` decides,
             and what it decided is logged.
         threads: of the C++ kernels; by default torch's number.
@@ -182,7 +182,7 @@ def load_model(
             are loaded. The C++ kernels keep them so; plain torch keeps them too, except 4 bits, where it computes with
             the values that the codes stand for.
         stream: layers that live elsewhere and come in their turn; plain torch computes then.
-        kv_cache_dtype: what the KV cache will hold, as ``EngineConfig`` names it.
+        kv_cache_dtype: data type of the KV cache, as ``EngineConfig`` names it.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -382,7 +382,7 @@ def load_on_device(
 
     Args:
         dtype: of weights and activations.
-        ops: what it computes with.
+        ops: operators to compute with.
         max_positions: of the longest sequence.
         seed: of the random weights that a source without weights gets.
         fusions: fusions of the layers' operations; None for all that are possible.

@@ -45,7 +45,7 @@ def grid_of(weight: Tensor, group: int, weights: Tensor, dtype: torch.dtype, *, 
     """The grid for ``[O, I]`` that leaves the smallest error when each number goes to the nearest code.
 
     Args:
-        weights: what the square error of a column counts, ``[I]``.
+        weights: weight of each column's square error, ``[I]``.
         dtype: in which scales are stored.
         symmetric: every zero is 8.
     """

@@ -56,7 +56,7 @@ class ModelSource:
         kind: ``hf`` (``path`` is a directory with config.json), ``gguf`` (``path`` is a file), or ``shape``: a
             configuration without weights.
         path: absolute; of a shape that is built in, its name.
-        config: what the files say the model is.
+        config: configuration of the model, from its files.
         name: as the user gave it.
         adapter: beside or in the weights, in PEFT's layout; ``config`` is that of the model with it.
     """

@@ -267,7 +267,7 @@ def listed(values: list[str] | None, option: str) -> tuple[str, ...]:
     """The values of an option that may be given again, be a JSON list (as vLLM has it), or be empty; none given: ``*``.
 
     Raises:
-        ValueError: what begins as a JSON list is none.
+        ValueError: the text begins as a JSON list but is not one.
     """
     if values is None:
         return ("*",)

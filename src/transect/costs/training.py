@@ -43,7 +43,7 @@ class TrainingStep:
 
     Attributes:
         compute: forward and backward pass, without what is computed twice.
-        recompute: what checkpointing computes a second time.
+        recompute: work that checkpointing repeats.
         gradients: copies and sums of gradients on the device, and their norm.
         communication: exposed, by ranks that wait.
         bubble: stages of a pipeline that have nothing to do.

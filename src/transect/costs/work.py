@@ -83,7 +83,7 @@ def expert_cost(
     Args:
         ordered: the rows of a token are read as one, not as k.
         outputs, inputs: of one expert, as in ``product_cost``.
-        distinct: how many experts are touched; by default as many as even routing touches on average.
+        distinct: number of experts touched; by default the average under even routing.
     """
     distinct = touched(int(tokens), k, experts) if distinct is None else distinct
     one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)

@@ -35,7 +35,7 @@ class EngineConfig:
         revision: branch, tag or commit of a hub id.
         adapter: directory or hub id of an adapter in PEFT's layout, for all requests. It is added to the weights when
             they are loaded; where they are packed (a GGUF file on the C++ kernels, ``int4``) it stays beside them.
-        tokenizer: where the tokenizer and its chat template are, if not with the model; a name as for ``model``.
+        tokenizer: place of the tokenizer and its chat template, if not with the model; a name as for ``model``.
         tokenizer_revision: branch, tag or commit of that, if it is a hub id.
         chat_template: a file with a Jinja template, or the template itself, in place of the model's.
         generation_config: ``auto``: sampling defaults are those of the model's generation_config.json or GGUF file;

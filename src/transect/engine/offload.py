@@ -25,7 +25,7 @@ def stream_plan(
     """``planned_stream``, for an engine that is about to load them.
 
     Args:
-        ranks: how many on this host do the same.
+        ranks: number of ranks on this host that do the same.
 
     Raises:
         ValueError: there is no room for them where they are to live, or the model is too small.

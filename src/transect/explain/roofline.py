@@ -29,7 +29,7 @@ class Point:
     """One operator.
 
     Attributes:
-        name, group: what it is, and the series that it belongs to (``decode bf16``).
+        name, group: name of the point, and its series (``decode bf16``).
         flops, bytes: those of all its calls.
         roof: the fewest seconds that the device needs.
         seconds: measured, or None.

@@ -53,7 +53,7 @@ class GGUFFile:
     """An open GGUF file.
 
     Attributes:
-        path: where it is.
+        path: path of the file.
         metadata: key to value: int, float, bool, str, or a (nested) list of these.
         tensors: name to tensor, in the order of the file; their blocks are read-only views of the mapped file.
         parts: the files that it is cut into, where it is (``NAME-00001-of-00003.gguf``), all of which are read.

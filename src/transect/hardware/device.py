@@ -17,7 +17,7 @@ class Device:
 
     Attributes:
         kind: ``cuda`` (NVIDIA), ``hip`` (AMD) or ``cpu``.
-        target: what kernels are compiled for: ``sm_90``, ``gfx942``; ``cpu`` for a processor.
+        target: compilation target of kernels: ``sm_90``, ``gfx942``; ``cpu`` for a processor.
         name: as the driver gives it.
         driver: version of the GPU driver; empty for a processor.
         torch: version of torch.

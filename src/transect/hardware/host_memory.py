@@ -42,7 +42,7 @@ def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
 
     Args:
         pin: lock the pages for copies to and from GPUs.
-        threads: how many touch the pages now; 0: as many as there are cores.
+        threads: number of threads that touch the pages at once; 0 for the number of cores.
 
     Raises:
         ValueError: there is not so much memory, or the system does not let this process pin it.

@@ -35,7 +35,7 @@ class Measurement:
     """Ceilings, and what is to be known of how they came about.
 
     Attributes:
-        ceilings: what was measured. On a processor the rate of float32 is that of torch's matrix product or of plain
+        ceilings: measured rates. On a CPU the rate of float32 is that of torch's matrix product or of plain
             multiply-adds, whichever is higher.
         at: date and time (ISO 8601, UTC).
         load: share of the device's time that others used just before.

@@ -134,7 +134,7 @@ def native_model(
         kv_dtype: one of ``KV_DTYPES``, of the KV cache that the model will run on.
         half: dense matrices are kept in bfloat16.
         quantization: the layers' matrices are rounded to this, whatever they come in.
-        ops: what layers that run one by one compute with.
+        ops: operators for layers that run one by one.
 
     Raises:
         ValueError: ``refusal`` says why such rows cannot be rounded.

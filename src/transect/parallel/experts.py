@@ -57,7 +57,7 @@ class ExpertRanks:
     Attributes:
         first: the first of the experts that this rank has.
         size: the most tokens that a rank has in this step, as ``meet`` has found.
-        exchanges: whether tokens go to the ranks that have their experts alone.
+        exchanges: True if tokens go only to the ranks of their experts.
     """
 
     def __init__(self, mesh: Mesh, shard: Shard, way: Way = "gather") -> None:

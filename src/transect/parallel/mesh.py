@@ -25,7 +25,7 @@ class Mesh:
     Attributes:
         rank: this process's number.
         layout: the sizes of the axes.
-        place: where this rank is.
+        place: coordinates of this rank.
         tensor, context, pipeline, data: the groups along the axes that this rank belongs to.
         replicas: the ranks that have the same weights, along data and context.
         parts: the ranks that have one whole model between them, along pipeline and tensor.

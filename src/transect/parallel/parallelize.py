@@ -59,14 +59,14 @@ class ParallelPlan:
     """Plan for training a model on the ranks of a mesh.
 
     Attributes:
-        zero: what is cut over the ranks that share micro-batches, see ``replicas.py``.
-        reduce_dtype: what gradients are summed in over them.
+        zero: level of sharding over the ranks that share micro-batches, see ``replicas.py``.
+        reduce_dtype: data type in which gradients are summed over these ranks.
         sequence: ranks of a tensor group share the tokens between matrices.
-        schedule: how micro-batches pass through stages, see ``schedule.py``.
+        schedule: pipeline schedule, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
         copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
         fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.
-        expert_way: how tokens and experts that ranks share come together, see ``experts.py``.
+        expert_way: collective that brings tokens to shared experts, see ``experts.py``.
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
         folder: with ``host``, on a disk: they are in a file there.
@@ -132,8 +132,8 @@ class Parallel:
     """A model on the ranks of a mesh, seen from one of them.
 
     Attributes:
-        model: what this rank computes.
-        parameters: what of it is trained, by the names in the whole model.
+        model: this rank's part of the model.
+        parameters: its trained parameters, by the names in the whole model.
         spread: the sums over ranks with the same weights, after ``share``; None where there are no others.
     """
 

@@ -53,7 +53,7 @@ class PeerCopies:
     Args:
         memory: address of each rank's memory, ``memory_bytes`` long, whose first ``SIGNALS`` bytes are 0 on all.
         rank: the own place among them.
-        copies: what is put on streams.
+        copies: operations to put on streams.
         streams: to push and to pull on; None on a host.
         fused: a sum of two ranks, its copy for the other and its squares are one launch.
     """

@@ -33,7 +33,7 @@ class PeerPieces:
     Args:
         memory: address of each rank's memory, ``SIGNALS`` bytes of 0 and then ``nbytes``.
         rank: the own place among them.
-        copies: what is put on streams. stream: to copy on; None on a host.
+        copies: operations to put on streams. stream: stream for copies; None on a host.
     """
 
     def __init__(self, memory: Sequence[int], rank: int, nbytes: int, copies: Copies, stream: Any = None) -> None:

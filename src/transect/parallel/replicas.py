@@ -43,7 +43,7 @@ class Replicas:
         group: the ranks, each with the same parameters.
         parameters: all that are trained, by name.
         zero: 0, 1 or 2.
-        reduce_dtype: what gradients are summed in.
+        reduce_dtype: data type in which gradients are summed.
         sizes: element counts by which parameters are assigned, if other groups have other parts of the same parameters
             and must assign them alike; None for the parameters' own counts.
         copies: copy engines that sum, with ``zero`` 0 and 1; None for torch's collectives.

@@ -127,7 +127,7 @@ class KernelRing:
     """The ring of a micro-batch, as merged layers ask for attention.
 
     Args:
-        ends: where documents begin, 0 first, and T last. group: the ranks.
+        ends: starts of documents, 0 first, and T last. group: the ranks.
     """
 
     def __init__(self, ends: Sequence[int], group: Group) -> None:

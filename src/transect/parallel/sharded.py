@@ -52,7 +52,7 @@ class Sharded:
         group: the ranks. Each has the same model, whole; afterwards it has its pieces.
         model: a decoder; every parameter is trained.
         recompute: compute each layer a second time in the backward pass, so that only its input is kept.
-        reduce_dtype: what gradients are summed in.
+        reduce_dtype: data type in which gradients are summed.
         device: that computes; the model may be in host memory until then.
         host: the pieces are in host memory. Each rank reads its own over its own link before all are gathered.
         folder: folder of a file that holds them, in place of host memory.

@@ -32,7 +32,7 @@ class Unit:
     Attributes:
         parameters: by name; while the unit is not whole they have their shapes and no memory.
         pieces: the own part of each parameter that this rank has a part of, ``[numbers]``, views of one tensor.
-        bounds: where that part lies within the parameter.
+        bounds: bounds of that part within the parameter.
     """
 
     def __init__(

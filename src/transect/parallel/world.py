@@ -58,7 +58,7 @@ class World:
     """All ranks, seen from one of them. torch's default process group must be there.
 
     Args:
-        device: what this rank computes on.
+        device: device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:

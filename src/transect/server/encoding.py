@@ -45,7 +45,7 @@ class Encoder:
 
         Args:
             tokenizer: must be safe to share between threads.
-            limit: how many tokens are still of use. A few more may come back: the caller counts them.
+            limit: most tokens that are useful. A few more may be returned: the caller counts them.
 
         Raises:
             TooManyTokens: the text has more.

@@ -25,7 +25,7 @@ class ModelText:
     Attributes:
         tokenizer: encodes and decodes.
         chat_template: None where there is none.
-        defaults: what a request gets that does not say otherwise.
+        defaults: values for unset parameters of a request.
         eos_token_ids: tokens that end an answer: those of the model's configuration, then further ones.
     """
 

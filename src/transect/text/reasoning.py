@@ -140,7 +140,7 @@ class ThoughtParser:
     """Parts the thoughts of one answer from the rest, in pieces of any size.
 
     Args:
-        thoughts: how they are marked.
+        thoughts: marks of thoughts.
         state: see ``Thoughts.state``.
     """
 

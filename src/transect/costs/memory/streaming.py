@@ -26,7 +26,7 @@ class StreamPlan:
     Attributes:
         layers: their numbers, in order.
         each: bytes of the matrices of each of them.
-        total: how many layers the model has.
+        total: number of layers of the model.
         folder: of the file that holds them; None if they are in host memory.
     """
 

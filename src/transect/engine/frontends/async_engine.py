@@ -100,7 +100,7 @@ class AsyncEngine:
         """Start the engine process and wait until it takes requests.
 
         Args:
-            config: how to run; or give its fields as keyword arguments.
+            config: configuration; or give its fields as keyword arguments.
 
         Raises:
             ValueError: the configuration or the model is at fault; the message says what to change.

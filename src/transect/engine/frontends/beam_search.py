@@ -38,7 +38,7 @@ class BeamSearchParams:
         temperature: must be 0 or 1: beams are compared by the model's own probabilities.
         length_penalty: see above; 0 compares whole probabilities, larger values favour long answers. In [-10, 10].
         include_stop_str_in_output: end the text after, not before, the stop string.
-        stop, stop_token_ids: what else ends an answer, as in ``SamplingParams``.
+        stop, stop_token_ids: further ends of an answer, as in ``SamplingParams``.
         skip_special_tokens: leave special tokens out of the text.
         logprobs: alternatives to report for each token; beams know twice their width anyway.
 
@@ -128,7 +128,7 @@ class BeamSearch:
     ``advance``, until there are none.
 
     Args:
-        params: how to search.
+        params: parameters of the search.
         room: tokens that the context has left after the prompt.
         eos_token_ids: of the model.
         tokenizer: for stop strings and texts.

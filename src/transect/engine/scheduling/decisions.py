@@ -193,7 +193,7 @@ class DecisionLog:
 
     Args:
         scheduler: whose decisions these are.
-        header: what ran.
+        header: description of the engine.
         sink: gets each record behind its length; by default ``self.ring`` does.
         file: also written there, as steps are done, and at least every second.
         now: the clock of the times, in seconds; it has to be that of the scheduler.

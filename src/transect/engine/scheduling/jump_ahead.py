@@ -53,7 +53,7 @@ class JumpAhead:
 
         Args:
             least: fewer are not worth it, and none are taken.
-            most: how many may be taken.
+            most: largest number of tokens to take.
         """
         constraint, params = seq.constraint, seq.request.spec.params
         if constraint is None or params.logprobs is not None or params.allowed_token_ids is not None:

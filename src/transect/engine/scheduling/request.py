@@ -32,7 +32,7 @@ class Request(msgspec.Struct, frozen=True):
         arrival_time: seconds on the engine's clock; None for the moment of ``Scheduler.add``. For metrics only, the
             order is the order of ``add``.
         eos_token_ids: the model's end-of-sequence tokens.
-        constraint: what the answers must look like, at their beginning; each choice gets a fork of it.
+        constraint: form of the answers, in its initial state; each choice gets a fork of it.
         pooling: "last" or "mean": a vector of the prompt is wanted (``pooling.py``).
 
     Raises:

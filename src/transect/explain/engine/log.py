@@ -89,7 +89,7 @@ class RunLog:
         events: all records after the header, in their order.
         steps: those that were planned, in their order.
         requests: by id, in the order of their arrival at the scheduler. An id that was used again has its last life.
-        complete: whether it begins with the start of the engine.
+        complete: True if the log begins with the start of the engine.
         idle: seconds since the newest record, where a running server gave the log.
     """
 

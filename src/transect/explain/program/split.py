@@ -204,8 +204,8 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
     """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
 
     Args:
-        ceilings: what floors are computed from.
-        profiler_s: what the profiler adds to each operator, if that is known.
+        ceilings: rates for floors.
+        profiler_s: seconds that the profiler adds to each operator, if known.
         padding: the share of tokens that are padding, if that is known.
     """
     begin, end, lane = _window(trace)

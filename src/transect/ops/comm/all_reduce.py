@@ -90,7 +90,7 @@ class Peers:
         rank: the own place among them.
         lines: of a region.
         stop: int32 ``[1]`` in pinned memory of the host, 0; not 0 ends all waiting, and sums are then worth nothing.
-        played: how many ranks this GPU is; more than one only to try the kernels.
+        played: number of ranks that this GPU simulates; more than one only to test the kernels.
 
     Raises:
         Unavailable: no GPU, or nothing to build the kernels with.

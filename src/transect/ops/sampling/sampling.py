@@ -86,7 +86,7 @@ class LogitShards:
         away: int64 ``[ranks]``: how many numbers from ``kept`` the part of each rank begins, less the id of its first
             token.
         rank: the own place among them.
-        vocab: how many tokens there are.
+        vocab: number of tokens.
         sum: adds up a float32 tensor over the ranks, in its place. No rank leaves it before all have come to it.
     """
 

@@ -27,7 +27,7 @@ class Drain:
     """Host memory that gradients are added up in.
 
     Args:
-        into: where each gradient goes, by name: contiguous, in host memory, of as many numbers.
+        into: target of each gradient by name: contiguous, in host memory, with as many numbers.
         kernels: used by one thread at a time, while something is on its way.
         part: numbers that are copied together.
     """

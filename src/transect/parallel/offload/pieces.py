@@ -74,7 +74,7 @@ class FilePieces:
     """In a file, which has no name and goes with this process.
 
     Args:
-        folder: where the file is made, on a fast disk.
+        folder: folder of the file, on a fast disk.
         sizes: bytes of the piece of each unit; the last unit is what is outside the layers.
         device: that they go to.
 

@@ -53,7 +53,7 @@ class HostStates:
 
     Args:
         sizes: the numbers of each parameter.
-        kinds: how many states each number has.
+        kinds: number of states of each parameter element.
         most: numbers of a group.
 
     Raises:
@@ -88,7 +88,7 @@ class DiskStates:
     """States in a file, which is gone when this process ends, however it ends.
 
     Args:
-        folder: where the file is made, on a fast disk.
+        folder: folder of the file, on a fast disk.
         sizes, kinds, most: as in ``HostStates``.
 
     Raises:

@@ -196,7 +196,7 @@ class RequestTimer:
         metrics: of the server.
         arrival: when the request came.
         prompt_tokens: its length.
-        choices, max_tokens: what it asked for.
+        choices, max_tokens: values of the request.
     """
 
     def __init__(

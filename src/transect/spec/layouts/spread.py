@@ -13,10 +13,10 @@ class Spread:
 
     Attributes:
         data: ranks that compute other micro-batches.
-        zero: what is cut over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
+        zero: level of sharding over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
         tensor: ranks that share each layer. sequence: they share the tokens of norms too.
         pipeline: stages of layers.
-        schedule, chunks: how micro-batches pass through them, see ``schedule.py``.
+        schedule, chunks: pipeline schedule, see ``schedule.py``.
         context: ranks that share the tokens of a sequence.
         expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.

@@ -30,7 +30,7 @@ class WithoutSequences:
 
     Args:
         sequences: token ids that must not follow each other in the output.
-        inner: what else the answer keeps to; this object owns it.
+        inner: further constraint on the answer; this object owns it.
     """
 
     __slots__ = ("_ends", "_longest", "_recent", "_sequences", "inner")

@@ -113,7 +113,7 @@ class Checker:
         """EBNF in Lark.
 
         Raises:
-            ValueError: what is wrong with it.
+            ValueError: the grammar is invalid; the message gives the reason.
         """
         return self._ask(_TRANSLATE, grammar)
 

@@ -29,7 +29,7 @@ def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] |
         special_ids: special tokens by their spelling, for tags.
 
     Raises:
-        ValueError: what is asked for cannot be read; the message begins with ``params.field``.
+        ValueError: the request cannot be read; the message begins with ``params.field``.
     """
     first = params.lark
     if first is None and params.lead is not None:

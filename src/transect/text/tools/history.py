@@ -21,7 +21,8 @@ def with_history(
     """The conversation; ids may be those of another server, and several calls may have been made at once.
 
     Args:
-        apart: where a message shows one call, several become messages of their own; else they are left together.
+        apart: split several calls into separate messages, if the template shows one call a message; else keep them
+            together.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages

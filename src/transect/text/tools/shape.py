@@ -39,8 +39,8 @@ class CallShape:
         begins_each: every call has its own ``begin``.
         close: after the last call.
         id_mark, id_pattern: the model may write ``id_mark`` and an id of this regular expression after a name.
-        ids: what ids of calls look like: ``call_...``; nine letters and digits; or ``functions.NAME:NUMBER``.
-        arguments: how arguments are written.
+        ids: form of call ids: ``call_...``; nine letters and digits; or ``functions.NAME:NUMBER``.
+        arguments: style of arguments.
         taught: the model's template says nothing of tools; the prompt does (``generic.py``).
         shows_calls: such a template prints calls and results of earlier turns, though.
         single: the template shows one call in a message, and no more.
@@ -103,7 +103,7 @@ class CallShape:
 
         Args:
             special_ids: special tokens by their spelling: the form may have some.
-            lead: what the answer begins with.
+            lead: beginning of the answer.
             form: an answer in text has a form, the grammar called ``@answer``.
 
         Raises:

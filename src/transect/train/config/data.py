@@ -21,7 +21,7 @@ class DataConfig:
             tokens are trained on.
         columns: the names that the files have for columns of ``train/data/layouts.py``, such as ``{question =
             "Frage"}``.
-        on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
+        on_bad_row: action for a row that cannot be used: ``stop`` the run before its first step, or leave the row out
             (``skip``) and counted.
         chat_template: ``auto``: the model's own, or, if that template changes earlier turns with every answer, a
             version that keeps every turn (``train/data/chat.py``); ``model``: the model's own; else a file with a Jinja
@@ -39,7 +39,7 @@ class DataConfig:
         buffer_mib: MiB of files whose documents are shuffled together when they are streamed. A single text, a
             compressed file and a row group of parquet are read whole, however large.
         seq_len: longest document, in tokens. Text is cut into pieces of that length.
-        too_long: what happens to longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens (pairs and
+        too_long: action for longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens (pairs and
             judged answers are left out), ``stop`` is an error; the run reports their number.
         micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
     """

@@ -116,7 +116,7 @@ class EpochPlan(Protocol):
     """The micro-batches of one epoch.
 
     Attributes:
-        often: how often what each source has comes in an epoch, where weights say so.
+        often: repetitions of each source in an epoch, if weights set them.
         sources: the source of each window or document then.
     """
 

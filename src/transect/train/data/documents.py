@@ -86,7 +86,7 @@ class Forms:
 
     Args:
         skip: leave rows out that cannot be used, and count them; False: the first one is an error.
-        some: where rows are left out, some of them must be usable; False: they may be a bad stretch of a file.
+        some: require a usable row if rows are left out; False if the rows may be a bad stretch of a file.
         columns: a file's name of a column by the name that layouts know.
         template: that will render chats; keys of messages that it does not mention count as ignored.
 

@@ -102,8 +102,8 @@ def compare(kept: Mapping[str, str], now: Mapping[str, str], allowed: Collection
     """Check that a run may resume from a checkpoint.
 
     Args:
-        kept: what the checkpoint at ``where`` was made of; a part that it does not know is not compared.
-        now: what is there.
+        kept: identity of the checkpoint at ``where``; missing parts are not compared.
+        now: present identity.
         allowed: parts that may have changed.
 
     Raises:

@@ -138,7 +138,7 @@ class Trainer:
 
     Args:
         config: the run.
-        checkpoint: where to resume; None to start.
+        checkpoint: checkpoint to resume; None to start.
         allow_changed: parts of ``data/identity.py`` that may differ from the checkpoint's.
         world: the ranks that train together, each with a ``Trainer`` of the same run; None for this process alone.
 

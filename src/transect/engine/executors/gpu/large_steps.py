@@ -27,7 +27,7 @@ def large_steps(
 
     Args:
         graph_tokens: tokens of the largest step that has a graph.
-        padding_block: what all rows write to, one over the other.
+        padding_block: block that all rows write to, overwriting each other.
         max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
     """
     blocks = [padding_block] * max_model_len

@@ -15,7 +15,7 @@ def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccoun
     """The account of the GPU's memory, and the KV cache that it leaves room for.
 
     Raises:
-        ValueError: what is left, or was asked for, holds not even one sequence; the message says what to change.
+        ValueError: the remaining or requested memory does not hold one sequence; the message says what to change.
     """
     account = MemoryAccount(
         total=setup.total,

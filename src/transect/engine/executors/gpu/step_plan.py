@@ -149,7 +149,7 @@ class StepPlanner:
         block_size, max_blocks, padding_block: of the KV cache; of one sequence; the block that padding writes to.
         max_num_seqs: sequences that a step may have.
         max_draws: draws that a step may have.
-        inputs_at: where the step's numbers lie on the device, in bytes from the beginning of the arena.
+        inputs_at: offset of the step's inputs on the device, in bytes from the beginning of the arena.
         whole_prompts, prune_last_layer, graph_tokens, fine_rows, pad_tokens: see ``GPURunner``.
         depth: stages of the pipeline, which is also the number of groups that decode in turns.
     """

@@ -83,7 +83,7 @@ def mixed_size(tokens: int, rows: int, blocks: int, block_size: int, most: int, 
     """The graph for a step with prefill chunks.
 
     Args:
-        tokens: what there is to compute.
+        tokens: number of tokens to compute.
         rows: places for prompts, and sequences that decode.
         blocks: of the longest sequence.
         block_size, most: tokens of a block of the cache, blocks of the longest sequence that there may be.

@@ -89,7 +89,7 @@ class StepBudget:
 
     Args:
         config: the limits and rules.
-        times: what is known of steps' times; used with ``config.itl_target``.
+        times: learned step times; used with ``config.itl_target``.
     """
 
     def __init__(self, config: SchedulerConfig, times: StepTimes) -> None:
