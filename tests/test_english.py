@@ -30,6 +30,80 @@ ENTRY = re.compile(r"^\s+[\w, ]+: (what|whether|how|who|whoever)\b", re.MULTILIN
 ALLOWED: dict[str, int] = {}
 """Texts that break a rule, by folder below ``src/transect``."""
 
+NOUN = re.compile(r"(The|A|An|Its|All|Every|Each|One|See|Where|For|From|In) ")
+"""First word of a function's docstring that is no verb."""
+
+ALLOWED_NOUNS: dict[str, int] = {
+    "bench": 11,
+    "checkpoints": 17,
+    "cli": 27,
+    "costs": 3,
+    "costs/memory": 6,
+    "engine": 11,
+    "engine/executors": 12,
+    "engine/executors/gpu": 45,
+    "engine/frontends": 21,
+    "engine/scheduling": 31,
+    "engine/scheduling/drafters": 6,
+    "engine/scheduling/policies": 7,
+    "explain": 2,
+    "explain/backward": 3,
+    "explain/engine": 6,
+    "explain/program": 20,
+    "formats": 1,
+    "hardware": 3,
+    "models": 18,
+    "models/streaming": 3,
+    "models/weights": 9,
+    "ops": 1,
+    "ops/activation": 4,
+    "ops/attention/packed": 12,
+    "ops/attention/paged": 15,
+    "ops/comm": 2,
+    "ops/cpu": 5,
+    "ops/first": 11,
+    "ops/lang": 8,
+    "ops/linear": 1,
+    "ops/linear/few_rows": 3,
+    "ops/linear/many_rows": 1,
+    "ops/linear/packed/eight_bit": 4,
+    "ops/linear/packed/gguf": 2,
+    "ops/linear/packed/int4": 4,
+    "ops/loss": 2,
+    "ops/moe": 10,
+    "ops/norm": 3,
+    "ops/optim": 5,
+    "ops/position": 3,
+    "ops/sampling": 16,
+    "ops/tools": 20,
+    "parallel": 28,
+    "parallel/offload": 16,
+    "plan": 3,
+    "server": 24,
+    "server/anthropic": 9,
+    "server/http": 13,
+    "server/openai": 19,
+    "server/operations": 17,
+    "server/retrieval": 1,
+    "spec": 18,
+    "spec/families": 27,
+    "spec/layouts": 14,
+    "spec/numbers": 13,
+    "text": 13,
+    "text/grammar": 7,
+    "text/tools": 18,
+    "train/adapters": 7,
+    "train/config": 4,
+    "train/data": 52,
+    "train/evaluation": 6,
+    "train/export": 7,
+    "train/loop": 27,
+    "train/model": 22,
+    "train/objectives": 29,
+    "train/optim": 29,
+}
+"""Functions whose docstrings open without a verb, by folder; counts may only fall."""
+
 README_WORDS = 1000
 PAGE_WORDS = 2000
 REFERENCE = "*Reference"
@@ -87,6 +161,22 @@ def test_the_ratchet_names_folders_that_exist_and_break_rules() -> None:
     assert all(counts[folder] for folder in ALLOWED), "a folder without faults needs no entry: remove it"
 
 
+def nouns(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield line and docstring of each function whose docstring opens without a verb; properties may."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node) or ""
+            is_property = any("property" in ast.unparse(each) for each in node.decorator_list)
+            if not is_property and NOUN.match(text):
+                yield node.lineno, text
+
+
+def test_docstrings_of_functions_open_with_a_verb_more_often_than_before() -> None:
+    counts = Counter(_folder(path) for path in SOURCE.rglob("*.py") for _ in nouns(path))
+    more = {folder: count for folder, count in counts.items() if count > ALLOWED_NOUNS.get(folder, 0)}
+    assert not more, "begin with a verb: Return the ..., Build a ..., Check that ..."
+
+
 def test_the_checker_sees_each_fault(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
@@ -135,6 +225,8 @@ def main() -> None:
     for file in files:
         for line, rule, text in faults(file):
             print(f"{file}:{line}: {rule}: {' '.join(text.split())[:110]}")
+        for line, text in nouns(file):
+            print(f"{file}:{line}: noun: {' '.join(text.split())[:110]}")
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ class FormatRow:
 
 
 def interval(windows: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """The 95% interval of the perplexity from (nats, tokens) of each window."""
+    """Return the 95% interval of the perplexity from (nats, tokens) of each window."""
     k, tokens = len(windows), sum(count for _, count in windows)
     if k < 2:
         return math.nan, math.nan
@@ -69,7 +69,7 @@ def interval(windows: Sequence[tuple[float, int]]) -> tuple[float, float]:
 
 
 def formats_of(names: str) -> list[str]:
-    """The formats in a list with commas.
+    """Return the formats in a list with commas.
 
     Raises:
         ValueError: one is not known.
@@ -91,8 +91,9 @@ def measure_all(
     calibration: Calibration | None = None,
     engine: Mapping[str, Any] = NOTHING,
 ) -> Iterator[FormatRow]:
-    """A row for each format, one after another; with a calibration a second one for those that take it. ``engine``:
-    other settings of the ``LLM`` that measures.
+    """Measure each format and yield a row for each, one after another; with a calibration a second one for those that
+    take it.
+    ``engine``: other settings of the ``LLM`` that measures.
 
     Raises:
         ValueError: a model or text that cannot be used, or a format that cannot hold the model.

@@ -24,7 +24,7 @@ class PowerSource(Protocol):
     """The part of NVML that is used here."""
 
     def energy_joules(self, device: int) -> float | None:
-        """A counter that only rises; None where the device has none."""
+        """Return a counter that only rises; None where the device has none."""
         ...
 
     def watts(self, device: int) -> float:
@@ -142,7 +142,7 @@ class EnergyMeter:
         self.result = Energy(after - self._before, seconds, "counter")
 
     def _counters(self) -> float | None:
-        """The sum of all devices' counters; None if any device has none."""
+        """Return the sum of all devices' counters; None if any device has none."""
         total = 0.0
         for device in self._devices:
             joules = self._source.energy_joules(device)

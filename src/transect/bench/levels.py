@@ -77,7 +77,7 @@ def concurrency_levels(source: WorkSource, count: int, sizes: Sequence[int]) -> 
 
 
 def trace_level(source: WorkSource, path: Path, speed: float = 1.0, limit: int | None = None) -> Level:
-    """The requests of a trace at their recorded times, or ``speed`` times as fast.
+    """Return the requests of a trace at their recorded times, or ``speed`` times as fast.
 
     Raises:
         ValueError: the file is no trace, or ``speed`` is not above 0.

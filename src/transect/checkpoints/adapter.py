@@ -39,7 +39,7 @@ class StoredAdapter:
 def merged_weights(
     weights: StoredWeights, base: ModelConfig, adapter: StoredAdapter, config: ModelConfig, *, beside: bool = False
 ) -> StoredWeights:
-    """The weights of a base with an adapter in them.
+    """Yield the weights of a base with an adapter in them.
 
     Args:
         weights: of the base, whose configuration is ``base``.

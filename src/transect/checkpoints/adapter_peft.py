@@ -42,8 +42,8 @@ BLOCKS = "blocks"
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
-    """The module of transformers of each weight, by the weight's canonical name without ``.weight``. Experts have none
-    of their own."""
+    """Return the module of transformers of each weight, by the weight's canonical name without ``.weight``. Experts
+    have none of their own."""
     found = {
         name.removesuffix(".weight"): place.tensor.removesuffix(".weight")
         for name, place in places(config).items()
@@ -58,7 +58,7 @@ def module_names(config: ModelConfig) -> dict[str, str]:
 
 
 def read_adapter(directory: Path, config: ModelConfig) -> StoredAdapter:
-    """An adapter for a model of this configuration, which is ``adapted_config``'s.
+    """Return an adapter for a model of this configuration, which is ``adapted_config``'s.
 
     Raises:
         ValueError: a file is missing or damaged, or holds what does not fit the model; the message names it.
@@ -101,7 +101,7 @@ def _blocks(about: Mapping[str, Any]) -> dict[str, list[int]]:
 
 
 def modules_of(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
-    """The weights in each tensor of transformers, from its first row on: three for GPT-2's q, k and v."""
+    """Return the weights in each tensor of transformers, from its first row on: three for GPT-2's q, k and v."""
     found: dict[str, list[tuple[str, Place]]] = {}
     for name, place in places(config).items():
         if not place.experts and not place.stacked:
@@ -246,8 +246,8 @@ def write_adapter(
 
 
 def _joined(parts: Sequence[tuple[LowRank | None, Place, tuple[int, ...]]]) -> LowRank:
-    """The factors of matrices that are one module, each with its place and shape: A's below each other, B's block by
-    block, rows of zeros where a matrix has none."""
+    """Return the factors of matrices that are one module, each with its place and shape: A's below each other, B's
+    block by block, rows of zeros where a matrix has none."""
     there = [low for low, _, _ in parts if low is not None]
     blocks = [_in_file(low.b, place) if low is not None else torch.zeros(shape[0], 0) for low, place, shape in parts]
     magnitudes = [_in_file(low.magnitude, place) for low, place, _ in parts if low and low.magnitude is not None]
@@ -322,7 +322,7 @@ def _settings(
 
 
 def _targets(adapted: set[str], modules: list[str]) -> list[str]:
-    """The last parts of the modules' names where all modules of that name are meant, else the whole names."""
+    """Return the last parts of the modules' names where all modules of that name are meant, else the whole names."""
     by_leaf: dict[str, set[str]] = {}
     for module in modules:
         by_leaf.setdefault(module.rpartition(".")[2], set()).add(module)

@@ -30,7 +30,8 @@ _PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{
 
 
 def read_scales(directory: Path, layers: int, kv_heads: int) -> Tensor | None:
-    """The scales of a checkpoint in safetensors, or None where it has none. One for a whole layer counts for its heads.
+    """Return the scales of a checkpoint in safetensors, or None where it has none. One for a whole layer counts for its
+    heads.
 
     Raises:
         ValueError: a file is damaged, a layer has none while others do, or they are no positive numbers, one for a

@@ -88,7 +88,7 @@ def stored_weights(
 
 
 def adapter_of(source: ModelSource) -> StoredAdapter:
-    """The adapter of a source that has one, over the numbers of its base.
+    """Return the adapter of a source that has one, over the numbers of its base.
 
     Raises:
         ValueError: see ``read_adapter`` and ``as_plain_lora``.
@@ -275,7 +275,8 @@ def kernels(
     shared: bool = False,
     blocks: bool = False,
 ) -> tuple[cpu_library.Library | None, str]:
-    """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
+    """Return the C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and
+    why.
 
     Args:
         shared: it is one rank's part.
@@ -351,7 +352,7 @@ def _load_torch(
 
 
 def rounded_layers(weights: StoredWeights, values: Callable[[Tensor], Tensor]) -> StoredWeights:
-    """The same weights with the layers' matrices as ``values`` gives them: those that rounded codes stand for."""
+    """Yield the same weights with the layers' matrices as ``values`` gives them: those that rounded codes stand for."""
     for name, stored in weights:
         if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
 
@@ -419,7 +420,7 @@ def refuse_beside(stream: StreamPlan | None) -> None:
 def allocated(
     model: Decoder, device: torch.device | str, stream: StreamPlan | None = None, *, join: bool = True
 ) -> Decoder:
-    """A model that was built on ``meta`` with memory on a device, not filled, for inference.
+    """Return a model that was built on ``meta`` with memory on a device, not filled, for inference.
 
     Args:
         stream: layers that get memory elsewhere, and slots on the device.
@@ -463,7 +464,7 @@ def _copied_head(model: Decoder) -> bool:
 
 
 def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, slice]:
-    """The rows and columns of a file's weight that a shard's is."""
+    """Return the rows and columns of a file's weight that a shard's is."""
     parts = [ALL, ALL]
     cut = [dim for dim, (size, own) in enumerate(zip(stored, wanted, strict=False)) if size != own]
     if len(stored) != len(wanted) or len(cut) > 1 or any(stored[dim] != ranks * wanted[dim] for dim in cut):

@@ -52,7 +52,7 @@ def has_own_head(directory: Path) -> bool:
 
 
 def _where(directory: Path) -> Mapping[str, Path]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not single.is_file() and index.is_file():
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -62,7 +62,7 @@ def _where(directory: Path) -> Mapping[str, Path]:
 
 
 def _table(where: Mapping[str, Path], ends: tuple[str, ...]) -> _Table | None:
-    """The one tensor whose name ends so; names may have parts of a larger model before them."""
+    """Return the one tensor whose name ends so; names may have parts of a larger model before them."""
     names = [name for name in where if name in ends or name.endswith(tuple(f".{end}" for end in ends))]
     if len(names) != 1:
         return None

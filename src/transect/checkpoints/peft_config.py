@@ -72,7 +72,7 @@ def is_adapter(directory: Path) -> bool:
 
 
 def read_settings(directory: Path) -> PeftSettings:
-    """The settings of an adapter.
+    """Return the settings of an adapter.
 
     Raises:
         ValueError: no such file, one that is damaged, or an adapter of a kind that is not supported; the message says
@@ -144,8 +144,8 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
 
 
 def adapted_config(base: ModelConfig, directory: Path) -> ModelConfig:
-    """The configuration of a model with this adapter: its tables may have more rows than the base's, and what the base
-    ties may be two tables.
+    """Return the configuration of a model with this adapter: its tables may have more rows than the base's, and what
+    the base ties may be two tables.
 
     Raises:
         ValueError: see ``read_header``.

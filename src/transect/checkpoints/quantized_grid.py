@@ -42,7 +42,7 @@ class Grid:
 
 
 def grid_of(weight: Tensor, group: int, weights: Tensor, dtype: torch.dtype, *, symmetric: bool) -> Grid:
-    """The grid for ``[O, I]`` that leaves the smallest error when each number goes to the nearest code.
+    """Return the grid for ``[O, I]`` that leaves the smallest error when each number goes to the nearest code.
 
     Args:
         weights: weight of each column's square error, ``[I]``.

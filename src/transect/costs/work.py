@@ -24,7 +24,7 @@ class Cost:
         return self.flops / self.bytes if self.bytes else 0.0
 
     def floor(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The least time in seconds for a device with these two ceilings."""
+        """Return the least time in seconds for a device with these two ceilings."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
     def __mul__(self, times: float) -> Cost:

@@ -47,7 +47,7 @@ class Device:
 
 
 def detect(which: str = "auto") -> Device:
-    """The device called ``cuda``, ``cuda:1``, ``cpu``, or with ``auto`` the first GPU if there is one.
+    """Return the device called ``cuda``, ``cuda:1``, ``cpu``, or with ``auto`` the first GPU if there is one.
 
     Raises:
         ValueError: there is no such device.

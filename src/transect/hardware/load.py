@@ -42,7 +42,8 @@ def _times() -> tuple[int, int] | None:
 
 
 def gpu_load(uuid: str) -> float:
-    """The share of the last moments in which kernels ran on a GPU, from ``nvidia-smi``; 0 where that is not there."""
+    """Return the share of the last moments in which kernels ran on a GPU, from ``nvidia-smi``; 0 where that is not
+    there."""
     query = ["nvidia-smi", "-i", uuid, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)

@@ -60,14 +60,14 @@ class Measurement:
 
 
 def cache_file(device: Device) -> Path:
-    """The file for one device: its name, and a digest of name, driver and versions."""
+    """Return the file for one device: its name, and a digest of name, driver and versions."""
     name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-") or "device"
     digest = hashlib.sha256(device.key.encode()).hexdigest()[:10]
     return cache_folder() / "hardware" / f"{name}-{digest}.json"
 
 
 def ceilings(device: Device, *, again: bool = False) -> Ceilings:
-    """The ceilings of ``device``, see ``measurement``."""
+    """Return the ceilings of ``device``, see ``measurement``."""
     return measurement(device, again=again).ceilings
 
 
@@ -124,7 +124,8 @@ def _with_multiply_adds(found: Measurement, rate: float) -> Measurement:
 
 
 def _best(before: Measurement, now: Measurement) -> Measurement:
-    """The new one with what the old one saw that was better: a busy machine shows less than it can, never more."""
+    """Return the new one with what the old one saw that was better: a busy machine shows less than it can, never
+    more."""
     old, new = before.ceilings, now.ceilings
     better: dict[str, Any] = {
         "flops_per_second": {

@@ -165,7 +165,7 @@ class Decoder(nn.Module):
         return (cap * torch.tanh(wide_TV / cap)).to(logits_TV.dtype)
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """The default ``stack``: one layer after another."""
+        """Return the default ``stack``: one layer after another."""
         for layer, rotation in zip(self.in_turn(list(self.layers)), self.rotations(positions_T), strict=True):
             x_TD = layer(x_TD, rotation, context)
         wanted = context.wanted
@@ -272,8 +272,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def drawn_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> StoredWeights:
-        """The same numbers as weights to be read, in this order and each while it is there: one module at a time has
-        memory, on the generator's device. The model must be on ``meta``, and has no more use."""
+        """Yield the same numbers as weights to be read, in this order and each while it is there: one module at a time
+        has memory, on the generator's device. The model must be on ``meta``, and has no more use."""
         device = torch.device("cpu") if generator is None else generator.device
         for name, module in list(self.named_modules()):
             if isinstance(module, Projection) or (module is self.head and self.head_tied):

@@ -135,7 +135,7 @@ class FusedStack:
     def _run(
         self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext
     ) -> tuple[Tensor, Tensor | None, Unsummed | None]:
-        """The residual stream, what is still to be added to it, and how that is summed if it is not."""
+        """Return the residual stream, what is still to be added to it, and how that is summed if it is not."""
         cos, sin = rotations_Td.chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         unsummed: Unsummed | None = None
@@ -323,7 +323,7 @@ class _FusedLayer:
 
 
 def _ended(weight: Weight, fusions: Fusions) -> tuple[Product, Unsummed | None]:
-    """A product that ends at the residual stream, and its sum over ranks where that is apart."""
+    """Return a product that ends at the residual stream, and its sum over ranks where that is apart."""
     unsummed = weight.unsummed() if fusions.add_norm else None
     return (weight.product(), None) if unsummed is None else (unsummed.product, unsummed)
 
@@ -353,7 +353,7 @@ class _StreamLayer(NamedTuple):
 
 
 def _chain(layer: _FusedLayer, after: _FusedLayer) -> Chain | None:
-    """The products between the attention of two layers in one launch, where there is such a kernel."""
+    """Return the products between the attention of two layers in one launch, where there is such a kernel."""
     own = layer.on_stream
     if own is None or after.on_stream is None:
         return None

@@ -55,5 +55,5 @@ class KVScales:
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """The next power of two of each."""
+    """Return the next power of two of each."""
     return torch.exp2(torch.ceil(torch.log2(scales.float())))

@@ -57,11 +57,11 @@ class ExpertShards(Protocol):
         ...
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """The tokens that the experts here are for: these, or those of other ranks too."""
+        """Return the tokens that the experts here are for: these, or those of other ranks too."""
         ...
 
     def own(self, x: Tensor, tokens: int) -> Tensor:
-        """The rows of the own ``tokens``, of one for each that ``gather`` gave."""
+        """Return the rows of the own ``tokens``, of one for each that ``gather`` gave."""
         ...
 
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
@@ -69,7 +69,7 @@ class ExpertShards(Protocol):
         ...
 
     def sum(self, y_TD: Tensor) -> Tensor:
-        """The sum over ranks that have the same tokens."""
+        """Return the sum over ranks that have the same tokens."""
         ...
 
 
@@ -185,8 +185,8 @@ class MoE(Half):
         return out_TD if spread is None else spread.sum(out_TD)
 
     def _exchanged(self, x_TD: Tensor, spread: ExpertShards) -> Tensor:
-        """The same of the own tokens, each of which goes to the ranks that have its experts. Scores go with it, so that
-        all ranks choose alike."""
+        """Return the same of the own tokens, each of which goes to the ranks that have its experts. Scores go with it,
+        so that all ranks choose alike."""
         logits_TE = self.router(x_TD)
         _, experts_Tk, *_ = self._route(logits_TE.detach(), self.router.score_bias)
         if self.watch is not None:

@@ -109,8 +109,8 @@ def resolve_ops(
 
 
 def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
-    """The same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything on their
-    stream must be kernels that wait for what they read, or that are launched without it."""
+    """Return the same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything
+    on their stream must be kernels that wait for what they read, or that are launched without it."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
     told: dict[str, Any] = {
         name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes_dependent_launch(call)
@@ -134,7 +134,7 @@ def _unfit(implementation: Implementation, target: str, batch_invariant: bool) -
 
 
 def _target(device: torch.device) -> str:
-    """The registry's name of a device."""
+    """Return the registry's name of a device."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip:

@@ -201,7 +201,7 @@ def register(op: Op) -> Op:
 
 
 def get(name: str) -> Op:
-    """The entry called ``name``."""
+    """Return the entry called ``name``."""
     if name not in _OPS:
         near = difflib.get_close_matches(name, _OPS, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(_OPS))}"

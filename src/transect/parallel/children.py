@@ -100,12 +100,12 @@ def told(folder: Path) -> tuple[str, int]:
 
 
 def arrived(folder: Path, rank: int) -> Path:
-    """The file that a child makes when it is about to meet the others."""
+    """Return the file that a child makes when it is about to meet the others."""
     return folder / f"rank-{rank}"
 
 
 def last_words(folder: Path, rank: int) -> Path:
-    """The file in which a child says why it ends."""
+    """Return the file in which a child says why it ends."""
     return folder / f"rank-{rank}.error"
 
 

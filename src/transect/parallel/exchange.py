@@ -30,7 +30,7 @@ from .group import Group
 
 
 def sent_share(ranks: int, per_token: int) -> float:
-    """The share of all ranks that a token goes to on average, from 0 to 1."""
+    """Return the share of all ranks that a token goes to on average, from 0 to 1."""
     return 1 - (1 - 1 / ranks) ** per_token
 
 

@@ -61,7 +61,7 @@ class Group:
 
     @classmethod
     def alone(cls) -> Group:
-        """A group of one rank."""
+        """Return a group of one rank."""
         return cls((0,), 0, None)
 
     @property
@@ -71,7 +71,7 @@ class Group:
 
     @_timed
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in the place of ``x``, the same to the bit on every rank."""
+        """Return the sum over all ranks, in the place of ``x``, the same to the bit on every rank."""
         if self.sums is not None and self.sums.takes(x):
             return self.sums.sum(x)
         if self.group is not None:
@@ -79,7 +79,7 @@ class Group:
         return x
 
     def most(self, number: int) -> int:
-        """The largest of the numbers that the ranks have; no device waits for it."""
+        """Return the largest of the numbers that the ranks have; no device waits for it."""
         if self.group is None:
             return number
         found = torch.tensor([number], dtype=torch.int64)

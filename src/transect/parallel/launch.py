@@ -89,7 +89,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str = "cpu") -> Ranks:
-        """The ranks that ``torchrun`` has started; see ``gathering.under_torchrun``.
+        """Return the ranks that ``torchrun`` has started; see ``gathering.under_torchrun``.
 
         Raises:
             ValueError: this host has fewer GPUs than ranks.

@@ -40,7 +40,7 @@ GROUP = SERVING_GROUP
 
 
 def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
-    """The part of a model that this rank has.
+    """Return the part of a model that this rank has.
 
     Raises:
         ValueError: the model cannot be cut so.
@@ -51,7 +51,7 @@ def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
 
 
 def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
-    """The weights that a rank has, under the names of its model; reading one reads the rank's part alone."""
+    """Yield the weights that a rank has, under the names of its model; reading one reads the rank's part alone."""
     for name, stored in weights:
         part = shard.part(name, stored.shape)
         if part is not None:

@@ -57,7 +57,7 @@ class Mesh:
         return self._world
 
     def _group(self, *axes: str, link: int = 0) -> Group:
-        """The own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
+        """Return the own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
         own = Group.alone()
         if all(getattr(self.layout, axis) == 1 for axis in axes):
             return own

@@ -89,7 +89,7 @@ class ParallelPlan:
 
 
 def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
-    """A layout and a plan as one."""
+    """Return a layout and a plan as one."""
     return Spread(
         data=layout.data,
         zero=plan.zero,
@@ -284,14 +284,14 @@ class Parallel:
             ranks.meet(tokens)
 
     def own_tokens(self, x_T: Tensor) -> Tensor:
-        """The numbers of this rank's tokens, out of one for each token of a micro-batch."""
+        """Return the numbers of this rank's tokens, out of one for each token of a micro-batch."""
         context = self.mesh.context
         if context.size == 1:
             return x_T
         return torch.cat([x_T[part] for part in own_tokens(x_T.shape[0], context.rank, context.size)])
 
     def attention(self, cu_seqlens: Tensor) -> AttentionContext:
-        """The context of a micro-batch, of which ``cu_seqlens`` says where documents begin."""
+        """Return the context of a micro-batch, of which ``cu_seqlens`` says where documents begin."""
         if self.mesh.context.size > 1:
             return RingContext(cu_seqlens, self.mesh.context)
         return VarlenContext(cu_seqlens, self.model.ops)
@@ -313,7 +313,7 @@ class Parallel:
         return own / num_labels * self._own_loss(hidden_TD, labels_T, ignore, whole)
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """A loss without a gradient, when the ranks that share tokens have added theirs."""
+        """Return a loss without a gradient, when the ranks that share tokens have added theirs."""
         return self.mesh.context.all_reduce(loss.detach().reshape(1))[0]
 
     def _own_loss(self, hidden_TD: Tensor, labels_T: Tensor, ignore: int, whole: Callable[..., Tensor]) -> Tensor:
@@ -428,7 +428,8 @@ class Parallel:
 
     @torch.no_grad()
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on all."""
+        """Return the 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on
+        all."""
         mine = {name: gradient for name, gradient in gradients.items() if self.counts(name)}
         return self.norm_of(square_of(mine, self.model.device))
 
@@ -453,8 +454,8 @@ class Parallel:
         return self._together({name: parameter.detach() for name, parameter in self.parameters.items()})
 
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The optimizer's whole state (``name/kind``), as of a run on one rank, on the CPU of the first rank, nothing
-        on others. All ranks call it."""
+        """Return the optimizer's whole state (``name/kind``), as of a run on one rank, on the CPU of the first rank,
+        nothing on others. All ranks call it."""
         if self.spread is not None and not self.shares_experts:
             tensors = self.spread.whole_state(tensors)
         if not self.cut:
@@ -475,7 +476,7 @@ class Parallel:
         return found if self.spread is None else self.spread.own_state(found)
 
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all parts, of the form of parameters and by their names, put together."""
+        """Return the tensors of all parts, of the form of parameters and by their names, put together."""
         group = self.mesh.parts
         if self.shares_experts:
             group = self.mesh.data
@@ -497,6 +498,6 @@ class Parallel:
 
 
 def _held(model: Decoder) -> StoredWeights:
-    """The weights of a model in memory, as those of a file."""
+    """Yield the weights of a model in memory, as those of a file."""
     for name, parameter in model.named_parameters():
         yield name, stored_tensor(parameter.detach())

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def part_name(name: str, begin: int, shape: Sequence[int]) -> str:
-    """The name of the vector that holds the numbers from ``begin`` on of the tensor ``name``."""
+    """Return the name of the vector that holds the numbers from ``begin`` on of the tensor ``name``."""
     return f"{name}@{begin}of{'x'.join(map(str, shape))}"
 
 

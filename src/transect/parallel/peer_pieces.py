@@ -42,7 +42,8 @@ class PeerPieces:
         self._taken, self._steps = SIGNALS, 0
 
     def keep(self, piece: Tensor) -> tuple[Tensor, int]:
-        """A piece, in this memory from now on, and where; all ranks keep pieces of the same sizes in the same order."""
+        """Return a piece, in this memory from now on, and where; all ranks keep pieces of the same sizes in the same
+        order."""
         begin = self._taken
         self._taken = begin + room(piece.nbytes)
         place = self._own[begin : begin + piece.nbytes].view(piece.dtype)

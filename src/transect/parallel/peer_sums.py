@@ -52,7 +52,7 @@ class PeerSums:
         self.most_bytes = MOST_BYTES if exact and peers.ranks > 2 else most_bytes
 
     def used(self, *, dependent_launch: bool, exact: bool, pushes: bool = False) -> PeerSums:
-        """The same memory, for an engine of this kind."""
+        """Return the same memory, for an engine of this kind."""
         how = {"dependent_launch": dependent_launch, "exact": exact, "pushes": pushes}
         return PeerSums(self.peers, self.most_bytes, self.times, **how)
 
@@ -71,7 +71,10 @@ class PeerSums:
         return MOST_BYTES // least * least // x.itemsize
 
     def sum(self, x: Tensor, pushed: bool = False) -> Tensor:
-        """The sum over the ranks, in the place of ``x``. ``pushed``: the product before has given it to the others."""
+        """Return the sum over the ranks, in the place of ``x``.
+
+        ``pushed``: the product before has given it to the others.
+        """
         if pushed:
             return self.peers.sum(x, x, dependent_launch=self.dependent_launch, pushed=True)
         for piece in x.view(-1).split(self._piece(x)) if x.nbytes > MOST_BYTES else (x,):

@@ -92,7 +92,7 @@ class Pipeline:
 
     @torch.no_grad()
     def measure(self, piece: Piece) -> Tensor:
-        """The loss of a piece, on every rank."""
+        """Measure the loss of a piece, on every rank."""
         loss = torch.zeros((), device=piece.tokens_T.device)
         for chunk in range(len(self.parts)):
             _, out = self._forward(piece, chunk, train=False)

@@ -131,7 +131,10 @@ class Replicas:
 
     @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
-        """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
+        """Return the gradients of the whole step, of the parameters that this rank updates.
+
+        All ranks call it together.
+        """
         self.square = None
         self._send(len(self._buckets))
         # Not on the GPU: the host would wait there for all that it has launched.
@@ -198,18 +201,18 @@ class Replicas:
         return list(self.parameters).index(name) % self.group.size == self.group.rank
 
     def stored_name(self, name: str) -> str:
-        """The name of a state (``parameter/kind``) in a file: it is whole."""
+        """Return the name of a state (``parameter/kind``) in a file: it is whole."""
         return name
 
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The optimizer's state of all ranks (``name/kind``) on the CPU of the first one; on others nothing. All call
-        it."""
+        """Return the optimizer's state of all ranks (``name/kind``) on the CPU of the first one; on others nothing. All
+        call it."""
         if not self.zero:
             return on_cpu(tensors) if self.group.rank == 0 else {}
         return gather_tensors(self.group, tensors)
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of a whole state that belongs to this rank."""
+        """Return the part of a whole state that belongs to this rank."""
         own = self.owned
         return {name: tensors[name] for name in tensors if name.rpartition("/")[0] in own}
 
@@ -272,7 +275,7 @@ class Replicas:
         return flat
 
     def _received(self, sent: _Sent) -> Tensor | None:
-        """A bucket when its sum is there; what another rank updates is given back, and None."""
+        """Return a bucket when its sum is there; what another rank updates is given back, and None."""
         if sent.work is not None:
             sent.work.wait()
         if self.zero == 2 and self.owner[sent.names[0]] != self.group.rank:
@@ -321,7 +324,7 @@ def _buckets(
 
 
 def square_of(gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all gradients, a float32 scalar; 0 where there are none."""
+    """Return the sum of the squares of all gradients, a float32 scalar; 0 where there are none."""
     if not gradients:
         return torch.zeros((), device=device)
     norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
@@ -334,7 +337,10 @@ def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def gather_tensors(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks by name, on the CPU of the first rank; on others nothing. Names are of one rank each."""
+    """Return the tensors of all ranks by name, on the CPU of the first rank; on others nothing.
+
+    Names are of one rank each.
+    """
     if group.size == 1:
         return on_cpu(tensors)
     mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

@@ -89,7 +89,7 @@ def _runs(ends: Sequence[int], rank: int, ranks: int, joined: bool) -> list[int]
 
 
 def _squares(pairs: Pairs) -> tuple[list[Square], list[Pairs]]:
-    """A rectangle in which every query sees every key, as squares, and what is too narrow for that."""
+    """Return a rectangle in which every query sees every key, as squares, and what is too narrow for that."""
     q, q_end = pairs.queries.start, pairs.queries.stop
     k, k_end = pairs.keys.start, pairs.keys.stop
     squares: list[Square] = []
@@ -147,7 +147,7 @@ class KernelRing:
         return self._made[key]
 
     def _rows(self, squares: list[Square], which: int, like: Tensor) -> slice | Tensor:
-        """The rows of the queries (0) or keys (1) of a round."""
+        """Return the rows of the queries (0) or keys (1) of a round."""
         if len(squares) == 1:
             return slice(squares[0][which], squares[0][which] + squares[0][2])
         key = (-1 - which, *(number for square in squares for number in square))
@@ -186,7 +186,7 @@ class KernelRing:
     def backward(
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v. All ranks call it."""
+        """Return the gradients of q, k and v. All ranks call it."""
         todo, kv, g = self._todo(window), torch.stack((k, v)), g.contiguous()
         home = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)  # gradients that travel with their keys
         dq = torch.zeros(0, device=q.device)

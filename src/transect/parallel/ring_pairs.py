@@ -30,7 +30,7 @@ class Pairs(NamedTuple):
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks of a rank, of ``2 * ranks``."""
+    """Return the two chunks of a rank, of ``2 * ranks``."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -103,8 +103,8 @@ def result_of(q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Pairs) -> tu
 def gradients_of(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, delta: Tensor, scale: float, pairs: Pairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of the gradients of q, k and v that comes of a rectangle; ``sums`` and ``delta`` ``[R, H]`` are L and D
-    of the head of this file."""
+    """Return the part of the gradients of q, k and v that comes of a rectangle; ``sums`` and ``delta`` ``[R, H]`` are L
+    and D of the head of this file."""
     heads = k.shape[1]
     dk, dv = (torch.zeros(k.shape, dtype=sums.dtype, device=k.device) for _ in range(2))
     dqs = []

@@ -133,7 +133,7 @@ class Sharded:
         model.register_forward_pre_hook(lambda *_: self.root.gather())
 
     def _places(self, units: Sequence[Mapping[str, nn.Parameter]]) -> dict[str, int]:
-        """The unit of each parameter, by its name in this model."""
+        """Return the unit of each parameter, by its name in this model."""
         number = {id(parameter): n for n, unit in enumerate(units) for parameter in unit.values()}
         found = {name: number[id(parameter)] for name, parameter in self.model.named_parameters()}
         return {name.replace(".inner.", ".").replace(".table.", "."): n for name, n in found.items()}
@@ -179,7 +179,7 @@ class Sharded:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def _run(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """The layers, each whole only while it runs."""
+        """Return the layers, each whole only while it runs."""
         model = self.model
         rotation = None if model.rope is None else model.rope.cos_sin(positions_T)
         training = torch.is_grad_enabled()
@@ -258,7 +258,7 @@ class Sharded:
         self.root.reduce()
 
     def reduce(self) -> dict[str, Tensor]:
-        """The gradients of the whole step, of the own pieces."""
+        """Return the gradients of the whole step, of the own pieces."""
         self.root.reduce()
         self.root.release()
         found = {name: gradient for unit in self.units for name, gradient in unit.gradients().items()}
@@ -299,13 +299,13 @@ class Sharded:
         return True
 
     def stored_name(self, name: str) -> str:
-        """The name of the own part of a state (``parameter/kind``) in a file."""
+        """Return the name of the own part of a state (``parameter/kind``) in a file."""
         parameter = name.rpartition("/")[0]
         return part_name(name, self._bounds[parameter][0], self.shapes[parameter])
 
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The optimizer's state of all ranks (``name/kind``, of pieces) put together, on the CPU of the first rank; on
-        others nothing. All call it."""
+        """Return the optimizer's state of all ranks (``name/kind``, of pieces) put together, on the CPU of the first
+        rank; on others nothing. All call it."""
         parts = gather_tensors(self.group, {f"{self.group.rank:06}/{name}": t for name, t in tensors.items()})
         joined: dict[str, list[Tensor]] = {}
         for name in sorted(parts):
@@ -314,7 +314,7 @@ class Sharded:
         return {name: torch.cat(p).view(shapes[name.rpartition("/")[0]]) for name, p in joined.items()}
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of a whole state that belongs to this rank's pieces."""
+        """Return the part of a whole state that belongs to this rank's pieces."""
         found = {}
         for name in tensors:
             parameter = name.rpartition("/")[0]

@@ -196,14 +196,14 @@ class Unit:
             self.sink(name, part)
 
     def _by_name(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The parts of something as long as the own piece, each by the name of its parameter."""
+        """Yield the parts of something as long as the own piece, each by the name of its parameter."""
         low = self.group.rank * self.each
         for name, (begin, end) in self.bounds.items():
             at = self.starts[name] + begin - low
             yield name, own[at : at + end - begin]
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each piece, ``[numbers]`` float32; none where there is a ``sink``."""
+        """Return the gradient of each piece, ``[numbers]`` float32; none where there is a ``sink``."""
         self.settle()
         return {} if self.gradient is None else dict(self._by_name(self.gradient))
 

@@ -143,7 +143,7 @@ class _Ended:
         return self._product(x) if self._given is None else self._given
 
     def sum(self, y: Tensor) -> Tensor:
-        """The sum alone."""
+        """Return the sum alone."""
         given, self._given = self._given, None
         return self._sums.sum(y, pushed=True) if y is given else self._group.all_reduce(y)
 
@@ -230,7 +230,7 @@ class ShardedEmbedding(nn.Module):
 
 
 def _total(y: Tensor, group: Group, sequence: bool) -> Tensor:
-    """The sum of all ranks' y, or the own rows of it."""
+    """Return the sum of all ranks' y, or the own rows of it."""
     if sequence:
         return scattered(y, group)
     return summed(y, group) if y.requires_grad else group.all_reduce(y)
@@ -293,8 +293,8 @@ def _without_bias(kind: WeightKind) -> WeightKind:
 def _wrapped(
     kind: WeightKind, around: Callable[[Weight, Tensor | None], Weight], rows: int | None = None
 ) -> WeightKind:
-    """A kind whose weights are made as ``kind``, of ``rows`` outputs if given and without a bias, with ``around``
-    them."""
+    """Return a kind whose weights are made as ``kind``, of ``rows`` outputs if given and without a bias, with
+    ``around`` them."""
 
     def make(
         out_features: int,

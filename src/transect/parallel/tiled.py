@@ -85,7 +85,7 @@ class TiledUnit(Unit):
             yield name, found.view(parameter.shape)
 
     def rows(self, name: str) -> list[slice]:
-        """The tiles of a matrix."""
+        """Return the tiles of a matrix."""
         height = self.parameters[name].shape[0]
         each = -(-height // self.tiles)
         return [slice(at, min(at + each, height)) for at in range(0, height, each)]
@@ -105,7 +105,7 @@ class TiledUnit(Unit):
             del tile
 
     def _overlaps(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The ranks that have some of a range of the whole, and which part of it."""
+        """Yield the ranks that have some of a range of the whole, and which part of it."""
         for rank in range(self.group.size):
             low, high = max(begin, rank * self.each), min(end, (rank + 1) * self.each)
             if low < high:

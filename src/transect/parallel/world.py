@@ -93,7 +93,7 @@ class World:
             dist.broadcast(body, 0, group=self._control)
 
     def listen(self) -> Any:
-        """The next object that rank 0 announces."""
+        """Return the next object that rank 0 announces."""
         head = torch.empty(INLINE, dtype=torch.uint8)
         dist.broadcast(head, 0, group=self._control)
         return _unpacked(head, lambda body: dist.broadcast(body, 0, group=self._control))
@@ -108,7 +108,7 @@ class World:
                 self._sent.append((work, tensor))
 
     def receive(self, source: int, *, tag: int = 0) -> Any:
-        """The object that ``source`` sends with this tag; those of other tags wait for their own turn."""
+        """Return the object that ``source`` sends with this tag; those of other tags wait for their own turn."""
         head = torch.empty(INLINE, dtype=torch.uint8)
         began = time.perf_counter()
         dist.recv(head, group=self._control, group_src=source, tag=tag)
@@ -147,7 +147,7 @@ class World:
 
 
 def _packed(message: Any) -> tuple[Tensor, Tensor | None]:
-    """A message as bytes: its length and, if it is short, itself; and itself if it is long."""
+    """Return a message as bytes: its length and, if it is short, itself; and itself if it is long."""
     data = pickle.dumps(message)
     head = torch.zeros(INLINE, dtype=torch.uint8)
     head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)

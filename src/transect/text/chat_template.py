@@ -90,7 +90,7 @@ class ChatTemplate:
 
     @classmethod
     def from_source(cls, source: ModelSource) -> ChatTemplate | None:
-        """The template that a resolved model brings; None when it brings none.
+        """Return the template that a resolved model brings; None when it brings none.
 
         Raises:
             ValueError: it cannot be read or is not valid Jinja.
@@ -102,7 +102,10 @@ class ChatTemplate:
 
     @classmethod
     def from_hf(cls, directory: Path) -> ChatTemplate | None:
-        """The template of a directory in Hugging Face layout; None when it has none. Raises as ``from_source``."""
+        """Return the template of a directory in Hugging Face layout; None when it has none.
+
+        Raises as ``from_source``.
+        """
         settings = read_hf_settings(directory)
         template = settings.chat_template
         if template is None:
@@ -111,7 +114,7 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
-        """The template in the metadata of a GGUF file; None when it has none. Raises as ``from_source``."""
+        """Return the template in the metadata of a GGUF file; None when it has none. Raises as ``from_source``."""
         template, bos, eos = gguf_chat_template(metadata)
         return None if template is None else cls(template, bos, eos, variants=gguf_chat_variants(metadata))
 
@@ -124,11 +127,11 @@ class ChatTemplate:
         return ChatTemplate(source, self._bos, self._eos, day=self._day)
 
     def dated(self, day: datetime.date) -> ChatTemplate:
-        """The same template, which takes ``day`` for today."""
+        """Return the same template, which takes ``day`` for today."""
         return ChatTemplate(self.source, self._bos, self._eos, day=day, variants=self.variants)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The text to encode with ``parse_special=True`` and ``add_special_tokens=False``.
+        """Return the text to encode with ``parse_special=True`` and ``add_special_tokens=False``.
 
         Args:
             messages: each with a ``role`` and a ``content``: a string, None, or a list of

@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         self._decoder = _utf8(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; "" while a character is still incomplete."""
+        """Return the text that these tokens complete; "" while a character is still incomplete."""
         skipped = self._skipped
         data = b"".join([self._bytes_of(token) for token in token_ids if token not in skipped])
         if self._drop_space and data:
@@ -59,5 +59,5 @@ class IncrementalDetokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """The rest, when no token will follow: U+FFFD for an unfinished character, else ""."""
+        """Return the rest, when no token will follow: U+FFFD for an unfinished character, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -61,7 +61,7 @@ def _ends(tokenizer: TokenizerLike) -> Iterator[int]:
 
 
 def _token(tokenizer: TokenizerLike, text: str) -> int | None:
-    """The token that is spelled so, if there is one."""
+    """Return the token that is spelled so, if there is one."""
     try:
         ids = tokenizer.encode(text, parse_special=True)
     except ValueError:  # texts have no tokens

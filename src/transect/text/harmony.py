@@ -29,7 +29,7 @@ _BEGINS = (START, CHANNEL, "to=", "assistant")
 
 
 def grammar(use: ToolUse | None, special_ids: Mapping[str, int], *, form: bool = False) -> str:
-    """A grammar in Lark of answers in channels.
+    """Return a grammar in Lark of answers in channels.
 
     Args:
         use: tools that may be called, or None.

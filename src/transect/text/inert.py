@@ -83,7 +83,7 @@ class Mask:
         return bool(self._hidden)
 
     def hide(self, value: Any, ends: bool = True) -> Any:
-        """A copy of a string, or of all strings in lists and mappings, with spellings of special tokens hidden.
+        """Return a copy of a string, or of all strings in lists and mappings, with spellings of special tokens hidden.
 
         Args:
             ends: hide also the end of a string that is the beginning of such a spelling.
@@ -156,7 +156,7 @@ class ChatRendering:
             self.messages, self._end = _marked_end(self.messages)
 
     def shown(self, text: str) -> str:
-        """A text that was made of the messages (or an error about them) as its reader shall see it."""
+        """Return a text that was made of the messages (or an error about them) as its reader shall see it."""
         text = self._mask.show(text)
         return text.replace(self._end, "") if self._end else text
 

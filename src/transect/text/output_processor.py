@@ -270,7 +270,7 @@ class OutputProcessor:
         return updates
 
     def snapshot(self, request_id: str) -> RequestOutput:
-        """The request as it stands now; a copy that later updates do not change.
+        """Return the request as it stands now; a copy that later updates do not change.
 
         Raises:
             ValueError: no such request is running.

@@ -79,7 +79,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """The pre-tokenizer that goes by this name.
+    """Return the pre-tokenizer that goes by this name.
 
     Raises:
         ValueError: unknown; the message lists the supported names.

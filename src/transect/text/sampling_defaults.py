@@ -67,7 +67,7 @@ class SamplingDefaults:
 def sampling_defaults(
     source: ModelSource, generation_config: str = "auto", override: Mapping[str, Any] | None = None
 ) -> SamplingDefaults:
-    """The defaults of a resolved model.
+    """Return the defaults of a resolved model.
 
     Args:
         generation_config: ``auto``: as the model's own files say; ``none``: nothing; or a folder with a
@@ -119,7 +119,7 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's as Python's; a float32 as it would be written."""
+    """Return a number of numpy's as Python's; a float32 as it would be written."""
     value = value.item() if hasattr(value, "item") else value
     return float(f"{value:.6g}") if isinstance(value, float) else value
 

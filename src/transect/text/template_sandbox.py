@@ -86,7 +86,7 @@ def variables_of_rendering() -> dict[str, Any]:
 
 
 def compile_template(source: str) -> tuple[jinja2.Template, nodes.Template]:
-    """The template, ready to render, and its syntax tree as it was written.
+    """Return the template, ready to render, and its syntax tree as it was written.
 
     Raises:
         jinja2.TemplateSyntaxError: it is not valid Jinja.

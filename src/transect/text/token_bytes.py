@@ -44,7 +44,10 @@ class Spelling:
     space_before: bool = False
 
     def bytes_of(self, token: str, *, literal: bool = False) -> bytes:
-        """The bytes of one token. ``literal``: an added token, which byte-level vocabularies hold as plain text."""
+        """Return the bytes of one token.
+
+        ``literal``: an added token, which byte-level vocabularies hold as plain text.
+        """
         if self.byte_level:
             if not literal:
                 table = byte_characters()

@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def from_source(cls, source: ModelSource) -> Tokenizer | NumberText:
-        """The tokenizer that belongs to a resolved model; ``NumberText`` for a shape without tokenizer files.
+        """Return the tokenizer that belongs to a resolved model; ``NumberText`` for a shape without tokenizer files.
 
         Raises:
             ValueError: it is missing, damaged or of a kind that is not supported.
@@ -226,7 +226,8 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token adds to a text (of a special token: its name); b"" for an id without a token.
+        """Return the UTF-8 bytes that a token adds to a text (of a special token: its name); b"" for an id without a
+        token.
 
         Raises:
             ValueError: the id is negative.
@@ -237,11 +238,11 @@ class Tokenizer:
         return data
 
     def token_text(self, token_id: int) -> str:
-        """A token's own text; a token that holds a part of a character shows U+FFFD."""
+        """Return a token's own text; a token that holds a part of a character shows U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its spelling in the vocabulary (``<|im_end|>``, ``Ġthe``), or None."""
+        """Return the id of a token by its spelling in the vocabulary (``<|im_end|>``, ``Ġthe``), or None."""
         found: int | None = self._parsing.token_to_id(token)
         return found
 
@@ -283,12 +284,13 @@ class _Guarded:
         self._spelled = re.compile("|".join(map(re.escape, longest_first)))
 
     def under_aliases(self, text: str) -> str:
-        """The text with each special token's spelling replaced by its alias."""
+        """Return the text with each special token's spelling replaced by its alias."""
         return self._spelled.sub(lambda found: self._aliases[found[0]], text)
 
 
 def _without_special(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """A tokenizer over the same model (shared, not copied) that takes the spelling of special tokens for plain text."""
+    """Return a tokenizer over the same model (shared, not copied) that takes the spelling of special tokens for plain
+    text."""
     plain = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(backend, part) is not None:

@@ -3,7 +3,7 @@
 An engine request with ``pooling`` computes its prompt like any other, in the same steps. The pooled hidden states after
 the final norm come back with its one token, which is ignored:
 
-    last    the hidden state of the last token: what models trained for embeddings use as a rule (Wang et al. 2024,
+    last    the hidden state of the last token, as most models trained for embeddings use it (Wang et al. 2024,
             arXiv:2401.00368); its text may come from the prefix cache
     mean    the mean over all tokens (Reimers and Gurevych 2019, arXiv:1908.10084)
 

@@ -74,7 +74,7 @@ class Bill:
         return found
 
     def lines(self) -> list[str]:
-        """The bill in lines of text."""
+        """Return the bill in lines of text."""
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         head = f"request {self.request_id}, choice {self.choice}: {self.prompt_tokens} prompt tokens{cached}"
         found = [f"{head}, {self.output_tokens} output tokens, {self.finish_reason or 'still running'}"]
@@ -88,7 +88,7 @@ class Bill:
 
 
 def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
-    """The bill of a request.
+    """Return the bill of a request.
 
     Raises:
         ValueError: the log has no such request, or the request no such choice.
@@ -131,7 +131,7 @@ class _Meter:
         self._cover(own)
 
     def span(self, begin: float, end: float) -> Span:
-        """The pieces between two moments."""
+        """Return the pieces between two moments."""
         parts = dict.fromkeys(PARTS, 0.0)
         for first, last, name in self.pieces:
             parts[name] += max(0.0, min(last, end) - max(first, begin))

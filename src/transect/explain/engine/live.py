@@ -68,7 +68,7 @@ class View:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The same on a few lines."""
+        """Return the same on a few lines."""
         rows = [
             f"last {self.seconds:.1f} s: {self.steps} steps, {self.tokens_per_second:.0f} tokens/s computed, "
             f"{self.output_tokens_per_second:.0f} tokens/s out",

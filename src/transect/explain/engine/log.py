@@ -118,7 +118,7 @@ class RunLog:
             return False
 
     def life(self, name: str) -> Life:
-        """The request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
+        """Return the request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
 
         Raises:
             ValueError: there is none, or more than one.
@@ -134,7 +134,7 @@ class RunLog:
 
 
 def load(path: str | Path) -> RunLog:
-    """The log in a file.
+    """Read the log in a file.
 
     Raises:
         ValueError: there is no such file, or it is no decision log.
@@ -147,7 +147,7 @@ def load(path: str | Path) -> RunLog:
 
 
 def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> RunLog:
-    """A log from its records, the header first.
+    """Build a log from its records, the header first.
 
     ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
     that are missing are left out. ``idle``: seconds since the newest record.
@@ -207,7 +207,7 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
 
 
 def rows_of(packed: bytes) -> list[StepRow]:
-    """The rows of a ``Planned`` record."""
+    """Return the rows of a ``Planned`` record."""
     numbers = array("I")
     numbers.frombytes(packed)
     return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))

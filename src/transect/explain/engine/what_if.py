@@ -49,7 +49,7 @@ class WhatIf:
         }
 
     def lines(self) -> list[str]:
-        """A table and what to think of it."""
+        """Return a table and remarks on it."""
         rows: list[tuple[str, ...]] = [("", "measured", "model, unchanged", "model, changed", "change")]
         for title, kind in (("TTFT", "ttft"), ("ITL", "itl")):
             for name in ("p50", "p99"):

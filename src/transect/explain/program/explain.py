@@ -145,7 +145,7 @@ class Explain:
         )
 
     def _steps_floor(self) -> float:
-        """The floors of the engine steps that ended inside, together."""
+        """Return the floors of the engine steps that ended inside, together."""
         if self._decisions is None:
             return 0.0
         from ..engine.log import build
@@ -165,12 +165,12 @@ class Explain:
 
 
 def _marks(trace: Trace) -> list[int]:
-    """The ranges that mark what is explained."""
+    """Return the ranges that mark what is explained."""
     return [int(i) for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
 
 
 def _from_mark(trace: Trace) -> Trace:
-    """The trace without what ended before the mark: ``_first_launches`` is not the program's."""
+    """Return the trace without what ended before the mark: ``_first_launches`` is not the program's."""
     for index in _marks(trace)[:1]:
         trace.drop_before(float(trace.ts[index]))
     return trace

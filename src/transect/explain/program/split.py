@@ -178,7 +178,7 @@ class Split:
         self.parts["inefficiency"] += max(0.0, seconds - least)
 
     def share(self, part: str) -> float:
-        """The part of the wall time."""
+        """Return the part of the wall time."""
         return self.parts.get(part, 0.0) / self.wall if self.wall else 0.0
 
     @property
@@ -252,7 +252,7 @@ def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
 
 
 def _without(gap: Gap, spans: Sequence[tuple[float, float]]) -> Iterator[Gap]:
-    """The pieces of a gap that lie in none of these spans."""
+    """Yield the pieces of a gap that lie in none of these spans."""
     at = gap.begin
     for first, last in spans:
         if last <= at or first >= gap.end:

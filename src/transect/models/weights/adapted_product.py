@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def cpu_kernels(weight: Tensor) -> Kernels | None:
-    """The C++ kernels, on torch's number of threads, for a model with such weights; None where they do not apply or, as
-    is then logged, cannot be built."""
+    """Return the C++ kernels, on torch's number of threads, for a model with such weights; None where they do not apply
+    or, as is then logged, cannot be built."""
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     try:

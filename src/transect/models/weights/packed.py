@@ -182,7 +182,7 @@ class PackedEmbedding(torch.nn.Module):
 
 
 def _by_panel(values: Codes8) -> Tensor:
-    """A scale for each ``PANEL`` numbers of each row, from one for a row or for a block."""
+    """Return a scale for each ``PANEL`` numbers of each row, from one for a row or for a block."""
     panels = values.codes.shape[1] // PANEL
     if values.scale.ndim == 1:
         return values.scale[:, None].expand(-1, panels).contiguous()

@@ -119,7 +119,7 @@ class Peers:
         pushed: bool = False,
         delay: int = 0,
     ) -> Tensor:
-        """The sum of every rank's ``x``; ``out`` may be ``x`` itself.
+        """Return the sum of every rank's ``x``; ``out`` may be ``x`` itself.
 
         ``dependent_launch``: begin while the kernel before still runs (Hopper). ``pushed``: the product that made ``x``
         has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
@@ -226,7 +226,7 @@ def cuda_all_reduce(
 
 
 def cost(parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0) -> Cost:
-    """The cost over all ranks: each part read once by each rank, results written by each."""
+    """Return the cost over all ranks: each part read once by each rank, results written by each."""
     ranks, more = len(parts), 0 if residual is None or weight is None else 1
     flops = parts.numel() * (ranks - 1 + 5 * more)
     read = parts.nbytes * ranks + more * (parts.nbytes + (0 if weight is None else ranks * weight.nbytes))

@@ -32,7 +32,7 @@ class PeerMemory:
 
     @staticmethod
     def opened(handle: bytes) -> int:
-        """The address, here, of the memory of another process.
+        """Return the address, here, of the memory of another process.
 
         Raises:
             RuntimeError: CUDA refused.

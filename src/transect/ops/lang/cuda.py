@@ -66,7 +66,7 @@ def _begin(name: str, target: str) -> None:
 
 
 def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
-    """A launcher of ``NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
+    """Return a launcher of ``NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
     arguments by letter: p pointer, i int, l long long, f float.
 
     Raises:

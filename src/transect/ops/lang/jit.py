@@ -64,8 +64,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def kernel_of_numbers(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """The same as ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is compiled
-    once for all of their values, also for 1 and multiples of 16."""
+    """Return the same as ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is
+    compiled once for all of their values, also for 1 and multiples of 16."""
 
     def made(function: Callable[..., Any]) -> Any:
         return function if triton is None else triton.jit(function, do_not_specialize=list(names))
@@ -142,7 +142,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``, and at least 1."""
+    """Return the smallest power of two that is at least ``n``, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 

@@ -76,7 +76,7 @@ def fits_descriptor(*matrices: Tensor) -> bool:
 
 
 def describe(matrix: Tensor, rows: int, columns: int, *, transposed: bool = False) -> Any:
-    """A descriptor for bulk copies of ``rows`` x ``columns`` tiles; of the transpose where that is what memory
+    """Return a descriptor for bulk copies of ``rows`` x ``columns`` tiles; of the transpose where that is what memory
     holds."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

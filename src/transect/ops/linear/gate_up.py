@@ -91,7 +91,7 @@ def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False)
 
 
 def _triton() -> Callable[..., Tensor]:
-    """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
+    """Return the kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
     few = available(small_matmul.best_launcher())()
     at_once = small_matmul.gated_launcher()
 
@@ -124,7 +124,7 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
-    """The product, and 5 FLOPs for each output."""
+    """Count the product, and 5 FLOPs for each output."""
     tokens, both = x.shape[0], weight.shape[0]
     flops = 2 * tokens * weight.numel() + 5 * tokens * both // 2 + (0 if bias is None else tokens * both)
     read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)

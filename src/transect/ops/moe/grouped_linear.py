@@ -85,7 +85,8 @@ def _by_expert(
 def grouped_linear(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     call = triton_grouped_linear if runs_triton(x, weight) else reference
     return call(x, weight, starts, order, bias).contiguous()
 
@@ -122,7 +123,8 @@ def _backward_by_expert(
 
 
 def to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
-    """The gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read from."""
+    """Return the gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read
+    from."""
     if order is None or not len(x):
         return rows if order is None else torch.zeros_like(x)
     places = torch.empty_like(order, dtype=torch.int64)
@@ -159,7 +161,7 @@ grouped_linear.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each row and weight of its expert; the matrices that random routing touches."""
+    """Count a product and a sum for each row and weight of its expert; the matrices that random routing touches."""
     experts = len(starts) - 1
     rows, outputs = len(x) if order is None else len(order), len(weight) // experts
     share = touched(rows, 1, experts) / experts

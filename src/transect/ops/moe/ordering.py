@@ -98,7 +98,7 @@ def triton_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 @torch.library.custom_op("transect::expert_order", mutates_args=())
 def expert_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator for ``torch.compile``: the Triton kernels where they can run, else the reference."""
+    """Return the operator for ``torch.compile``: the Triton kernels where they can run, else the reference."""
     return (triton_order if runs_triton(experts) else reference)(experts, n_experts)
 
 

@@ -202,7 +202,7 @@ def _width(inputs: Mapping[str, Any]) -> int:
 
 
 def _with_upstream(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a gradient's launcher, from those of the norm."""
+    """Return the arguments of a gradient's launcher, from those of the norm."""
     kept = {key: inputs[key] for key in ("weight", "eps")}
     if "residual" not in inputs:
         return {"grad": torch.randn_like(inputs["x"]), "x": inputs["x"], **kept}
@@ -245,7 +245,7 @@ def cases(*, vectors: int, add: bool) -> Sequence[Case]:
 
 
 def kernels(forward: Any, backward: Any, *, vectors: int, add: bool, tiles: bool = False) -> Sequence[Kernel]:
-    """The two kernels of a norm at 4096 elements a row, and what adds the shares up; ``tiles`` as for
+    """Return the two kernels of a norm at 4096 elements a row, and what adds the shares up; ``tiles`` as for
     ``launch_backward``."""
     parameters = ("w_ptr", "b_ptr")[:vectors]
     tensors = ("x_ptr", "residual_ptr", *parameters, "y_ptr", "sum_ptr")

@@ -285,7 +285,7 @@ def prepared(op: Op, key: str, value: Any, dtype: torch.dtype, device: str, draw
 
 
 def _lay_out(value: Any, layout: str) -> Any:
-    """The same values in other strides."""
+    """Return the same values in other strides."""
     if layout == "contiguous" or not _floating(value) or value.dim() == 0:
         return value
     *front, last = value.shape

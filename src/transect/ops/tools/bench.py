@@ -139,7 +139,7 @@ def _takes(dtypes: tuple[str, ...], op: Op, inputs: Mapping[str, Any]) -> bool:
 
 
 def cases_on(op: Op, device: torch.device) -> list[Case]:
-    """The operator's cases; on a processor its non-empty examples in float32, named by their shapes."""
+    """Return the operator's cases; on a processor its non-empty examples in float32, named by their shapes."""
     if device.type != "cpu":
         return list(op.cases())
     cases = []
@@ -265,7 +265,7 @@ def _measure(
 
 
 def _compared(row: Timing, off: float | None, theirs: float | None, allowed: float | None) -> Timing:
-    """A row with the errors that ``accuracy`` found."""
+    """Return a row with the errors that ``accuracy`` found."""
     if off is None or allowed is None:
         return replace(row, note="not compared: float64 at this shape takes more memory than there is")
     return replace(row, error=off, torch_error=theirs, allowed_error=allowed, wrong=not off <= allowed)

@@ -142,7 +142,7 @@ def compile_cuda(name: str, target: str) -> list[Compiled]:
 
 
 def readable(symbol: str) -> str:
-    """A mangled name as in the source: by ``cu++filt`` or ``c++filt`` where there is one, else the bare name."""
+    """Return a mangled name as in the source: by ``cu++filt`` or ``c++filt`` where there is one, else the bare name."""
     for program in ("cu++filt", "c++filt"):
         if shutil.which(program):
             done = subprocess.run([program, symbol], capture_output=True, text=True)
@@ -189,7 +189,7 @@ def _entries(ptx: str) -> dict[str, str]:
 
 @cache
 def tool(name: str) -> str | None:
-    """A program of the CUDA toolkit: on the PATH, or the one that Triton brings along."""
+    """Return a program of the CUDA toolkit: on the PATH, or the one that Triton brings along."""
     if triton is not None:
         path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
         if path.exists():

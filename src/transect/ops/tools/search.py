@@ -190,9 +190,9 @@ def _finals(
     again: Callable[[Sequence[Mapping[str, Any]]], list[float]],
     full_clock: bool,
 ) -> list[Trial]:
-    """The first ``given`` (the heuristic's and the one in use) and the fastest with their times in a second race; none
-    where nothing is near the heuristic's, or that did not run. ``full_clock``: that race is like the trials, so none
-    either where the heuristic's was as fast as any."""
+    """Return the first ``given`` (the heuristic's and the one in use) and the fastest with their times in a second
+    race; none where nothing is near the heuristic's, or that did not run. ``full_clock``: that race is like the trials,
+    so none either where the heuristic's was as fast as any."""
     first = trials[0].seconds
     ran = [trial for trial in trials if trial.seconds is not None]
     fastest = sorted(ran, key=lambda trial: trial.seconds or 0.0)[:FINALISTS]
@@ -242,7 +242,8 @@ def _differs(outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> str:
 
 
 def cases_of(knobs: Knobs, cases: Sequence[Case], device: str, matching: str = "") -> list[Case]:
-    """The first case of each size bucket that this launcher runs at, of those whose name contains ``matching``."""
+    """Return the first case of each size bucket that this launcher runs at, of those whose name contains
+    ``matching``."""
     chosen: dict[str, Case] = {}
     for case in cases:
         if matching not in case.name:

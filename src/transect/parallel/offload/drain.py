@@ -52,7 +52,7 @@ class Drain:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradients")
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of copies from a GPU, made with its buffers when the first gradient comes from there."""
+        """Return the stream of copies from a GPU, made with its buffers when the first gradient comes from there."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
             for slot in Ring(SLOTS, 4 * self.part, pin=True).slots:
@@ -100,7 +100,7 @@ class Drain:
             part.result()
 
     def squares(self, counts: Callable[[str], bool] = lambda name: True) -> float:
-        """The sum of the squares of all gradients that count, by their names; waits for all."""
+        """Return the sum of the squares of all gradients that count, by their names; waits for all."""
         self.wait()
         return sum(self._squares[key] for key in sorted(self._squares) if counts(key[0]))
 

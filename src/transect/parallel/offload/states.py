@@ -31,12 +31,12 @@ class States(Protocol):
     nbytes: int
 
     def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
-        """The groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What is
-        changed in them is kept once the next group is asked for."""
+        """Return the groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What
+        is changed in them is kept once the next group is asked for."""
         ...
 
     def read(self, kind: int, name: str) -> Tensor:
-        """The states of one parameter as a vector."""
+        """Return the states of one parameter as a vector."""
         ...
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
@@ -73,7 +73,7 @@ class HostStates:
             yield group, self._all[:, group.start : group.start + group.count]
 
     def read(self, kind: int, name: str) -> Tensor:
-        """The memory itself."""
+        """Return the memory itself."""
         return self._of[kind][name]
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
@@ -186,7 +186,7 @@ class DiskStates:
         return self._buffers[0][: self._rows[number]]
 
     def _pieces(self, kind: int, name: str) -> Iterator[tuple[Piece, Tensor]]:
-        """The pieces of a parameter, each with the row of its kind in memory."""
+        """Yield the pieces of a parameter, each with the row of its kind in memory."""
         self.settle()
         for number, group in enumerate(self.groups):
             for piece in group.pieces:

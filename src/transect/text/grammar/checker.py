@@ -65,7 +65,7 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 def explain(error: str) -> str:
-    """The library's complaint in one line, with advice where there is some."""
+    """Return the library's complaint in one line, with advice where there is some."""
     line = " ".join(error.split())[:300]
     if "Unimplemented keys" in line:
         return f"the schema uses keywords that cannot be kept to ({line.partition(':')[2].strip()}): leave them out"

@@ -45,7 +45,7 @@ class GrammarConstraint:
         return self._matcher.is_accepting()
 
     def accept(self, token: int) -> str | None:
-        """The next token of the answer. Returns what is wrong with it, or None."""
+        """Return the next token of the answer. Returns what is wrong with it, or None."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return None  # the end itself, or a token that nobody will see
         return None if self._matcher.consume_token(token) else self._complaint()

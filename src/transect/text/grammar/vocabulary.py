@@ -42,7 +42,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerLike, eos_ids: Sequence[int], size: int) -> Vocabulary:
-        """The vocabulary of a tokenizer and the model that it belongs to.
+        """Return the vocabulary of a tokenizer and the model that it belongs to.
 
         Args:
             eos_ids: may be empty.

@@ -44,7 +44,7 @@ class ArgumentStyle(Protocol):
         """Return a reader for one call of this tool; None for an unknown tool."""
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """The text of these arguments."""
+        """Return the text of these arguments."""
 
 
 class JsonArguments:
@@ -157,7 +157,7 @@ def check_strict(tool: Tool, *, of_strings: bool) -> None:
 
 
 def value_schema(parameter: Parameter, tool: Tool) -> str:
-    """An expression for the parameter's value as JSON."""
+    """Return an expression for the parameter's value as JSON."""
     return lark.schema(with_options(tidy(parameter.schema), lenient=not tool.strict))
 
 

@@ -18,7 +18,7 @@ _NUMBERED = re.compile(r"functions\.[^:]+:[0-9]+")
 def with_history(
     shape: CallShape, messages: Sequence[Mapping[str, Any]], *, apart: bool = True
 ) -> Sequence[Mapping[str, Any]]:
-    """The conversation; ids may be those of another server, and several calls may have been made at once.
+    """Return the conversation; ids may be those of another server, and several calls may have been made at once.
 
     Args:
         apart: split several calls into separate messages, if the template shows one call a message; else keep them
@@ -77,5 +77,5 @@ def _one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def single(shape: CallShape, template: str) -> CallShape:
-    """The form, and whether the template refuses several calls in a message, as Llama's do."""
+    """Return the form, and whether the template refuses several calls in a message, as Llama's do."""
     return replace(shape, single=True) if "only supports single tool-calls" in template else shape

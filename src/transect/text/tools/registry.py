@@ -21,7 +21,7 @@ def names() -> list[str]:
 
 
 def shape_of(template: str | None, name: str = "auto") -> CallShape:
-    """The form that a model's calls have.
+    """Return the form that a model's calls have.
 
     Args:
         template: the source of its chat template, or None.
@@ -45,7 +45,8 @@ def shape_of(template: str | None, name: str = "auto") -> CallShape:
 def with_tools(
     shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None, *, apart: bool = True
 ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
-    """A conversation, and variables of its template, so that the model learns of tools and of calls. ``apart``: see
+    """Return a conversation, and variables of its template, so that the model learns of tools and of calls. ``apart``:
+    see
     ``with_history``."""
     messages = with_history(shape, messages, apart=apart)
     if shape.taught:

@@ -28,7 +28,7 @@ class Tool:
     strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
-        """The form that chat templates expect."""
+        """Return the form that chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
@@ -123,7 +123,7 @@ def tool_use(
 
 
 def _name_in(value: Any) -> Any:
-    """The function's name in ``{"function": {"name": ...}}`` or ``{"name": ...}``; None where there is none."""
+    """Return the function's name in ``{"function": {"name": ...}}`` or ``{"name": ...}``; None where there is none."""
     function = (value.get("function") or value) if isinstance(value, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 

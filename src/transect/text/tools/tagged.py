@@ -130,7 +130,7 @@ class _TaggedReader:
 
 
 def _as_json(text: str, parameter: Parameter) -> str:
-    """A value that need not be a string: JSON if it is that, a word of Python's, or else a string after all."""
+    """Return a value that need not be a string: JSON if it is that, a word of Python's, or else a string after all."""
     written = _WORDS.get(text.strip(), text.strip())
     try:
         value = json.loads(written)

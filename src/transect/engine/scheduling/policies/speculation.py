@@ -77,7 +77,7 @@ class Corrections:
             self._found[key] = before + weight * (ratio - before), count + 1
 
     def factor(self, rows: int) -> float:
-        """The factor for steps of so many rows; that of all steps if there was none of these."""
+        """Return the factor for steps of ``rows`` rows; that of all steps if there was no such step."""
         return self._found.get(_range(rows), self._found.get(0, (1.0, 0)))[0]
 
 

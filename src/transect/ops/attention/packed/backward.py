@@ -218,7 +218,7 @@ of two: a copy lands on the tile of the step before, whose products have been wa
 
 
 def choose(which: str, q: Tensor) -> PackedTiling:
-    """The tiling of one of the two kernels. Measured on an H200; elsewhere a guess from the same numbers."""
+    """Return the tiling of one of the two kernels. Measured on an H200; elsewhere a guess from the same numbers."""
     if INTERPRETED:
         return PackedTiling(16, 16, 1, 1)
     if q.element_size() == 4:

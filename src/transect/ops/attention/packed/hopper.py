@@ -541,7 +541,7 @@ def flash_attention(
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     if gluon is None:
         return []
     ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")

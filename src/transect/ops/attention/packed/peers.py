@@ -49,7 +49,7 @@ def torchs(
 
 
 def equal_documents(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A peer from ``compute(q, k, v, scale, causal)`` on ``[documents, heads, n, d]``."""
+    """Return a peer from ``compute(q, k, v, scale, causal)`` on ``[documents, heads, n, d]``."""
 
     def peer(
         q: Tensor,

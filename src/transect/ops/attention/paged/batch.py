@@ -87,7 +87,7 @@ class PagedBatch:
                 raise ValueError(f"the batch's {name} must be int32, not {tensor.dtype}")
 
     def to(self, device: torch.device | str) -> PagedBatch:
-        """The same batch on a device."""
+        """Return the same batch on a device."""
         tables, starts, lengths = self.block_tables.to(device), self.query_starts.to(device), self.seq_lens.to(device)
         return PagedBatch(
             tables,

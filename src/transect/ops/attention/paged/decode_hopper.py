@@ -76,7 +76,7 @@ SHORT, LONG = 1024, 4096
 
 @cache
 def choose(items: int, longest: int, d: int, fp8: bool = False) -> DecodeHopperTiling:
-    """A tiling for ``items`` rows times key heads of up to ``longest`` positions, from times on an H200.
+    """Return a tiling for ``items`` rows times key heads of up to ``longest`` positions, from times on an H200.
 
     A cluster takes an item where all clusters run at once: a second round would take as long again. Clusters do not
     help each other, so long rows are better cut evenly over the whole GPU.

@@ -55,14 +55,14 @@ class Choice:
 
 
 def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:
-    """The name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
+    """Return the name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
     ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers."""
     return f"{_rounded(m)}x{n}x{k}{' gated' * gated}{' stream' * stream}{' alone' * alone}"
 
 
 @cache
 def choices(device_name: str) -> Mapping[str, Choice]:
-    """The choices measured for a device, by ``key``: those shipped, overlaid by the user's own."""
+    """Return the choices measured for a device, by ``key``: those shipped, overlaid by the user's own."""
     found: dict[str, Choice] = {}
     for folder in (FOLDER, user_folder() / FOLDER.name):
         path = folder / file_name(device_name)
@@ -72,7 +72,7 @@ def choices(device_name: str) -> Mapping[str, Choice]:
 
 
 def read_choice(entry: Mapping[str, Any]) -> Choice:
-    """A choice from its form in a file."""
+    """Return a choice from its form in a file."""
     by, tiling = entry["by"], entry.get("tiling")
     return Choice(by, None if tiling is None else TILINGS[by](**tiling))
 

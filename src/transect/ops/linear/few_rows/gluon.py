@@ -242,7 +242,7 @@ def early_weights(  # type: ignore[no-untyped-def]
 
 
 def _layout(*tile: int) -> Any:
-    """The layout of such a tile in shared memory."""
+    """Return the layout of such a tile in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16)
 
 
@@ -270,7 +270,7 @@ class GluonRows:
     def beside(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, tiling: GluonTiling
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A product with a norm beside it; results and errors are those of ``TritonRows.beside``."""
+        """Return a product with a norm beside it; results and errors are those of ``TritonRows.beside``."""
         reason = refusal(x, weight, bias, norm, tiling)
         if reason:
             raise ValueError(f"small_matmul_gluon: {reason}")
@@ -339,7 +339,7 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     if gluon is None:
         return []
     pointers = {"parts": "*fp32", "left": "*fp32", "squares": "*fp32"}

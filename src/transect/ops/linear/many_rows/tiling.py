@@ -58,23 +58,24 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
 
 
 def rule(size: Size) -> Config:
-    """The tiling rule without a gate."""
+    """Return the tiling rule without a gate."""
     return _rule(size, False)
 
 
 def gated_rule(size: Size) -> Config:
-    """The tiling rule with a gate, whose sums take as many registers again."""
+    """Return the tiling rule with a gate, whose sums take as many registers again."""
     return _rule(size, True)
 
 
 def tiling_of(config: Config) -> ManyRowsTiling:
-    """The kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
+    """Return the kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
     persistent = torch.cuda.get_device_capability()[0] >= 9
     return ManyRowsTiling(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
 
 
 def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> ManyRowsTiling:
-    """The tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was tuned."""
+    """Return the tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was
+    tuned."""
     m, k = x.shape
     if INTERPRETED:
         return SMALL

@@ -78,7 +78,7 @@ def tiling_of(
 
 @cache
 def choose_tiling(m: int, n: int, k: int, unit: int, units: int, gated: bool = False) -> GGUFTiling:
-    """The tiling of m rows: sixteen warps where their rings fit, which is for one or two rows."""
+    """Return the tiling of m rows: sixteen warps where their rings fit, which is for one or two rows."""
     for columns, warps in ((2, 16), (2, 8), (1, 8), (1, 4)):
         tiling = tiling_of(m, n, k, unit, units, columns, warps, gated=gated)
         if tiling is not None:
