@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 import subprocess
 
-import record
+import _paths  # noqa: F401
+from benchmarks import record
 
 
 def named() -> list[str]:
