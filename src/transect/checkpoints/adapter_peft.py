@@ -260,7 +260,7 @@ def _joined(parts: Sequence[tuple[LowRank | None, HFPlace, tuple[int, ...]]]) ->
 
 
 def _in_file(rows: Tensor, place: HFPlace) -> Tensor:
-    """What goes with the rows of a weight, in the order of the file."""
+    """Reorder values that belong to the rows of a weight to the order of the file."""
     return rows[torch.from_numpy(np.argsort(place.order(len(rows))))]
 
 

@@ -201,7 +201,7 @@ def _read_stack(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: sl
 
 
 def _read_experts(stack: list[_Stored], place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
-    """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
+    """Read some rows of the concatenated matrices of all experts; experts without such rows are not read."""
     wanted, each = within(len(stack) * shape[0], rows), shape[0]
     parts = []
     for expert in range(wanted.start // each, -(-wanted.stop // each)):

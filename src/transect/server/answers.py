@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What is new in an answer."""
+    """New parts of an answer."""
 
     thoughts: str = ""
     text: str = ""

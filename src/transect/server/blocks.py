@@ -48,7 +48,7 @@ class Blocks:
         self._open = False
 
     def feed(self, piece: AnswerPiece) -> list[News]:
-        """What a piece of the answer changes."""
+        """Add a piece of the answer; return the events of blocks that follow."""
         news: list[News] = []
         if piece.thoughts:
             news += self._more("thoughts", piece.thoughts)

@@ -79,7 +79,7 @@ class TrainConfig:
             ``mlflow``.
         project: the name of the project or experiment there.
         device: ``auto``, ``cpu`` or ``cuda``.
-        threads: CPU threads; None: all cores of this process, or OMP_NUM_THREADS.
+        threads: CPU threads; None for all cores of this process, or OMP_NUM_THREADS.
         own: settings of an objective that is one file (``train/objectives/``), from the table of its name.
     """
 
@@ -163,7 +163,7 @@ class TrainConfig:
 
     @property
     def compares(self) -> bool:
-        """Whether the loss compares with the model as it was when the run began."""
+        """True if the loss compares with the model as it was at the start of the run."""
         kind = objective_kind(self.objective)
         if kind is not None:
             return kind.compares

@@ -81,7 +81,7 @@ class Packed:
 
 @dataclass(slots=True)
 class MergedStep:
-    """What all layers of a pass share: cos and sin ``[T, d/2]``, and how tokens attend.
+    """Inputs shared by all layers of a pass: cos and sin ``[T, d/2]``, and the form of attention.
 
     ``passed``: matrix that holds the gradient for the next lower layer, with spare columns.
     """
@@ -261,7 +261,7 @@ class MergedLayer:
         return g if self.seams is None else self.seams.enter_back(g)
 
     def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: MergedStep) -> tuple[KeptTensors, Tensor, Tensor]:
-        """What is kept, then t and d of the next layer."""
+        """Return the kept tensors, then t and d of the next layer."""
         n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
         n = self._enter(n)
         qkv, o, sums, low_qkv = self._attend(n, step)
