@@ -38,7 +38,7 @@ Square = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Part:
+class RingPart:
     """Work of a rank with the keys of one rank.
 
     Attributes:
@@ -53,13 +53,13 @@ class Part:
     rest: list[Pairs] = field(default_factory=list)
 
 
-def parts(ends: Sequence[int], rank: int, ranks: int, window: int | None) -> list[Part]:
+def parts(ends: Sequence[int], rank: int, ranks: int, window: int | None) -> list[RingPart]:
     """List the work of ``rank`` with its own keys, those of the rank before it, and so on; arguments as of
     ``visible``."""
     found = []
     for step in range(ranks):
         other = (rank - step) % ranks
-        part = Part()
+        part = RingPart()
         if step == 0:
             part.ends = _runs(ends, rank, ranks, joined=window is None)
         for pairs in visible(ends, rank, other, ranks, window):
@@ -106,7 +106,7 @@ def _squares(pairs: Pairs) -> tuple[list[Square], list[Pairs]]:
     return squares, rest
 
 
-def _place(part: Part, square: Square) -> None:
+def _place(part: RingPart, square: Square) -> None:
     """Into the first round with room for it."""
     q, k, size = square
     for squares in part.rounds:
@@ -132,10 +132,10 @@ class KernelRing:
 
     def __init__(self, ends: Sequence[int], group: Group) -> None:
         self.ends, self.group = list(ends), group
-        self._parts: dict[int | None, list[Part]] = {}
+        self._parts: dict[int | None, list[RingPart]] = {}
         self._made: dict[tuple[int, ...], Tensor] = {}
 
-    def _todo(self, window: int | None) -> list[Part]:
+    def _todo(self, window: int | None) -> list[RingPart]:
         if window not in self._parts:
             self._parts[window] = parts(self.ends, self.group.rank, self.group.size, window)
         return self._parts[window]
