@@ -12,6 +12,7 @@
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
   ``roofline.py``: what a device allows.
+* ``learn.py``: the graded ladder, from a dot product to a fleet.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_model.py``: find the fastest of
   them here. ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
@@ -98,6 +99,7 @@ def _application() -> Any:
         generate,
         hardware,
         inspect,
+        learn,
         memory,
         models,
         plan,
@@ -163,6 +165,7 @@ def _application() -> Any:
     application.add_typer(data.application, name="data", cls=settings.Group)
     application.add_typer(plan.application, name="plan", cls=settings.Group)
     application.add_typer(explain.application, name="explain", cls=settings.Group)
+    application.add_typer(learn.application, name="learn", cls=settings.Group)
     return application
 
 

@@ -1,0 +1,1 @@
+"""The rungs, a folder for each part of the road; a file each, whose docstring is the page that the student reads."""
