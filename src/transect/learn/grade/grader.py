@@ -27,6 +27,8 @@ from .workshop import Failed, Run, Submission, Workshop, workshop
 PLANNED = "h100-80gb"
 BELOW = 0.5
 """A time below this share of the floor is no time of this work: the ceilings are not that far off."""
+AGAIN = 3
+"""Times that a measurement below the floor is repeated before the program is blamed for it."""
 
 
 def grade(
@@ -172,6 +174,10 @@ def _speed(
         verdict.bound = "FLOPs" if at_flops > at_bytes else "bytes"
     if real and measure:
         verdict.seconds = timed.seconds / len(calls)
+        for _ in range(AGAIN if verdict.floor_seconds is not None else 0):
+            if verdict.seconds >= BELOW * (verdict.floor_seconds or 0.0):
+                break  # a clock may err once on a busy machine
+            verdict.seconds = program.run(calls).seconds / len(calls)
         if verdict.floor_seconds is not None and verdict.seconds < BELOW * verdict.floor_seconds:
             verdict.right = False
             verdict.reason = (

@@ -95,13 +95,14 @@ class Session:
         self.reuse = reuse
         return {}
 
-    def go(self, count: str = "") -> dict[str, Any]:
-        """Make the calls. The answer leaves when all have returned and the device has nothing left to do."""
+    def go(self, count: str = "", dry: bool = False) -> dict[str, Any]:
+        """Make the calls. The answer leaves when all have returned and the device has nothing left to do. ``dry``: make
+        none, to find what asking costs."""
         assert self.watch is not None
         self.outputs = []
         first = self.inputs[0][1] if self.inputs else []
         with self.watch, counting(count, self.watch) as counted:
-            for index, (entry, arguments) in enumerate(self.inputs):
+            for index, (entry, arguments) in enumerate([] if dry else self.inputs):
                 if self.reuse and index:
                     for old, new in zip(first, arguments, strict=True):
                         if isinstance(old, torch.Tensor):
