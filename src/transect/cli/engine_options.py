@@ -84,6 +84,10 @@ DecisionLog = Annotated[
     str | None,
     typer.Option("--decision-log", help="Write what the scheduler decides to this file; see `transect explain`."),
 ]
+SchedulerClass = Annotated[
+    str | None,
+    typer.Option("--scheduler-cls", help="A scheduler of your own: FILE.py:Class or package.module.Class."),
+]
 PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
 JumpAhead = Annotated[
     bool, typer.Option(help="Compute tokens that a grammar forces together; off: draw them one by one.")
@@ -137,6 +141,7 @@ def how_it_runs(
     fused_operators: FusedOperators = True,
     dependent_launch: DependentLaunch = True,
     device_sampling: DeviceSampling = True,
+    scheduler_cls: SchedulerClass = None,
 ) -> None:
     """The options of those that serve or measure it: what may be random, and each optimization of a GPU."""
 

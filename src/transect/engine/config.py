@@ -83,6 +83,8 @@ class EngineConfig:
         policy: ``continuous``, or ``static`` to compare with.
         longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
             sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
+        scheduler_cls: a scheduler of one's own, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
+            ``engine.scheduling.scheduler.Scheduler``; None: that one.
         jump_ahead: tokens that a grammar forces are computed together, not drawn one by one.
         max_queue: requests that may wait; one more is refused. None: no bound.
         async_scheduling: plan a step ahead of the tokens; None: on a GPU.
@@ -139,6 +141,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
     longest_first: bool | None = None
+    scheduler_cls: str | None = None
     jump_ahead: bool = True
     max_queue: int | None = None
     async_scheduling: bool | None = None
