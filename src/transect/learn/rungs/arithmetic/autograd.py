@@ -128,7 +128,7 @@ RUNG = Rung(
         Case("a * b", lambda rng: [[2.0, 3.0], [["mul", 0, 1]]], "Each factor's local slope is the other factor."),
         Case("a - b", lambda rng: [[2.0, 3.0], [["sub", 0, 1]]], "The second of a difference has the local slope -1."),
         Case("tanh, exp and relu", lambda rng: [[math.pi / 7], [["tanh", 0], ["exp", 1], ["relu", 2]]],
-             "tanh' = 1 - tanh^2, exp' = exp, relu' = 1 above 0 and 0 below."),
+             "tanh' = 1 - tanh^2, exp' = exp, relu' = 1 above 0; and walk from the end to the beginning."),
         Case("a * a", lambda rng: [[3.0], [["mul", 0, 0]]],
              "A value that is used twice gets both slopes: add to grad, never assign it."),
         Case("used in two places", lambda rng: [[0.5], [["tanh", 0], ["exp", 0], ["mul", 1, 2], ["add", 3, 0]]],

@@ -26,9 +26,9 @@ from ...record import Case, Rung, Speed
 SOLUTION = '''import math
 
 CAPACITY = 10.0
-TARGET = 0.75
+TARGET = 0.95
 AHEAD = 7
-PATIENCE = 18
+PATIENCE = 12
 
 
 def wanted(load):

@@ -96,7 +96,7 @@ def _judge(arguments, got):
         return f"{len(chosen)} of {len(requests)} requests were sent"
     mine, turns = _latency(arguments, chosen), _latency(arguments, [i % engines for i in range(len(requests))])
     best = _latency(arguments, _drive(type("module", (), {"Router": Router}), *arguments)[0])
-    if mine > 1.25 * best + 0.02:
+    if mine > 1.5 * best + 0.02:
         return (f"the mean latency is {mine:.2f} s; the shipped router has {best:.2f} s and taking turns {turns:.2f} s")
     return ""
 
@@ -119,6 +119,16 @@ def _uneven(rng, count):
     return found
 
 
+def _after_a_long_one(rng):
+    found = [[0.0, [int(x) for x in rng.integers(0, 1000, 60_000)], 10]]
+    return found + [[10 + 0.027 * i, [int(x) for x in rng.integers(0, 1000, 20)], 50] for i in range(200)]
+
+
+def _one_beginning(rng, count):
+    system = [int(x) for x in rng.integers(0, 1000, 1600)]
+    return [[0.05 * i, [*system, *(int(x) for x in rng.integers(0, 1000, 100))], 60] for i in range(count)]
+
+
 RUNG = Rung(
     name="router",
     title="A router: load and cached prefixes in one number",
@@ -139,12 +149,14 @@ RUNG = Rung(
              "Count tokens, not requests, and take them off again when a request is done."),
         Case("chats", lambda rng: [4, 40_000, _chats(rng, 16, 5, 0, 800, 3.0)],
              "A chat's next question repeats the chat: send it where its beginning is cached."),
-        Case("one system prompt for all", lambda rng: [4, 40_000, _chats(rng, 24, 4, 1600, 200, 1.5)],
+        Case("after a long one", lambda rng: [4, 70_000, _after_a_long_one(rng)],
+             "A request that is done is no load any more: take its prompt and its tokens off."),
+        Case("one system prompt for all", lambda rng: [4, 40_000, _one_beginning(rng, 60)],
              "Load and prefix belong into one number: a shared beginning must not draw everything to one engine."),
     ),
-    speed=Speed(lambda rng: [4, 40_000, _chats(rng, 16, 5, 400, 800, 3.0)],
+    speed=Speed(lambda rng: [4, 40_000, _chats(rng, 24, 6, 0, 2000, 1.5)],
                 "It is right and not as quick as it could be: compare queue plus uncached tokens of each engine.",
-                measure=lambda arguments, got: _latency(arguments, got[0]) * 1e3, unit="ms of mean latency", ratio=1.15,
+                measure=lambda arguments, got: _latency(arguments, got[0]) * 1e3, unit="ms of mean latency", ratio=1.1,
                 calls=1),
     hints=("Hash the prompt block by block, each hash over the one before.",
            "cost of an engine = its load + len(prompt) - cached tokens there; take the smallest.",

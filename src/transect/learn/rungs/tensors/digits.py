@@ -139,7 +139,7 @@ RUNG = Rung(
     ),
     speed=Speed(lambda rng: _batch(rng, 64),
                 "The gradients of a whole batch are a few products: no loop over images, and nothing computed twice.",
-                ratio=1.6),
+                ratio=1.4),
     hints=("Write the forward pass and compare the loss first: the message says which entry differs.",
            "p = exp(y - max) / sum; dy = p; dy[rows, labels] -= 1; dy /= B.",
            "weight -= rate * gradient changes the tensor in place."),

@@ -86,7 +86,7 @@ RUNG = Rung(
     drives={"forward": _forward, "backward": _backward},
     tolerance=1e-6,
     cases=(
-        Case("forward, 8 elements", lambda rng: [normal(rng, 8)], "y = x / (1 + exp(-x)): mind the sign in exp."),
+        Case("forward, 8 elements", lambda rng: [normal(rng, 8)], "y = x / (1 + exp(-x)) for every i from 0 to n - 1: mind the sign in exp, and the last element."),
         Case("forward, 1,001 elements", lambda rng: [normal(rng, 1001)], "Write every element: i runs from 0 to n - 1."),
         Case("forward, large numbers", lambda rng: [60 * normal(rng, 64)],
              "exp(x) overflows for large x, and infinity / infinity is NaN: divide by 1 + exp(-x) instead."),
