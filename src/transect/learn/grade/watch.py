@@ -10,6 +10,7 @@ file can get around it. The clock and the expected answers are therefore in anot
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import random
 import sys
@@ -30,7 +31,6 @@ AUDITED = {
     "os.fork": "starts another process",
     "os.forkpty": "starts another process",
     "os.posix_spawn": "starts another process",
-    "_thread.start_new_thread": "starts a thread: work outside of the measured call",
     "socket.__new__": "opens a socket",
     "socket.connect": "opens a socket",
     "ctypes.dlopen": "loads a library",
@@ -52,6 +52,9 @@ AUDITED = {
 }
 """Events of Python's audit hook, and the reason why a solution has no use for them."""
 
+DIRECT = ("sys._getframe", "sys._current_frames")
+"""Events that Python's own library raises for honest programs (dataclasses): they count from the program itself."""
+
 HOST = ("numpy", "tolist", "__array__", "__dlpack__", "item", "__reduce_ex__", "untyped_storage", "storage")
 """Ways out of a tensor; a kernel rung computes on the device."""
 
@@ -63,6 +66,10 @@ TURN_OFF = {
     torch.overrides: ("_pop_mode", "_pop_mode_temporarily"),
 }  # fmt: skip
 """Functions of torch that turn its modes off."""
+
+THREADS = {_thread: ("start_new_thread", "start_joinable_thread"),
+           threading: ("_start_new_thread", "_start_joinable_thread")}  # fmt: skip
+THREAD = "starts a thread: work outside of the measured call"
 
 
 class Watch:
@@ -162,11 +169,8 @@ class Watch:
             path = str(arguments[0])
             if self.from_program(2) and path != self.file:
                 self.alarm(f"opens the file {path!r}")
-        elif event in AUDITED and self.from_program(2 if event != "subprocess.Popen" else 2):
+        elif event in AUDITED and (self.from_program(2) if event in DIRECT else self._in_stack()):
             self.alarm(AUDITED[event])
-        elif event in ("subprocess.Popen", "_thread.start_new_thread", "os.fork", "os.posix_spawn", "os.system"):
-            if self._in_stack():
-                self.alarm(AUDITED[event])
 
     def _in_stack(self) -> bool:
         """True if a frame of the program is anywhere above: the standard library starts processes in its name."""
@@ -182,16 +186,19 @@ class Watch:
         return False
 
     def _set_tripwires(self) -> None:
-        for place, names in TURN_OFF.items():
-            for name in names:
-                original = getattr(place, name, None)
-                if original is not None:
-                    setattr(place, name, self._tripwire(original, name))
+        for places, reason in ((TURN_OFF, "turns off the modes that watch torch's operators"), (THREADS, THREAD)):
+            for place, names in places.items():
+                for name in names:
+                    original = getattr(place, name, None)
+                    if original is not None:
+                        setattr(place, name, self._tripwire(original, reason, whole=places is THREADS))
 
-    def _tripwire(self, original: Any, name: str) -> Callable[..., Any]:
+    def _tripwire(self, original: Any, reason: str, whole: bool) -> Callable[..., Any]:
+        """``original`` with an alarm if the program calls it; ``whole``: or if something that the program called."""
+
         def called(*arguments: Any, **named: Any) -> Any:
-            if self._on and self.from_program(2):
-                self.alarm(f"calls {name}, which turns off the modes that watch torch's operators")
+            if self._on and (self._in_stack() if whole else self.from_program(2)):
+                self.alarm(reason)
             return original(*arguments, **named)
 
         return called
