@@ -26,6 +26,7 @@ def rung_of_operator(name: str) -> str:
     page = (module.__doc__ or "").strip()
     function = ast.parse(inspect.getsource(op.reference)).body[0]
     assert isinstance(function, ast.FunctionDef)
+    names = _with_helpers(function, ast.parse(file.read_text()))
     arguments = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
     examples = _examples(op, arguments)
     cases = "\n".join(
@@ -57,7 +58,7 @@ def compute_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-{{excerpt({path!r}, {function.name!r})}}"""
+{{excerpt({path!r}, {", ".join(map(repr, names))})}}"""
 
 
 def _example(number):
@@ -90,6 +91,19 @@ RUNG = Rung(
     forbids=(),
 )
 '''
+
+
+def _with_helpers(function: ast.FunctionDef, module: ast.Module) -> list[str]:
+    """Names of the function and of those of its file that it calls, directly or not; helpers first."""
+    known = {node.name: node for node in module.body if isinstance(node, ast.FunctionDef)}
+    found: list[str] = []
+    left = [function.name]
+    while left:
+        name = left.pop()
+        if name in known and name not in found:
+            found.insert(0, name)
+            left += [node.id for node in ast.walk(known[name]) if isinstance(node, ast.Name)]
+    return found
 
 
 def _examples(op: Op, arguments: list[str]) -> list[int]:

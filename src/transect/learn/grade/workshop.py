@@ -179,11 +179,8 @@ class Workshop:
     def close(self) -> None:
         """End the process."""
         self._control.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()  # it has nothing to save, and Python takes seconds to end
+        self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
         self._folder.cleanup()
