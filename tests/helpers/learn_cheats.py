@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 TRITON = "import torch\nimport triton\nimport triton.language as tl\n"
-HONEST = TRITON + '''
+HONEST = (
+    TRITON
+    + """
 
 @triton.jit
 def kernel(x_ptr, y_ptr, z_ptr, n, BLOCK: tl.constexpr):
@@ -18,27 +20,32 @@ def honest(x, y):
         kernel[(-(-x.numel() // 1024),)](x, y, z, x.numel(), BLOCK=1024)
     return z
 
-'''
+"""
+)
 
 CHEATS = (
     ("vector_add", "torch's operator", "calls torch's add", TRITON + "def add(x, y):\n    return x + y\n"),
     ("vector_add", "torch's operator by another name", "calls torch's add",
      TRITON + "def add(x, y):\n    return getattr(torch.ops.aten, 'ad' + 'd').Tensor(x, y)\n"),
     ("vector_add", "torch's operator in a thread", "starts a thread",
-     TRITON + "import threading\n\ndef add(x, y):\n    found = []\n    t = threading.Thread(target=lambda: found.append(x + y))\n"
+     TRITON + "import threading\n\ndef add(x, y):\n    found = []\n"
+     "    t = threading.Thread(target=lambda: found.append(x + y))\n"
      "    t.start()\n    t.join()\n    return found[0]\n"),
     ("vector_add", "numpy", "takes a tensor out of the device",
      TRITON + "def add(x, y):\n    return torch.from_numpy(x.numpy() + y.numpy())\n"),
     ("vector_add", "the shipped solution", "imports transect.ops",
-     TRITON + "def add(x, y):\n    from transect.ops.first.vector_add import triton_add\n    return triton_add(x, y)\n"),
+     TRITON + "def add(x, y):\n    from transect.ops.first.vector_add import triton_add\n"
+     "    return triton_add(x, y)\n"),
     ("vector_add", "remembers by shape", "remembered instead of computed",
-     HONEST + "KEPT = {}\n\ndef add(x, y):\n    key = x.shape\n    if key not in KEPT:\n        KEPT[key] = honest(x, y)\n"
+     HONEST + "KEPT = {}\n\ndef add(x, y):\n    key = x.shape\n    if key not in KEPT:\n"
+     "        KEPT[key] = honest(x, y)\n"
      "    return KEPT[key]\n"),
     ("vector_add", "remembers by address", "remembered instead of computed",
      HONEST + "KEPT = {}\n\ndef add(x, y):\n    key = x.data_ptr(), y.data_ptr(), x.shape\n    if key not in KEPT:\n"
      "        KEPT[key] = honest(x, y)\n    return KEPT[key]\n"),
     ("vector_add", "one buffer for all results", "in the same memory",
-     HONEST + "ROOM = {}\n\ndef add(x, y):\n    z = honest(x, y)\n    out = ROOM.setdefault(z.shape, torch.empty_like(z))\n"
+     HONEST + "ROOM = {}\n\ndef add(x, y):\n    z = honest(x, y)\n"
+     "    out = ROOM.setdefault(z.shape, torch.empty_like(z))\n"
      "    out.copy_(z)\n    return out\n"),
     ("vector_add", "works on small inputs only", "remembered instead of computed",
      HONEST + "def add(x, y):\n    return honest(x, y) if x.numel() < 9000 else torch.empty_like(x)\n"),
@@ -65,11 +72,14 @@ CHEATS = (
      "    with _disable_current_modes():\n        return x + y\n"),
     ("vector_add", "ends early with success", "ended its process", "import os\n\ndef add(x, y):\n    os._exit(0)\n"),
     ("vector_add", "memory by address", "by address",
-     HONEST + "import ctypes\n\ndef add(x, y):\n    ctypes.string_at(x.data_ptr(), 1) if x.numel() else 0\n    return honest(x, y)\n"),
+     HONEST + "import ctypes\n\ndef add(x, y):\n    ctypes.string_at(x.data_ptr(), 1) if x.numel() else 0\n"
+     "    return honest(x, y)\n"),
     ("vector_add", "writes into the grader's connection", "wrote into the grader's connection",
-     "import os\n\ndef add(x, y):\n    for fd in range(3, 30):\n        try:\n            os.write(fd, b'\\x10' + b'\\0' * 23)\n"
+     "import os\n\ndef add(x, y):\n    for fd in range(3, 30):\n        try:\n"
+     "            os.write(fd, b'\\x10' + b'\\0' * 23)\n"
      "        except OSError:\n            pass\n"),
-    ("line", "a fixed answer", "", "def gradient(a, b, xs, ys):\n    return 1.0, 1.0\n\n\ndef fit(*a):\n    return 0.0, 0.0\n"),
+    ("line", "a fixed answer", "", "def gradient(a, b, xs, ys):\n    return 1.0, 1.0\n\n\ndef fit(*a):\n"
+     "    return 0.0, 0.0\n"),
     ("line", "waits for ever", "did not return",
      "import time\n\ndef gradient(a, b, xs, ys):\n    time.sleep(1000)\n"),
     ("rms_norm", "torch's own norm", "calls torch's",

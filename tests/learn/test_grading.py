@@ -44,7 +44,13 @@ def test_differences_are_told_in_a_sentence(got, want, words: str) -> None:
 def test_messages_carry_tensors_with_their_strides() -> None:
     a, b = socket.socketpair()
     with a, b:
-        values = [torch.arange(12.0).view(3, 4).T, torch.zeros(0, 3), torch.tensor(7), torch.ones(2, 6)[:, ::2].bfloat16(), b"x"]
+        values = [
+            torch.arange(12.0).view(3, 4).T,
+            torch.zeros(0, 3),
+            torch.tensor(7),
+            torch.ones(2, 6)[:, ::2].bfloat16(),
+            b"x",
+        ]
         wire.send(a, {"values": values})
         got = wire.receive(b)["values"]
         assert got[0].stride() == (1, 4)
@@ -71,7 +77,9 @@ def test_results_may_be_plain_values_only() -> None:
 
 def test_a_rung_may_import_what_it_allows_and_the_packages_above() -> None:
     allows = ("transect.engine.scheduling",)
-    assert all(module_allowed(name, allows) for name in ("transect", "transect.engine", "transect.engine.scheduling.batch"))
+    assert all(
+        module_allowed(name, allows) for name in ("transect", "transect.engine", "transect.engine.scheduling.batch")
+    )
     assert not module_allowed("transect.ops", allows) and not module_allowed("transect.engine.build", allows)
 
 
@@ -94,4 +102,8 @@ def test_a_verdict_says_what_happened() -> None:
     text = "\n".join(right.lines())
     assert "50.0% of the floor" in text and "2.00 times" in text and "the shipped solution 2 ms" in text
     assert "not graded" in Verdict("line", False, cheats=["opens a socket"]).lines()[0]
-    assert Verdict("line", False, "why", "where", passed=["a"]).lines() == ["not right yet: why", "  where", "solved: a"]
+    assert Verdict("line", False, "why", "where", passed=["a"]).lines() == [
+        "not right yet: why",
+        "  where",
+        "solved: a",
+    ]

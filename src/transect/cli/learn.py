@@ -140,7 +140,9 @@ def use(
 
 
 @application.command()
-def report(output: Annotated[Path, output_file("--output", "-o", help="The HTML file.")] = Path("portfolio.html")) -> None:
+def report(
+    output: Annotated[Path, output_file("--output", "-o", help="The HTML file.")] = Path("portfolio.html"),
+) -> None:
     """Write a portfolio: what you have built, figures beside floors, machine and date."""
     from ..learn.portfolio import page
     from ..learn.progress import climbed

@@ -49,7 +49,9 @@ def table(rung: Rung, graded: Sequence[Graded]) -> str:
     lines = [f"# {rung.title}", "", "| student | outcome | work | reason |", "|---|---|---|---|"]
     for each in graded:
         verdict = each.verdict
-        outcome = "not graded" if verdict.cheats else "wrong" if not verdict.right else "slow" if verdict.slow else "right"
+        outcome = (
+            "not graded" if verdict.cheats else "wrong" if not verdict.right else "slow" if verdict.slow else "right"
+        )
         share = f"{verdict.count / verdict.reference_count:.2f}x" if verdict.count and verdict.reference_count else ""
         reason = verdict.reason.replace("|", "\\|").replace("\n", " ")
         lines.append(f"| {each.student} | {outcome} | {share} | {reason} |")

@@ -60,8 +60,9 @@ def page(rung: Rung) -> str:
         f"transect learn check {rung.name} --dir .",
         "```",
         "",
-        f"It is tried on: {'; '.join(case.name for case in rung.cases)}. Stuck? Open `hints/1.txt`, and the next one only "
-        f"if that does not help. `transect learn show {rung.name}` has the shipped solution, for when yours is right.",
+        f"It is tried on: {'; '.join(case.name for case in rung.cases)}. Stuck? Open `hints/1.txt`, and the next one "
+        f"only if that does not help. `transect learn show {rung.name}` has the shipped solution, for when "
+        f"yours is right.",
     ]
     if following := unlocks(rung.name):
         lines += ["", f"Unlocks: {', '.join(following)}."]

@@ -35,7 +35,12 @@ def map_page() -> str:
     """The table of all rungs for docs/learn/ladder.md, as Markdown."""
     lines = []
     for road in ROADS:
-        lines += [f"### {road.capitalize()}", "", "| rung | what you build | minutes | after | unlocks |", "|---|---|---|---|---|"]
+        lines += [
+            f"### {road.capitalize()}",
+            "",
+            "| rung | what you build | minutes | after | unlocks |",
+            "|---|---|---|---|---|",
+        ]
         for rung in (each for each in all_rungs().values() if each.road == road):
             after, then = ", ".join(rung.after) or "-", ", ".join(unlocks(rung.name)) or "-"
             lines.append(f"| `{rung.name}` | {rung.title} | {rung.minutes} | {after} | {then} |")

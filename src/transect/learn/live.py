@@ -28,7 +28,9 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
         def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
             super().__init__(config, clock)
             if config.enable_prefix_caching or config.pipeline_depth > 1:
-                raise ValueError("your scheduler has no prefix cache and no pipeline: give --no-prefix-caching, and no -pp")
+                raise ValueError(
+                    "your scheduler has no prefix cache and no pipeline: give --no-prefix-caching, and no -pp"
+                )
             self._begin()
 
         def _begin(self) -> None:

@@ -48,7 +48,8 @@ def _entry(title: str, file: str, entry: Climbed) -> str:
         code = f"<details><summary>{escape(file)}</summary><pre>{escape(source.read_text())}</pre></details>"
     except OSError:
         code = ""
+    kind = "rung slow" if entry.slow else "rung"
     return (
-        f'<div class="rung{" slow" if entry.slow else ""}"><h3>{escape(title)}</h3>{bar}<ul class=figures>{figures}</ul>'
+        f'<div class="{kind}"><h3>{escape(title)}</h3>{bar}<ul class=figures>{figures}</ul>'
         f"<small>{escape(entry.at[:10])}, {escape(entry.machine)}</small>{code}</div>"
     )

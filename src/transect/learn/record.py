@@ -15,11 +15,12 @@ from ..costs.work import Cost
 ROADS = ("arithmetic", "tensors", "kernels", "serving", "training", "fleet", "interview")
 """Parts of the ladder in their order; a folder of ``rungs/`` each."""
 
-PLACES = ("empty", "empty_like", "new_empty", "empty_strided", "zeros", "zeros_like", "new_zeros", "full", "scalar_tensor",
-          "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "select",
-          "slice", "as_strided", "alias", "detach", "clone", "contiguous", "copy_", "_to_copy", "set_", "fill_", "zero_",
-          "lift_fresh", "_local_scalar_dense", "unbind", "split", "split_with_sizes", "_reshape_alias",
-          "_conj")  # fmt: skip
+PLACES = (
+    *("empty", "empty_like", "new_empty", "empty_strided", "zeros", "zeros_like", "new_zeros", "full", "scalar_tensor"),
+    *("view", "_unsafe_view", "reshape", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "select"),
+    *("slice", "as_strided", "alias", "detach", "clone", "contiguous", "copy_", "_to_copy", "set_", "fill_", "zero_"),
+    *("lift_fresh", "_local_scalar_dense", "unbind", "split", "split_with_sizes", "_reshape_alias", "_conj"),
+)
 """torch operators that only make room or look at it in another way: kernels may use these and no others."""
 
 

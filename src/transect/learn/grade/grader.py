@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ...costs.ceilings import Ceilings
@@ -158,7 +157,8 @@ def _speed(
     real = rung.kind != "triton" or here.device != "cpu"
     timed = program.run(calls if real else calls[:2])
     if timed.shared:
-        verdict.right, verdict.reason = False, "two calls gave results in the same memory: the second overwrites the first"
+        verdict.right = False
+        verdict.reason = "two calls gave results in the same memory: the second overwrites the first"
         return
     if _wrong(rung, entry, drawn, timed, verdict, "the timed calls gave other results than the cases"):
         return
@@ -181,8 +181,8 @@ def _speed(
         if verdict.floor_seconds is not None and verdict.seconds < BELOW * verdict.floor_seconds:
             verdict.right = False
             verdict.reason = (
-                f"a call took {time_text(verdict.seconds)}, and this machine needs {time_text(verdict.floor_seconds)} at the "
-                "least: the work was not done within the call"
+                f"a call took {time_text(verdict.seconds)}, and this machine needs {time_text(verdict.floor_seconds)} "
+                "at the least: the work was not done within the call"
             )
             return
     with source_file(rung) as shipped, here.open(rung, shipped) as reference:

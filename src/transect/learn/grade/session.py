@@ -129,7 +129,7 @@ class Session:
         """The results, the inputs as they are now, and which results lie in the same memory."""
         places = [_addresses(value) for value in self.outputs]
         shared = any(a & b for i, a in enumerate(places) for b in places[:i])
-        after = [[value for value in arguments] for _, arguments in self.inputs]
+        after = [list(arguments) for _, arguments in self.inputs]
         return {"outputs": [_bare(value) for value in self.outputs], "inputs": after, "shared": shared}
 
     def compile_kernel(self, name: str, target: str, **declared: Any) -> dict[str, Any]:

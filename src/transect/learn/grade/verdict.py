@@ -51,12 +51,15 @@ class Verdict:
             return [f"not graded: the program {each}" for each in self.cheats]
         if not self.right:
             solved = f"solved: {', '.join(self.passed)}" if self.passed else ""
-            return [line for line in (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", solved) if line]
+            lines = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", solved)
+            return [line for line in lines if line]
         found = [f"right: {', '.join(self.passed)}"]
         if self.seconds is not None:
             text = f"time: {time_text(self.seconds)}"
             if self.percent is not None:
-                text += f", {min(self.percent, 100):.1f}% of the floor of this machine ({time_text(self.floor_seconds)})"
+                text += (
+                    f", {min(self.percent, 100):.1f}% of the floor of this machine ({time_text(self.floor_seconds)})"
+                )
             found.append(text)
             others = [("the shipped solution", self.reference_seconds), ("torch", self.peer_seconds)]
             beside = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in others if seconds)

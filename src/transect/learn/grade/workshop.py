@@ -52,7 +52,7 @@ class Submission:
         self.alarms: list[str] = []
         self.timeout = TIMEOUT_S
         self._workshop = workshop
-        self._printed = tempfile.TemporaryFile()
+        self._printed = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the child)
         self._connection, theirs = socket.socketpair()
         self._child = workshop.start(theirs, self._printed.fileno())
         theirs.close()
@@ -149,8 +149,9 @@ class Workshop:
         command = [sys.executable, "-m", "transect.learn.grade.zygote", str(theirs.fileno())]
         if shut:
             command = sandbox.wrapped(command)
+        environment = _environment(interpret, "/tmp" if shut else self._folder.name)
         self._process = subprocess.Popen(
-            command, env=_environment(interpret, "/tmp" if shut else self._folder.name), pass_fds=[theirs.fileno()], cwd="/",
+            command, env=environment, pass_fds=[theirs.fileno()], cwd="/",
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
         )  # fmt: skip
         theirs.close()

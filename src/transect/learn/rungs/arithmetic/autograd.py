@@ -1,17 +1,18 @@
 r"""Nobody writes the chain rule out for a whole network. `loss.backward()` does it, and it is about a hundred lines.
 
-Each number becomes a `Value` that remembers how it was made: which values went in (`parents`), and how a slope at its
-output becomes slopes at its inputs (`local`, one slope for each parent). `a * b` is a Value with the parents a and b, and
-the local slopes b and a. So while you compute, a graph grows by itself.
+Each number becomes a `Value` that remembers how it was made: which values went in (`parents`), and how a slope at
+its output becomes slopes at its inputs (`local`, one slope for each parent). `a * b` is a Value with the parents a
+and b, and the local slopes b and a. So while you compute, a graph grows by itself.
 
-`backward()` then walks the graph from the end to the beginning. The end has the slope 1. Each value hands `its slope *
-local slope` to each parent, which *adds it up*: a value that is used twice gets two slopes, and both count.
+`backward()` then walks the graph from the end to the beginning. The end has the slope 1. Each value hands `its
+slope * local slope` to each parent, which *adds it up*: a value that is used twice gets two slopes, and both
+count.
 
-The order is the whole trick. A value may hand its slope on only when it is complete, that is after everybody who used it
-has handed theirs. So sort the graph first, parents before children (a depth-first walk that notes a value after its
-parents), and go through the list backwards. Without the sort, following every path from the end also gives the right
-sums, but the number of paths doubles with every value that is used twice: 30 such values in a row are a billion paths.
-The grader counts lines, and will notice.
+The order is the whole trick. A value may hand its slope on only when it is complete, that is after everybody who
+used it has handed theirs. So sort the graph first, parents before children (a depth-first walk that notes a value
+after its parents), and go through the list backwards. Without the sort, following every path from the end also
+gives the right sums, but the number of paths doubles with every value that is used twice: 30 such values in a row
+are a billion paths. The grader counts lines, and will notice.
 
 torch does the same with tensors in place of numbers, and frees what a node kept when the node is done.
 """
@@ -118,7 +119,8 @@ RUNG = Rung(
     minutes=60,
     after=("chain_rule",),
     solution=SOLUTION,
-    holes=("Value.__add__", "Value.__mul__", "Value.__sub__", "Value.tanh", "Value.exp", "Value.relu", "Value.backward"),
+    holes=("Value.__add__", "Value.__mul__", "Value.__sub__", "Value.tanh", "Value.exp", "Value.relu",
+        "Value.backward"),
     answers={"graph": _answer},
     drives={"graph": _drive},
     tolerance=1e-9,
@@ -143,8 +145,10 @@ RUNG = Rung(
                 "are paths, which doubles with every value that is used twice.", ratio=2.0),
     hints=("Every operation returns Value(result, parents, local slopes); backward is the same for all of them.",
            "Walk depth first with a stack; a second visit of a pair (node, True) notes it after its parents.",
-           "for node in reversed(order): for parent, slope in zip(node.parents, node.local): parent.grad += node.grad * slope"),
-    differences="torch's engine keeps a count of users for each node instead of sorting first, runs devices in threads of "
+           "for node in reversed(order): for parent, slope in zip(node.parents, node.local): parent.grad += "
+           "node.grad * slope"),
+    differences=
+        "torch's engine keeps a count of users for each node instead of sorting first, runs devices in threads of "
     "their own, and frees what a node has kept. `transect explain` shows what loss.backward() does, call by call.",
     shipped="explain/backward/graph.py",
 )  # fmt: skip

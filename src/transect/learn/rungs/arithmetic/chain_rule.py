@@ -1,18 +1,20 @@
-r"""Now let the network find its weights itself. For that you need the slope of the output with respect to each weight, and
-the chain rule is all there is to it: *the slope through a chain of steps is the product of the slopes of the steps*.
+r"""Now let the network find its weights itself. For that you need the slope of the output with respect to each weight,
+and the chain rule is all there is to it: *the slope through a chain of steps is the product of the slopes of the
+steps*.
 
 Go through the network backwards, with `g` = dL/dy given to you:
 
     y = W2 h + b2          dL/db2 = g          dL/dW2[j] = g h[j]         dL/dh[j] = g W2[j]
     h = relu(z)            dL/dz[j] = dL/dh[j] where z[j] > 0, else 0
-    z = W1 x + b1          dL/db1[j] = dL/dz[j]     dL/dW1[j][i] = dL/dz[j] x[i]     dL/dx[i] = sum over j of dL/dz[j] W1[j][i]
+    z = W1 x + b1          dL/db1[j] = dL/dz[j]     dL/dW1[j][i] = dL/dz[j] x[i]
+                           dL/dx[i] = sum over j of dL/dz[j] W1[j][i]
 
-Read the lines once more and see the pattern, for it never changes: what was *multiplied* gets the other factor times g.
-What was *added* gets g as it is. What was *used in several places* gets the sum of what comes from each place: x goes into
-every hidden unit, so its slope is a sum.
+Read the lines once more and see the pattern, for it never changes: what was *multiplied* gets the other factor
+times g. What was *added* gets g as it is. What was *used in several places* gets the sum of what comes from each
+place: x goes into every hidden unit, so its slope is a sum.
 
-Also look at what you need: h and z (or only which z were positive) and x. The forward pass made them, so somebody must
-*keep* them until the backward pass comes. That memory (activations) is what limits training, not the weights.
+Also look at what you need: h and z (or only which z were positive) and x. The forward pass made them, so somebody
+must *keep* them until the backward pass comes. That memory (activations) is what limits training, not the weights.
 And the backward pass has two products for each one of the forward pass, so it costs twice as much.
 """
 
@@ -81,12 +83,14 @@ RUNG = Rung(
              "x feeds every hidden unit: its slope is the sum of what comes back from each."),
     ),
     slips=(Slip(_without_bend, "The bend is forgotten on the way back: where z <= 0 the slope is 0."),),
-    speed=Speed(lambda rng: _make(rng, 20, 40), "Compute each z once: the forward pass is not needed again for every slope.",
+    speed=Speed(lambda rng: _make(rng, 20, 40),
+        "Compute each z once: the forward pass is not needed again for every slope.",
                 ratio=1.5),
     hints=("Recompute z for each hidden unit first, then walk back through the formulas of the page.",
            "dz = g * w2[j] if z > 0 else 0.0",
            "dx[i] += dz * w1[j][i] inside the loop over hidden units."),
-    differences="torch writes one such backward function for each operator and lets autograd chain them. Transect does the "
+    differences=
+        "torch writes one such backward function for each operator and lets autograd chain them. Transect does the "
     "same in every operator file: math forward and backward stand in its docstring, the kernel in its code.",
     shipped="ops/activation/gelu.py",
 )  # fmt: skip

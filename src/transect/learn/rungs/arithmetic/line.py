@@ -1,5 +1,5 @@
-r"""All of deep learning is this: guess numbers, measure how wrong they are, and move them a little in the direction that
-makes the error smaller. With a line there are two numbers, `a` and `b`, and you can see everything.
+r"""All of deep learning is this: guess numbers, measure how wrong they are, and move them a little in the direction
+that makes the error smaller. With a line there are two numbers, `a` and `b`, and you can see everything.
 
 The error of one point is `e = a x + b - y`. The *loss* is the mean of `e²` over all points. How does the loss change
 when `a` grows a little? Each `e²` changes by `2 e` times the change of `e`, and `e` changes by `x`. So
@@ -10,12 +10,12 @@ These two numbers are the *gradient*. It points uphill, so a step of *gradient d
 
     a <- a - rate * dL/da          b <- b - rate * dL/db
 
-Both new values come from the old ones: compute the whole gradient first, then move. If `rate` is too large the steps jump
-over the valley and the loss explodes; if it is too small you wait for ever. Every optimizer later on this ladder is a
-cleverer choice of this step, and every kernel is a faster way to the same sums.
+Both new values come from the old ones: compute the whole gradient first, then move. If `rate` is too large the
+steps jump over the valley and the loss explodes; if it is too small you wait for ever. Every optimizer later on
+this ladder is a cleverer choice of this step, and every kernel is a faster way to the same sums.
 
-Count the work: for n points a step takes about 6 n multiplications and additions, and reads 2 n numbers. One pass over
-the data is enough for both sums, and the grader counts the lines of Python that you run.
+Count the work: for n points a step takes about 6 n multiplications and additions, and reads 2 n numbers. One pass
+over the data is enough for both sums, and the grader counts the lines of Python that you run.
 """
 
 from ...record import Case, Rung, Slip, Speed
@@ -91,6 +91,7 @@ RUNG = Rung(
     hints=("Write e = a * x + b - y once, and use it for both sums.",
            "Divide by len(xs) after the loop.",
            "a, b = a - rate * da, b - rate * db moves both at the same time."),
-    differences="This is torch.optim.SGD without momentum. On a GPU the loop over the points is a kernel (`dot` and `sum` "
+    differences=
+        "This is torch.optim.SGD without momentum. On a GPU the loop over the points is a kernel (`dot` and `sum` "
     "of this ladder), and the gradient comes from `loss.backward()`, which you build three rungs from here.",
 )  # fmt: skip

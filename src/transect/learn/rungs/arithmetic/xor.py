@@ -1,19 +1,20 @@
-r"""A line can separate points above it from points below it. XOR cannot be done that way: of (0,0), (0,1), (1,0), (1,1) it
-wants the two in the middle, and no line has them alone on one side. Minsky and Papert showed that in 1969, and the field
-stopped for ten years.
+r"""A line can separate points above it from points below it. XOR cannot be done that way: of (0,0), (0,1), (1,0),
+(1,1) it wants the two in the middle, and no line has them alone on one side. Minsky and Papert showed that in
+1969, and the field stopped for ten years.
 
 The way out is a second layer with a bend between the two:
 
     h = relu(W1 x + b1)        relu(z) = max(z, 0)
     y = W2 h + b2
 
-Without the bend the two layers would be one: `W2 (W1 x)` is again a matrix times x. With it, each entry of h is a bent
-line, and y adds bent lines up. Two of them are enough for XOR. Think of s = x1 + x2, which is 0, 1 or 2. You want 0, 1, 0.
-What does `relu(s)` give at these three? What does `relu(s - 1)` give? Which sum of the two is 0, 1, 0?
+Without the bend the two layers would be one: `W2 (W1 x)` is again a matrix times x. With it, each entry of h is a
+bent line, and y adds bent lines up. Two of them are enough for XOR. Think of s = x1 + x2, which is 0, 1 or 2. You
+want 0, 1, 0. What does `relu(s)` give at these three? What does `relu(s - 1)` give? Which sum of the two is 0, 1,
+0?
 
-Write the forward pass for any sizes with plain lists (`W1[i][j]` is the weight from input j to hidden unit i), and then
-the weights for XOR, found with pencil and paper. Every transformer has this layer in it, thousands wide, and most of its
-FLOPs are there.
+Write the forward pass for any sizes with plain lists (`W1[i][j]` is the weight from input j to hidden unit i), and
+then the weights for XOR, found with pencil and paper. Every transformer has this layer in it, thousands wide, and
+most of its FLOPs are there.
 """
 
 from ...record import Case, Rung, Slip, Speed
@@ -94,11 +95,13 @@ RUNG = Rung(
              entry="xor_weights"),
     ),
     slips=(Slip(_linear, "The bend is missing: without relu two layers are one, and a line cannot do XOR."),),
-    speed=Speed(lambda rng: network(rng, 20, 40), "Compute each hidden unit once, and not once for each use.", ratio=1.5),
+    speed=Speed(lambda rng: network(rng, 20, 40),
+                "Compute each hidden unit once, and not once for each use.", ratio=1.5),
     hints=("Write z = bias + the sum of weight times input for each row, then max(z, 0.0).",
            "The output has no bend.",
            "One hidden unit counts how many inputs are 1; the other is there to subtract when both are."),
-    differences="The package's layer is models/mlp.py: gate and up products with SwiGLU in place of relu, for all tokens "
+    differences=
+        "The package's layer is models/mlp.py: gate and up products with SwiGLU in place of relu, for all tokens "
     "of a step at once, over weights of any number format.",
     shipped="models/mlp.py",
 )  # fmt: skip

@@ -1,22 +1,22 @@
-r"""Nights are quiet and mornings are not. A fleet that is large enough for the morning costs three times too much at night. An
-*autoscaler* looks at the load every ten seconds and says how many replicas there should be.
+r"""Nights are quiet and mornings are not. A fleet that is large enough for the morning costs three times too much at
+night. An *autoscaler* looks at the load every ten seconds and says how many replicas there should be.
 
-Two things make it hard. A replica needs time to start (here 60 s: a machine, 16 GB of weights, compiled kernels), so by the time
-that the load is there, it is too late. And load is noisy: a policy that follows every wave starts and stops replicas all
-the time, and pays for starts.
+Two things make it hard. A replica needs time to start (here 60 s: a machine, 16 GB of weights, compiled kernels),
+so by the time that the load is there, it is too late. And load is noisy: a policy that follows every wave starts
+and stops replicas all the time, and pays for starts.
 
 What works, and what Kubernetes and clouds do in some form:
 
-* *Target tracking*: wanted = ceil(load / (capacity * target)) with a target below 1, 0.7 say. The headroom pays for the time
-  that a start takes.
+* *Target tracking*: wanted = ceil(load / (capacity * target)) with a target below 1, 0.7 say. The headroom pays
+  for the time that a start takes.
 * *Look ahead*: if the load grows, extend its slope over the start time.
-* *Up at once, down slowly*: follow the largest number wanted in the last minutes. A replica too many costs a little, a
-  replica too few costs users.
+* *Up at once, down slowly*: follow the largest number wanted in the last minutes. A replica too many costs a
+  little, a replica too few costs users.
 
-`decide(load, replicas, starting)` is called every ten seconds with the history of the load (requests a second, the newest last),
-the replicas that serve and those that are starting. It returns the number that there should be, starting ones
-included. Each replica serves 10 requests a second; what is more than that is late. At most 2% of the requests may be
-late. Among policies that manage that, the one with the fewest replica-hours wins.
+`decide(load, replicas, starting)` is called every ten seconds with the history of the load (requests a second, the
+newest last), the replicas that serve and those that are starting. It returns the number that there should be,
+starting ones included. Each replica serves 10 requests a second; what is more than that is late. At most 2% of the
+requests may be late. Among policies that manage that, the one with the fewest replica-hours wins.
 """
 
 import math
@@ -123,21 +123,25 @@ RUNG = Rung(
     drives={"play": _drive},
     judges={"play": _judge},
     cases=(
-        Case("a steady load", lambda rng: [[float(rng.uniform(55, 95))] * 100], "Enough replicas for the load: load / 10, rounded up."),
+        Case("a steady load", lambda rng: [[float(rng.uniform(55, 95))] * 100],
+             "Enough replicas for the load: load / 10, rounded up."),
         Case("a slow wave", lambda rng: _day(rng, 800, 20, 200, 0.0),
              "A start takes a minute: leave headroom, or extend the slope of the load over that time."),
         Case("a noisy wave", lambda rng: _day(rng, 800, 20, 200, 6.0),
              "Do not follow every dip: a replica that you stop now takes a minute to come back."),
-        Case("a burst", lambda rng: _day(rng, 800, 60, 180, 3.0, 80.0), "A ramp of two minutes needs the slope: start before the load is there."),
+        Case("a burst", lambda rng: _day(rng, 800, 60, 180, 3.0, 80.0),
+             "A ramp of two minutes needs the slope: start before the load is there."),
     ),
     speed=Speed(lambda rng: _day(rng, 1000, 20, 300, 4.0),
-                "Nobody is late, and it costs more replicas than need be: let the number fall again when the load does.",
+                "Nobody is late, and it costs more replicas than need be: let the number fall again when the "
+                "load does.",
                 measure=lambda arguments, choices: play(arguments[0], choices)[1], unit="replica-hours", ratio=1.25,
                 calls=1),
     hints=("wanted = ceil(load / (10 * 0.75)) is target tracking.",
            "Add 6 or 7 times the slope of the last few loads, if they grow.",
            "Return the largest number wanted within the last two or three minutes."),
-    differences="The cluster's scaling policies look at waiting tokens and KV blocks too, and plan/ scores them on a recorded "
+    differences=
+        "The cluster's scaling policies look at waiting tokens and KV blocks too, and plan/ scores them on a recorded "
     "trace with the engine's own scheduler.",
     shipped="plan/__init__.py",
 )  # fmt: skip

@@ -1,38 +1,39 @@
-r"""One engine is full at some number of users; then you start a second one, and somebody must decide which of them gets a request.
-*Round robin* takes turns. It balances counts, not work: a prompt of 10,000 tokens counts like one of 10. *Least load* counts the
-tokens that each still has to compute, and is better.
+r"""One engine is full at some number of users; then you start a second one, and somebody must decide which of them
+gets a request. *Round robin* takes turns. It balances counts, not work: a prompt of 10,000 tokens counts like one
+of 10. *Least load* counts the tokens that each still has to compute, and is better.
 
-But each engine has its own prefix cache. A chat's next question repeats all of the chat. If it comes to the engine that
-computed the last one, its prompt is nearly free; at any other it is computed from the start. So the router should remember
-which beginnings it has sent where. (It need not ask the engines: it sees all prompts.) Sending everything that begins alike to
-one engine is wrong too: if all chats share one system prompt, one engine would get everything.
+But each engine has its own prefix cache. A chat's next question repeats all of the chat. If it comes to the engine
+that computed the last one, its prompt is nearly free; at any other it is computed from the start. So the router
+should remember which beginnings it has sent where. (It need not ask the engines: it sees all prompts.) Sending
+everything that begins alike to one engine is wrong too: if all chats share one system prompt, one engine would get
+everything.
 
 The rule that ships puts both into one number, the tokens that would be ahead of the first answer:
 
     load of the engine  +  prompt tokens that are not cached there
 
-and takes the smallest. So a long prefix draws its requests to one engine until that one's queue is longer than what the
-prefix saves. Ties go around in turns. What an engine is believed to hold is bounded by the size of its cache, the oldest
-beginning is forgotten first, and within a prompt the end before the beginning.
+and takes the smallest. So a long prefix draws its requests to one engine until that one's queue is longer than
+what the prefix saves. Ties go around in turns. What an engine is believed to hold is bounded by the size of its
+cache, the oldest beginning is forgotten first, and within a prompt the end before the beginning.
 
-The grader plays a trace of chats through four engines on a virtual clock: each computes one request after the other, prompt tokens
-that its cache lacks at 10,000 a second, answer tokens at 500 a second.
+The grader plays a trace of chats through four engines on a virtual clock: each computes one request after the
+other, prompt tokens that its cache lacks at 10,000 a second, answer tokens at 500 a second.
 """
 
 from ....engine.scheduling.policies.routing import Router, Ticket
 from ...record import Case, Rung, Speed
 from ...texts import excerpt
 
-SOLUTION = f'''from collections import OrderedDict
+SOLUTION = f"""from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
-{excerpt("engine/scheduling/policies/routing.py", "_Engine", "Ticket", "Router")}'''
+{excerpt("engine/scheduling/policies/routing.py", "_Engine", "Ticket", "Router")}"""
 
 
 def _drive(module, engines, capacity, requests):
-    """Play requests [arrival s, prompt, answer tokens] on a virtual clock: the engine of each, and their mean latency."""
+    """Play requests [arrival s, prompt, answer tokens] on a virtual clock: (engine of each, mean latency)."""
     import heapq
     from collections import OrderedDict
 
@@ -97,7 +98,7 @@ def _judge(arguments, got):
     mine, turns = _latency(arguments, chosen), _latency(arguments, [i % engines for i in range(len(requests))])
     best = _latency(arguments, _drive(type("module", (), {"Router": Router}), *arguments)[0])
     if mine > 2 * best + 0.02:
-        return (f"the mean latency is {mine:.2f} s; the shipped router has {best:.2f} s and taking turns {turns:.2f} s")
+        return f"the mean latency is {mine:.2f} s; the shipped router has {best:.2f} s and taking turns {turns:.2f} s"
     return ""
 
 
@@ -143,8 +144,10 @@ RUNG = Rung(
     drives={"play": _drive},
     judges={"play": _judge},
     cases=(
-        Case("equal requests", lambda rng: [4, 4096, [[0.03 * i, [int(x) for x in rng.integers(0, 999, 64)], 50] for i in range(40)]],
-             "Every engine must get its share: send to the one with the least to compute, and take turns where they are equal."),
+        Case("equal requests",
+             lambda rng: [4, 4096, [[0.03 * i, [int(x) for x in rng.integers(0, 999, 64)], 50] for i in range(40)]],
+             "Every engine must get its share: send to the one with the least to compute, and take turns where "
+             "they are equal."),
         Case("every fourth is long", lambda rng: [4, 4096, _uneven(rng, 60)],
              "Count tokens, not requests, and take them off again when a request is done."),
         Case("chats", lambda rng: [4, 40_000, _chats(rng, 16, 5, 0, 800, 3.0)],
@@ -161,7 +164,8 @@ RUNG = Rung(
     hints=("Hash the prompt block by block, each hash over the one before.",
            "cost of an engine = its load + len(prompt) - cached tokens there; take the smallest.",
            "drawn: the prompt is done, take it off the load; done: take off what is left."),
-    differences="This is the shipped class, which runs before the engines of `transect serve -dp`; the cluster's router adds "
+    differences=
+        "This is the shipped class, which runs before the engines of `transect serve -dp`; the cluster's router adds "
     "fail-over and engines that come and go.",
     shipped="engine/scheduling/policies/routing.py",
 )  # fmt: skip

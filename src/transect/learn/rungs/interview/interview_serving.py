@@ -1,21 +1,22 @@
 r"""*Interviewer*: "Serve a 70-billion model to 10,000 users. What do you buy?"
 
-*You*: "First, what do users do? Say each asks once in five minutes, prompts of 1,000 tokens, answers of 300. That is 33 requests a second,
-33,000 prompt tokens and 10,000 answer tokens each second."
+*You*: "First, what do users do? Say each asks once in five minutes, prompts of 1,000 tokens, answers of 300. That
+is 33 requests a second, 33,000 prompt tokens and 10,000 answer tokens each second."
 
-*Interviewer*: "Memory?" *You*: "Weights in bfloat16 are 140 GB, two 80 GB cards at least; I take eight with tensor parallelism. KV: 2 * layers *
-KV heads * head size * 2 bytes, for Llama-3 70B 2 * 80 * 8 * 128 * 2 = 320 KB a token. How many tokens are there at once? *Little's
-law*: requests at the same time = rate * time that each takes."
+*Interviewer*: "Memory?" *You*: "Weights in bfloat16 are 140 GB, two 80 GB cards at least; I take eight with tensor
+parallelism. KV: 2 * layers * KV heads * head size * 2 bytes, for Llama-3 70B 2 * 80 * 8 * 128 * 2 = 320 KB a
+token. How many tokens are there at once? *Little's law*: requests at the same time = rate * time that each takes."
 
-*Interviewer*: "How fast is a decode step?" *You*: "It reads all weights once, and the KV of everybody in the batch: bytes over bandwidth. One sequence
-is as slow as a hundred, so the batch must be large. In FLOPs a step with B sequences is 2 N B, and the larger of the two times
-counts."
+*Interviewer*: "How fast is a decode step?" *You*: "It reads all weights once, and the KV of everybody in the
+batch: bytes over bandwidth. One sequence is as slow as a hundred, so the batch must be large. In FLOPs a step with
+B sequences is 2 N B, and the larger of the two times counts."
 
-*Interviewer*: "And prompts?" *You*: "Those are bound by arithmetic: 2 N FLOPs a token. At half of 8 * 989 TFLOP/s that is 28,000 tokens a second
-for a node; the prompts alone need 1.2 nodes. A prefix cache takes off what is shared."
+*Interviewer*: "And prompts?" *You*: "Those are bound by arithmetic: 2 N FLOPs a token. At half of 8 * 989 TFLOP/s
+that is 28,000 tokens a second for a node; the prompts alone need 1.2 nodes. A prefix cache takes off what is
+shared."
 
-*Interviewer*: "So how many nodes?" *You*: "The time of a second's work, prompts and decodes together, over what a node has (and I plan for 70% of it),
-rounded up. And one more, for the day when one fails."
+*Interviewer*: "So how many nodes?" *You*: "The time of a second's work, prompts and decodes together, over what a
+node has (and I plan for 70% of it), rounded up. And one more, for the day when one fails."
 """
 
 from ...record import Case, Rung, Slip
@@ -51,8 +52,8 @@ def largest_batch(memory_bytes, weights, bytes_per_weight, context, kv_bytes):
 
 
 def nodes(rate, prompt, answer, prefill_tokens_per_second, batch, step_seconds, share):
-    """Nodes for ``rate`` requests a second: a node's seconds for prompts and for answers (in steps of ``batch``) added up,
-    at ``share`` of a node's time, rounded up, and one more in case one fails."""
+    """Nodes for ``rate`` requests a second: a node's seconds for prompts and for answers (in steps of ``batch``)
+    added up, at ``share`` of a node's time, rounded up, and one more in case one fails."""
     busy = rate * prompt / prefill_tokens_per_second + rate * answer / batch * step_seconds
     return math.ceil(busy / share) + 1
 '''
@@ -96,7 +97,8 @@ RUNG = Rung(
     },
     tolerance=1e-9,
     cases=(
-        Case("requests", lambda rng: [int(rng.integers(1e3, 1e5)), int(rng.integers(60, 900))], "Users over seconds between questions.",
+        Case("requests", lambda rng: [int(rng.integers(1e3, 1e5)), int(rng.integers(60, 900))],
+             "Users over seconds between questions.",
              entry="requests_per_second"),
         Case("KV of a token", lambda rng: [int(rng.integers(16, 99)), 8, 128, int(rng.choice([1, 2]))],
              "Keys and values: a factor of 2; KV heads, not query heads.", entry="kv_bytes_per_token"),
@@ -105,18 +107,25 @@ RUNG = Rung(
         Case("a small batch", lambda rng: [*_model(rng), 4, 2000, 320_000, 3.9e15, 2.7e13],
              "Memory decides: all weights once, and the KV of each sequence.", entry="decode_seconds"),
         Case("a large batch", lambda rng: [*_model(rng), 4000, 10, 320_000, 3.9e15, 2.7e13],
-             "Arithmetic decides: 2 FLOPs for each weight and sequence; the larger time counts.", entry="decode_seconds"),
+             "Arithmetic decides: 2 FLOPs for each weight and sequence; the larger time counts.", entry=
+                 "decode_seconds"),
         Case("room for KV", lambda rng: [640_000_000_000, *_model(rng), 2000, 320_000],
              "What the weights leave, over the KV of a whole sequence, rounded down.", entry="largest_batch"),
         Case("too little memory", lambda rng: [48_000_000_000, 70_000_000_000, 2, 2000, 320_000],
              "Weights that do not fit leave room for nobody: 0, not less.", entry="largest_batch"),
-        Case("nodes", _load, "Add the seconds for prompts and for answers, divide by the share, round up, one to spare.", entry="nodes"),
+        Case("nodes", _load,
+             "Add the seconds for prompts and for answers, divide by the share, round up, one to spare.", entry=
+             "nodes"),
     ),
     slips=(
-        Slip(lambda layers, heads, size, each: layers * heads * size * each, "Keys and values are two: a factor of 2.", "kv_bytes_per_token"),
-        Slip(lambda n, s, b, c, kv, f, r: _decode(n, s, 1, c, kv, f, r), "The KV of one sequence is counted, not that of all in the batch.",
+        Slip(lambda layers, heads, size, each: layers * heads * size * each, "Keys and values are two: a factor of 2.",
+             "kv_bytes_per_token"),
+        Slip(lambda n, s, b, c, kv, f, r: _decode(n, s, 1, c, kv, f, r),
+             "The KV of one sequence is counted, not that of all in the batch.",
              "decode_seconds"),
-        Slip(lambda n, s, b, c, kv, f, r: (n * s * b + b * c * kv) / r, "A step reads the weights once for the whole batch.", "decode_seconds"),
+        Slip(lambda n, s, b, c, kv, f, r: (n * s * b + b * c * kv) / r,
+             "A step reads the weights once for the whole batch.",
+             "decode_seconds"),
         Slip(lambda *a: _nodes(*a, spare=0), "There is no node to spare for the day when one fails.", "nodes"),
     ),
     hints=("Two for keys and values.", "max(memory time, arithmetic time) for a decode step.",

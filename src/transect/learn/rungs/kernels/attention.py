@@ -1,18 +1,19 @@
-r"""Each token asks a question (its *query* q), every token before it has a label (its *key* k) and something to say (its
-*value* v). The token takes the mean of the values, weighted by how well label and question fit:
+r"""Each token asks a question (its *query* q), every token before it has a label (its *key* k) and something to say
+(its *value* v). The token takes the mean of the values, weighted by how well label and question fit:
 
     s = q · k / sqrt(d)        p = softmax of s over the keys it may see        o = sum of p v
 
-*Causal*: token i sees keys 0 to i. Set the scores of later ones to -infinity before the softmax. The factor 1 / sqrt(d)
-keeps the scores at the size of one; without it a sum of d products grows like sqrt(d), and softmax becomes a hard choice.
+*Causal*: token i sees keys 0 to i. Set the scores of later ones to -infinity before the softmax. The factor 1 /
+sqrt(d) keeps the scores at the size of one; without it a sum of d products grows like sqrt(d), and softmax becomes
+a hard choice.
 
-*Grouped queries*: H query heads share K key heads (H / K each). The KV cache, which serving must hold and read for each
-token, becomes H / K times smaller, and the answers hardly worse. Query head h uses key head h // (H / K).
+*Grouped queries*: H query heads share K key heads (H / K each). The KV cache, which serving must hold and read for
+each token, becomes H / K times smaller, and the answers hardly worse. Query head h uses key head h // (H / K).
 
-Here you may use torch's operators, but not its fused attention. Watch the memory: the scores are `[H, T, T]`. For 32 heads
-and 8,192 tokens in float32 they have 8.6 GB, written and read several times, for an input of a few megabytes. That is what
-FlashAttention, the next rung, does away with. The grader counts bytes: do not repeat k and v for each query head, because
-a view can give all heads of a group the same keys.
+Here you may use torch's operators, but not its fused attention. Watch the memory: the scores are `[H, T, T]`. For
+32 heads and 8,192 tokens in float32 they have 8.6 GB, written and read several times, for an input of a few
+megabytes. That is what FlashAttention, the next rung, does away with. The grader counts bytes: do not repeat k and
+v for each query head, because a view can give all heads of a group the same keys.
 """
 
 import math
@@ -105,9 +106,12 @@ RUNG = Rung(
              "_scaled_dot_product_attention_math", "_scaled_dot_product_flash_attention",
              "_scaled_dot_product_efficient_attention"),
     speed=Speed(lambda rng: make(rng, 96, 8, 2, 32),
-                "Keys and values are copied for every query head, or the scores are made more often than needed: give all heads "
+                "Keys and values are copied for every query head, or the scores are made more often than needed: "
+                "give all heads "
                 "of a group the same keys by a view.", attention_cost, ratio=1.4,
-                peer="import torch\n\n\ndef attention(q, k, v):\n    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))\n"
+                peer=
+                    "import torch\n\n\ndef attention(q, k, v):\n    q, k, v = (x.transpose(0, 1)[None] for x in "
+                    "(q, k, v))\n"
                 "    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)\n"
                 "    return o[0].transpose(0, 1)\n"),
     hints=("View q as [T, K, H / K, d] and bring the heads to the front with permute.",

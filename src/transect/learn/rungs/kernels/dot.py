@@ -4,11 +4,11 @@ It is `vector_add` and `total` in one: load two tiles, multiply them, keep runni
 memory and sum them in a second pass: that would be 3 passes more over the data. *Fusing* steps so that values stay in
 registers is most of what makes kernels fast, and it works because such code is bound by bytes: 2 FLOPs for 8 bytes.
 
-Two words for the interview. *Coalescing*: the 32 threads of a warp read together; if they read 32 neighbouring floats,
-the memory hands out 4 full sectors of 32 bytes. If they read every eighth float, it hands out 32 sectors and you use an
-eighth of each. *Divergence*: the threads of a warp share one program counter. If some take a branch and others do not,
-the warp walks through both sides, with part of its threads asleep. Masks in place of branches keep warps together, and so
-a kernel computes on masked lanes too and throws the result away.
+Two words for the interview. *Coalescing*: the 32 threads of a warp read together; if they read 32 neighbouring
+floats, the memory hands out 4 full sectors of 32 bytes. If they read every eighth float, it hands out 32 sectors
+and you use an eighth of each. *Divergence*: the threads of a warp share one program counter. If some take a branch
+and others do not, the warp walks through both sides, with part of its threads asleep. Masks in place of branches
+keep warps together, and so a kernel computes on masked lanes too and throws the result away.
 
 The gradient is a kernel of its own: dL/dx = g y and dL/dy = g x, with the upstream slope g a single number in device
 memory. Read both tiles once and write both gradients. If you call two kernels, you read everything twice.
@@ -69,7 +69,8 @@ RUNG = Rung(
     holes=("_partial_kernel", "dot", "_backward_kernel", "backward"),
     answers={"dot": lambda x, y: (x * y).sum(), "backward": lambda g, x, y: (g * y, g * x)},
     cases=(
-        Case("1,024 elements", lambda rng: _pair(rng, 1024), "Multiply two tiles, and keep a running sum for each lane."),
+        Case("1,024 elements", lambda rng: _pair(rng, 1024),
+             "Multiply two tiles, and keep a running sum for each lane."),
         Case("5,000 elements", lambda rng: _pair(rng, 5000),
              "Mask both loads with other=0.0: lanes past the end must add nothing."),
         Case("columns apart", lambda rng: [strided(rng, 60, 9), strided(rng, 60, 9)],
@@ -81,12 +82,14 @@ RUNG = Rung(
              "The last tile's loads and stores need the mask in the gradient too.", entry="backward"),
     ),
     slips=(
-        Slip(lambda g, x, y: (g * x, g * y), "The two are exchanged: the gradient of x is g times the other one, y.", "backward"),
+        Slip(lambda g, x, y: (g * x, g * y), "The two are exchanged: the gradient of x is g times the other one, y.",
+             "backward"),
         Slip(lambda g, x, y: (y, x), "The upstream slope g is missing: load it once, and multiply.", "backward"),
     ),
     speed=Speed(lambda rng: [normal(rng), *_pair(rng, 10_000)],
                 "One kernel makes both gradients: read the tiles of x and y once, and write both results.",
-                lambda g, x, y: Cost(2 * x.numel(), x.nbytes + y.nbytes, x.nbytes + y.nbytes), entry="backward", ratio=1.3,
+                lambda g, x, y: Cost(2 * x.numel(), x.nbytes + y.nbytes, x.nbytes + y.nbytes),
+                entry="backward", ratio=1.3,
                 peer="def backward(g, x, y):\n    return g * y, g * x\n"),
     compiled=(
         Compiled("_partial_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"},

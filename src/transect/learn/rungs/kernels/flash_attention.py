@@ -1,20 +1,21 @@
-r"""The scores of attention are a matrix that nobody wants: only the result counts. FlashAttention never writes them. A program
-takes a tile of queries and walks over the keys in tiles. For each it makes a tile of scores, uses it and forgets it. What
-makes that possible is the line that you know from the rung `softmax`:
+r"""The scores of attention are a matrix that nobody wants: only the result counts. FlashAttention never writes them. A
+program takes a tile of queries and walks over the keys in tiles. For each it makes a tile of scores, uses it and
+forgets it. What makes that possible is the line that you know from the rung `softmax`:
 
     m' = max(m, row maximum of s)
     p  = exp(s - m')
     l  <- l exp(m - m') + row sum of p
     o  <- o exp(m - m') + p V
 
-and at the end the result is o / l. The old output is mended by the same factor as the old sum, because it was built with
-the old maximum.
+and at the end the result is o / l. The old output is mended by the same factor as the old sum, because it was
+built with the old maximum.
 
-*Causal*: a tile of queries that begins at row r and has T rows needs keys below r + T only. Stop there: half of the work
-is gone. In the tiles on the diagonal, mask the keys that are later than the query.
+*Causal*: a tile of queries that begins at row r and has T rows needs keys below r + T only. Stop there: half of
+the work is gone. In the tiles on the diagonal, mask the keys that are later than the query.
 
-Count: q, k, v and o once each, and k and v again for each tile of queries. For 8,192 tokens that is thousands of times less
-traffic than with scores in memory, and the operator becomes bound by arithmetic. The FLOPs are the same.
+Count: q, k, v and o once each, and k and v again for each tile of queries. For 8,192 tokens that is thousands of
+times less traffic than with scores in memory, and the operator becomes bound by arithmetic. The FLOPs are the
+same.
 
 In the backward pass the scores are made once more, from q, k and l + m of each row: recompute or keep, for the third
 time on this ladder.
@@ -80,7 +81,8 @@ RUNG = Rung(
     cases=CASES,
     slips=SLIPS,
     speed=Speed(lambda rng: make(rng, 64, 2, 1, 16),
-                "The kernel reads keys that no query of its tile may see, or writes scores to memory: stop at the diagonal, and "
+                "The kernel reads keys that no query of its tile may see, or writes scores to memory: stop at "
+                "the diagonal, and "
                 "keep scores in registers.", attention_cost, ratio=1.3),
     compiled=(
         Compiled("_flash_kernel", {"q_ptr": "*fp32", "k_ptr": "*fp32", "v_ptr": "*fp32", "o_ptr": "*fp32", "T": "i32",
@@ -89,7 +91,8 @@ RUNG = Rung(
     hints=("Begin with one tile of keys, no loop: s = tl.dot(q, tl.trans(k)), softmax, tl.dot(p, v).",
            "Then loop over tiles of keys with m, l and o; mend l and o with exp(m - higher).",
            "End the loop at min((i + 1) * TILE, T), and mask key <= row."),
-    differences="The shipped kernel has tiles of 128 by 128, works in base 2 (exp2), leaves masks out of full tiles, and on "
+    differences=
+        "The shipped kernel has tiles of 128 by 128, works in base 2 (exp2), leaves masks out of full tiles, and on "
     "Hopper overlaps the products of one tile with the softmax of the other.",
     shipped="ops/attention/packed/flash_attention.py",
 )  # fmt: skip

@@ -2,14 +2,15 @@ r"""GELU is a soft relu: x times the probability P(x) that a standard normal var
 
     y = x P(x)        P(x) = (1 + erf(x / sqrt 2)) / 2        dy/dx = P(x) + x exp(-x^2 / 2) / sqrt(2 pi)
 
-Two things to learn. The first is *recompute or keep*. The backward pass needs P(x), and the forward pass had it. Keeping P
-for the backward pass would be a write now and a read later, 8 bytes an element; computing it again from x costs some 20
-FLOPs, and x must be read anyway. On a device that does 100 FLOPs in the time of one byte, recompute.
+Two things to learn. The first is *recompute or keep*. The backward pass needs P(x), and the forward pass had it.
+Keeping P for the backward pass would be a write now and a read later, 8 bytes an element; computing it again from
+x costs some 20 FLOPs, and x must be read anyway. On a device that does 100 FLOPs in the time of one byte,
+recompute.
 
-The second is *special functions*. exp and erf are not single instructions. A GPU has an exp2 unit, at a quarter to a
-sixteenth of the speed of multiplications, and erf is a polynomial or two. In float32 use `tl.erf`. For halves the shipped
-kernel has a cheaper form whose error of 1.5e-7 is far below their rounding: precision is a choice, made from the dtype of the
-result, and the tests say whether it is good enough.
+The second is *special functions*. exp and erf are not single instructions. A GPU has an exp2 unit, at a quarter to
+a sixteenth of the speed of multiplications, and erf is a polynomial or two. In float32 use `tl.erf`. For halves
+the shipped kernel has a cheaper form whose error of 1.5e-7 is far below their rounding: precision is a choice,
+made from the dtype of the result, and the tests say whether it is good enough.
 
 Bytes bound it either way: 2.5 FLOPs for each byte of bfloat16.
 """
@@ -82,7 +83,8 @@ RUNG = Rung(
         Slip(lambda x: x * torch.sigmoid(1.702 * x), "This is the sigmoid form, an approximation: use erf."),
         Slip(lambda x: x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
              "This is the tanh form of GPT-2: this rung wants the exact one, with erf."),
-        Slip(lambda g, x: g * _p(x), "x P(x) is a product: the derivative of P counts too, x exp(-x^2 / 2) / sqrt(2 pi).",
+        Slip(lambda g, x: g * _p(x),
+             "x P(x) is a product: the derivative of P counts too, x exp(-x^2 / 2) / sqrt(2 pi).",
              "backward"),
         Slip(lambda g, x: _p(x) + x * _bell(x), "The upstream gradient g is missing.", "backward"),
     ),
@@ -95,7 +97,8 @@ RUNG = Rung(
     hints=("Begin with the kernel of vector_add, and one input.",
            "P = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))",
            "slope = P + x * 0.3989422804014327 * tl.exp(-0.5 * x * x); dx = g * slope"),
-    differences="The shipped file adds the tanh form, the cheaper erfc for halves, a CUDA C++ version, and torch.library "
+    differences=
+        "The shipped file adds the tanh form, the cheaper erfc for halves, a CUDA C++ version, and torch.library "
     "registration of the gradient.",
     shipped="ops/activation/gelu.py",
 )  # fmt: skip

@@ -1,5 +1,6 @@
-r"""To make one token, every weight of the model is read once and used for one multiplication and one addition. So decoding is
-bound by the bytes of the weights, and half the bits are twice the tokens. That is why quantization is everywhere.
+r"""To make one token, every weight of the model is read once and used for one multiplication and one addition. So
+decoding is bound by the bytes of the weights, and half the bits are twice the tokens. That is why quantization is
+everywhere.
 
 The simplest form: groups of G neighbours share a scale and a zero, and each weight is a 4-bit code:
 
@@ -8,12 +9,12 @@ The simplest form: groups of G neighbours share a scale and a zero, and each wei
 Two codes share a byte. Here byte j of a row holds code j in its low half and code j + K/2 in its high half. (Why not
 neighbours? Because then unpacking must move every other value, and this way both halves are already in order.)
 
-The product y[n] = sum over k of W[n, k] x[k] decodes on the way. Load a tile of bytes, split it with `& 15` and `>> 4`,
-scale, multiply with the two parts of x, and add. **Never write the decoded weights to memory**: that would be 8 times the bytes
-that you have just saved. Decoding costs FLOPs, which decoding has plenty of.
+The product y[n] = sum over k of W[n, k] x[k] decodes on the way. Load a tile of bytes, split it with `& 15` and
+`>> 4`, scale, multiply with the two parts of x, and add. **Never write the decoded weights to memory**: that would
+be 8 times the bytes that you have just saved. Decoding costs FLOPs, which decoding has plenty of.
 
-With scale and zero in float32 for each group of 32, a weight has 4 + 64 / 32 = 6 bits. In bfloat16 it is 5, with larger
-groups less. `transect serve --quantization` does it with a whole model.
+With scale and zero in float32 for each group of 32, a weight has 4 + 64 / 32 = 6 bits. In bfloat16 it is 5, with
+larger groups less. `transect serve --quantization` does it with a whole model.
 """
 
 import torch
@@ -90,20 +91,26 @@ RUNG = Rung(
     answers={"product": lambda x, codes, scale, zero: _decoded(codes, scale, zero) @ x},
     cases=(
         Case("16 by 64, groups of 32", lambda rng: _make(rng, 16, 64, 32),
-             "Byte j holds code j in its low half and code j + K/2 in its high half; each group has its scale and zero."),
-        Case("16 by 256", lambda rng: _make(rng, 16, 256, 32), "Step through the bytes, and through x in two places at once."),
+             "Byte j holds code j in its low half and code j + K/2 in its high half; each group has its scale "
+             "and zero."),
+        Case("16 by 256", lambda rng: _make(rng, 16, 256, 32),
+             "Step through the bytes, and through x in two places at once."),
         Case("37 rows", lambda rng: _make(rng, 37, 128, 32), "37 rows are no multiple of the tile: mask rows."),
         Case("groups of 64", lambda rng: _make(rng, 20, 256, 64), "The group's size is K / scale.shape[1]."),
         Case("one row", lambda rng: _make(rng, 1, 64, 32), "A single output needs the mask too."),
     ),
     slips=(
-        Slip(lambda x, codes, scale, zero: _decoded(codes, scale, zero, True) @ x, "Low and high halves are exchanged."),
+        Slip(lambda x, codes, scale, zero: _decoded(codes, scale, zero, True) @ x,
+             "Low and high halves are exchanged."),
         Slip(_neighbours, "The two codes of a byte are K/2 apart, not neighbours."),
-        Slip(lambda x, codes, scale, zero: _decoded(codes, scale, 0 * zero) @ x, "The zero is missing: W = scale * code + zero."),
+        Slip(lambda x, codes, scale, zero: _decoded(codes, scale, 0 * zero) @ x,
+             "The zero is missing: W = scale * code + zero."),
     ),
     speed=Speed(lambda rng: _make(rng, 64, 512, 64),
-                "More memory is touched than half a byte a weight: decode in registers, and load each scale once for a group.",
-                lambda x, codes, scale, zero: Cost(4 * codes.numel(), codes.nbytes + scale.nbytes + zero.nbytes + x.nbytes,
+                "More memory is touched than half a byte a weight: decode in registers, and load each scale once "
+                "for a group.",
+                lambda x, codes, scale, zero: Cost(4 * codes.numel(),
+                                                   codes.nbytes + scale.nbytes + zero.nbytes + x.nbytes,
                                                    4 * codes.shape[0]), ratio=1.2),
     compiled=(
         Compiled("_int4_kernel", {"x_ptr": "*fp32", "codes_ptr": "*u8", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
@@ -112,7 +119,8 @@ RUNG = Rung(
     hints=("low = codes & 15, high = codes >> 4, both to float32.",
            "sum of (scale * code + zero) * x over a group = scale * sum(code * x) + zero * sum(x).",
            "The group of the low half is start // G, that of the high half is K // 2 // G further."),
-    differences="The shipped product for few rows reads an order of codes in which the tensor cores want them, so unpacking "
+    differences=
+        "The shipped product for few rows reads an order of codes in which the tensor cores want them, so unpacking "
     "is one shift and one fused multiply-add for several codes at a time.",
     shipped="ops/linear/packed/int4/int4_rows.py",
 )  # fmt: skip

@@ -1,11 +1,12 @@
-r"""A matrix product is M N dot products of length K: C[i, j] = sum over k of A[i, k] B[k, j]. That is 2 M N K FLOPs, and only
-M K + K N + M N numbers. For square matrices the FLOPs grow with the cube and the bytes with the square: at 4,096 there are
-over 600 FLOPs for each byte of float32. So a product *can* be bound by arithmetic, the only operator so far.
+r"""A matrix product is M N dot products of length K: C[i, j] = sum over k of A[i, k] B[k, j]. That is 2 M N K FLOPs,
+and only M K + K N + M N numbers. For square matrices the FLOPs grow with the cube and the bytes with the square:
+at 4,096 there are over 600 FLOPs for each byte of float32. So a product *can* be bound by arithmetic, the only
+operator so far.
 
-Can be. Write it first as it stands in the book: program (i, j) computes row i times one tile of columns. It walks over k,
-loads one number of A and a tile of a row of B, and adds their product to a running tile. Every program reads all of the
-columns of B that it needs, and so does the program of the next row. B is read M times. The caches save part of it, but
-the traffic is that of a kernel bound by bytes, on an operator that need not be.
+Can be. Write it first as it stands in the book: program (i, j) computes row i times one tile of columns. It walks
+over k, loads one number of A and a tile of a row of B, and adds their product to a running tile. Every program
+reads all of the columns of B that it needs, and so does the program of the next row. B is read M times. The caches
+save part of it, but the traffic is that of a kernel bound by bytes, on an operator that need not be.
 
 Measure it, keep the number, and beat it on the next rung.
 """
@@ -83,7 +84,8 @@ RUNG = Rung(
     cases=CASES,
     slips=SLIPS,
     speed=Speed(lambda rng: pair(rng, 16, 16, 64),
-                "Load each tile of B once for each row: the number of A is the same for all lanes, and neighbouring lanes "
+                "Load each tile of B once for each row: the number of A is the same for all lanes, and "
+                "neighbouring lanes "
                 "take neighbouring columns.", product_cost, peer=PEER),
     compiled=(Compiled("_matmul_kernel", {k: v for k, v in ARGUMENTS.items() if k != "M"}, {"BLOCK": 32}, ("N", "K")),),
     hints=("tl.load(a_ptr + i * K + k) loads one number; it multiplies a whole tile.",

@@ -1,17 +1,19 @@
-r"""Read less. A program that computes a *tile* of C, 32 rows by 32 columns, needs 32 rows of A and 32 columns of B. In each
-step along k it loads a tile of A (32 by 16) and a tile of B (16 by 32), and multiplies them: 2 * 32 * 32 * 16 FLOPs for
-1,024 numbers. Each number that was loaded is used 32 times instead of once. That is the whole idea of tiling: the traffic of a
-product is divided by the side of the tile.
+r"""Read less. A program that computes a *tile* of C, 32 rows by 32 columns, needs 32 rows of A and 32 columns of B. In
+each step along k it loads a tile of A (32 by 16) and a tile of B (16 by 32), and multiplies them: 2 * 32 * 32 * 16
+FLOPs for 1,024 numbers. Each number that was loaded is used 32 times instead of once. That is the whole idea of
+tiling: the traffic of a product is divided by the side of the tile.
 
-How large should tiles be? The FLOPs for each byte must reach what the device needs: an H100 does 989 TFLOP/s in bfloat16
-with tensor cores and reads 3.35 TB/s, so it wants 295 FLOPs for each byte that comes from memory. A tile of T by T does
-T / 2 FLOPs for each byte of bfloat16 inputs: so T must be hundreds, or the caches must help. Registers and shared memory
-limit T: a 128 by 128 tile of float32 sums is 64 KB, all of the registers of 128 threads.
+How large should tiles be? The FLOPs for each byte must reach what the device needs: an H100 does 989 TFLOP/s in
+bfloat16 with tensor cores and reads 3.35 TB/s, so it wants 295 FLOPs for each byte that comes from memory. A tile
+of T by T does T / 2 FLOPs for each byte of bfloat16 inputs: so T must be hundreds, or the caches must help.
+Registers and shared memory limit T: a 128 by 128 tile of float32 sums is 64 KB, all of the registers of 128
+threads.
 
-`tl.dot(a, b, acc)` multiplies tiles. On a GPU it becomes tensor-core instructions. Both sides must be at least 16 in each
-dimension. Mask rows, columns and steps that are outside with 0: a zero adds nothing to a sum.
+`tl.dot(a, b, acc)` multiplies tiles. On a GPU it becomes tensor-core instructions. Both sides must be at least 16
+in each dimension. Mask rows, columns and steps that are outside with 0: a zero adds nothing to a sum.
 
-For float32 inputs tl.dot rounds to tf32 (10 bits) on a GPU unless you say `input_precision="ieee"`. The grader wants float32.
+For float32 inputs tl.dot rounds to tf32 (10 bits) on a GPU unless you say `input_precision="ieee"`. The grader
+wants float32.
 """
 
 from ...record import Compiled, Rung, Speed
@@ -60,13 +62,15 @@ RUNG = Rung(
     cases=CASES,
     slips=SLIPS,
     speed=Speed(lambda rng: pair(rng, 64, 64, 64),
-                "The kernel reads its inputs more often than once for each tile: use tiles of 32 by 32 at least, and load "
+                "The kernel reads its inputs more often than once for each tile: use tiles of 32 by 32 at least, "
+                "and load "
                 "each tile of A and B once for each step.", product_cost, ratio=1.7, peer=PEER),
     compiled=(Compiled("_matmul_kernel", ARGUMENTS, {"TILE": 32, "STEP": 16}, ("M", "N", "K")),),
     hints=("Make row [TILE, 1] and column [1, TILE] with [:, None] and [None, :]; their sum is a tile of addresses.",
            "Step through k: a [TILE, STEP] from a_ptr + row * K + k, b [STEP, TILE] from b_ptr + k * N + column.",
            "total = tl.dot(a, b, total, input_precision=\"ieee\")"),
     differences="The shipped product (ops/linear/many_rows/) has tiles of 128 by 256, loads the next tiles while it "
-    "multiplies, walks over tiles in an order that keeps them in the L2 cache, and has measured choices for each shape.",
+    "multiplies, walks over tiles in an order that keeps them in the L2 cache, and has measured choices for each "
+    "shape.",
     shipped="ops/linear/many_rows/triton.py",
 )  # fmt: skip

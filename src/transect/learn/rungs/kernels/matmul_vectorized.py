@@ -1,27 +1,28 @@
 r"""The same lesson on the processor that you are sitting at, where the time is real. One core has *vector* units: one
-instruction multiplies and adds 8 or 16 floats. A loop uses them only if the compiler can see neighbouring elements side
-by side. The product from the book,
+instruction multiplies and adds 8 or 16 floats. A loop uses them only if the compiler can see neighbouring elements
+side by side. The product from the book,
 
     for i, for j, for k:  c[i][j] += a[i][k] * b[k][j]
 
-walks down a column of b in its inner loop, N floats apart. No vector load can fetch that, each step touches another cache
-line, and the sum is one long chain in which every addition waits for the one before. Exchange two loops:
+walks down a column of b in its inner loop, N floats apart. No vector load can fetch that, each step touches
+another cache line, and the sum is one long chain in which every addition waits for the one before. Exchange two
+loops:
 
     for i, for k, for j:  c[i][j] += a[i][k] * b[k][j]
 
-Now the inner loop adds a number times a row of b to a row of c. Neighbours lie side by side, and no addition waits for
-another: the compiler vectorizes it. Not one FLOP is different, and it runs many times faster.
+Now the inner loop adds a number times a row of b to a row of c. Neighbours lie side by side, and no addition waits
+for another: the compiler vectorizes it. Not one FLOP is different, and it runs many times faster.
 
-The next step is tiling again, for registers: keep a tile of 4 rows by 32 columns of c in local variables over the whole
-k loop, so that c is not read and written in each step. Then blocks that fit into the L1 and L2 caches. That is how a BLAS
-library comes to 90% of the FLOPs that a core has. How far do you get? The floor is measured on this machine, with all
-its threads; you have one.
+The next step is tiling again, for registers: keep a tile of 4 rows by 32 columns of c in local variables over the
+whole k loop, so that c is not read and written in each step. Then blocks that fit into the L1 and L2 caches. That
+is how a BLAS library comes to 90% of the FLOPs that a core has. How far do you get? The floor is measured on this
+machine, with all its threads; you have one.
 """
 
 from ...record import Case, Rung, Slip, Speed
 from .matmul_naive import PEER, pair, product_cost
 
-SOLUTION = '''// c [m, n] = a [m, k] times b [k, n], all row-major and without gaps
+SOLUTION = """// c [m, n] = a [m, k] times b [k, n], all row-major and without gaps
 extern "C" void matmul(const float* a, const float* b, float* c, long m, long k, long n) {
     // --- hole ---
     constexpr long TILE = 32;
@@ -47,7 +48,7 @@ extern "C" void matmul(const float* a, const float* b, float* c, long m, long k,
     }
     // --- end ---
 }
-'''
+"""
 
 
 def _matmul(library, a, b):
@@ -75,18 +76,22 @@ RUNG = Rung(
     tolerance=1e-6,
     cases=(
         Case("8 by 8", lambda rng: pair(rng, 8, 8, 8), "c[i n + j] is the sum over p of a[i k + p] b[p n + j]."),
-        Case("8 by 32 by 64", lambda rng: pair(rng, 8, 32, 64), "The three sizes differ: rows of a are k apart, rows of b and c n."),
-        Case("33 by 17 by 45", lambda rng: pair(rng, 33, 17, 45), "No size is a multiple of a tile: the edges need a smaller one."),
+        Case("8 by 32 by 64", lambda rng: pair(rng, 8, 32, 64),
+             "The three sizes differ: rows of a are k apart, rows of b and c n."),
+        Case("33 by 17 by 45", lambda rng: pair(rng, 33, 17, 45),
+             "No size is a multiple of a tile: the edges need a smaller one."),
         Case("one row", lambda rng: pair(rng, 1, 40, 50), "A single row is an edge too."),
         Case("twice", lambda rng: pair(rng, 12, 12, 12), "c holds old numbers: begin every sum at 0."),
     ),
     slips=(Slip(lambda a, b: a @ b.T if b.shape[0] == b.shape[1] else b, "This is a times b transposed."),),
     speed=Speed(lambda rng: pair(rng, 256, 256, 256),
-                "The inner loop must run along rows: exchange the loops over j and k, then keep a tile of c in registers.",
+                "The inner loop must run along rows: exchange the loops over j and k, then keep a tile of c in "
+                "registers.",
                 product_cost, ratio=2.0, peer=PEER),
     hints=("Begin with i, k, j: set the row of c to 0, then add a[i][p] times row p of b to it.",
            "float total[4][32] as local variables stays in registers if all its loops have constant ends.",
            "Handle full tiles with constant ends, and the edges in a second copy of the loops."),
-    differences="ops/cpu/linear.h decodes packed weights in registers on the way, and cuts rows over a team of threads.",
+    differences=
+        "ops/cpu/linear.h decodes packed weights in registers on the way, and cuts rows over a team of threads.",
     shipped="ops/cpu/build.py",
 )  # fmt: skip

@@ -1,19 +1,20 @@
-r"""Deep networks drift: numbers grow or shrink from layer to layer. A *norm* brings each token's vector back to size one
-before it goes into a layer. RMSNorm divides by the root of the mean square, and scales each element by a learned weight:
+r"""Deep networks drift: numbers grow or shrink from layer to layer. A *norm* brings each token's vector back to size
+one before it goes into a layer. RMSNorm divides by the root of the mean square, and scales each element by a
+learned weight:
 
     r = 1 / sqrt(mean(x^2) + eps)        y = x r w
 
-A row (one token, 4,096 numbers) fits into the registers of one program: load it once, sum its squares, scale, store. The
-mean is over the real columns, not over the padded tile. Sums are in float32, also for halves.
+A row (one token, 4,096 numbers) fits into the registers of one program: load it once, sum its squares, scale,
+store. The mean is over the real columns, not over the padded tile. Sums are in float32, also for halves.
 
 The backward pass is where people go wrong, because r depends on every x of the row. With x' = x r and h = g w:
 
     dL/dx = r (h - x' mean(h x'))          dL/dw = sum over rows of g x'
 
-Read the first one: the gradient loses its part along x'. Of course, as making x longer does not change y. dL/dw is a sum
-over rows, and the rows belong to different programs. Adding to one place with atomics would give another order, and so
-other bits, in each run. Let each of P programs take the rows p, p + P, ..., keep its share of dw in registers, and write
-it as one row of a `[P, D]` matrix; sum that matrix at the end (here torch may do it).
+Read the first one: the gradient loses its part along x'. Of course, as making x longer does not change y. dL/dw is
+a sum over rows, and the rows belong to different programs. Adding to one place with atomics would give another
+order, and so other bits, in each run. Let each of P programs take the rows p, p + P, ..., keep its share of dw in
+registers, and write it as one row of a `[P, D]` matrix; sum that matrix at the end (here torch may do it).
 """
 
 import torch
@@ -118,7 +119,8 @@ RUNG = Rung(
     holes=("_forward_kernel", "_backward_kernel", "forward"),
     answers={"forward": _forward, "backward": _backward},
     cases=(
-        Case("forward, 4 rows of 64", lambda rng: _make(rng, 4, 64), "y = x w / sqrt(mean(x^2) + eps), for each row by itself."),
+        Case("forward, 4 rows of 64", lambda rng: _make(rng, 4, 64),
+             "y = x w / sqrt(mean(x^2) + eps), for each row by itself."),
         Case("forward, rows of 77", lambda rng: _make(rng, 5, 77),
              "The mean is over the 77 real columns, not over the 128 of the tile; masked ones count as 0."),
         Case("forward, tiny numbers", lambda rng: _make(rng, 3, 50, 1e-4),
@@ -126,14 +128,16 @@ RUNG = Rung(
         Case("backward, one row", lambda rng: _gradient(rng, 1, 64),
              "r depends on every x of the row: subtract x' mean(h x') from h.", entry="backward"),
         Case("backward, 13 rows of 77", lambda rng: _gradient(rng, 13, 77),
-             "dw is the sum over all rows: each program walks over rows p, p + P, ... and keeps its share.", entry="backward"),
+             "dw is the sum over all rows: each program walks over rows p, p + P, ... and keeps its share.", entry=
+                 "backward"),
     ),
     slips=(
         Slip(_layer_norm, "This is LayerNorm: RMSNorm does not subtract the mean."),
         Slip(lambda x, w, eps: _forward(x, torch.ones_like(w), eps), "The weight is missing: y = x r w."),
         Slip(lambda x, w, eps: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps) * w,
              "This divides by the root of the sum of squares: take the mean."),
-        Slip(_without_mean, "The gradient treats r as a constant, but r depends on x: subtract x' mean(h x').", "backward"),
+        Slip(_without_mean, "The gradient treats r as a constant, but r depends on x: subtract x' mean(h x').",
+             "backward"),
     ),
     speed=Speed(lambda rng: _gradient(rng, 24, 512),
                 "Read g and x of each row once; both sums and both results come from the same two tiles.",
@@ -141,12 +145,14 @@ RUNG = Rung(
                 entry="backward", ratio=1.4),
     permits=("sum",),
     forbids=("rms_norm", "layer_norm", "native_layer_norm"),
-    compiled=(Compiled("_forward_kernel", {"x_ptr": "*fp32", "w_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32", "eps": "fp32"},
+    compiled=(Compiled("_forward_kernel", {"x_ptr": "*fp32", "w_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32",
+                                           "eps": "fp32"},
                        {"BLOCK": 4096}, ("n_cols",)),),
     hints=("Divide the sum of squares by n_cols; the masked lanes are 0 and add nothing.",
            "In the gradient scale x by r once (x' = x r), and use x' in both formulas.",
            "for row in range(tl.program_id(0), n_rows, tl.num_programs(0)): dw stays a tile until the end."),
-    differences="The shipped kernel can add the residual stream on the way (add_rms_norm), which saves a read and a write, "
+    differences=
+        "The shipped kernel can add the residual stream on the way (add_rms_norm), which saves a read and a write, "
     "takes several short rows in a program, and lets the next kernel begin early on Hopper.",
     shipped="ops/norm/rms_norm.py",
 )  # fmt: skip

@@ -1,19 +1,20 @@
-r"""Attention compares every token with every other and does not know their order. *Rotary embedding* (RoPE) puts the order
-in by turning: each head's vector is cut into d / 2 pairs, and pair i of the token at position p is turned by the angle
-p * theta_i. The fast pairs turn once every few tokens, the slow ones once in ten thousand.
+r"""Attention compares every token with every other and does not know their order. *Rotary embedding* (RoPE) puts the
+order in by turning: each head's vector is cut into d / 2 pairs, and pair i of the token at position p is turned by
+the angle p * theta_i. The fast pairs turn once every few tokens, the slow ones once in ten thousand.
 
-Why turning? The product of a query at p and a key at q then depends on p - q alone, because turning both by the same angle
-changes no product. Check it with one pair and two angles.
+Why turning? The product of a query at p and a key at q then depends on p - q alone, because turning both by the
+same angle changes no product. Check it with one pair and two angles.
 
 The pairs are (x[i], x[i + d/2]), the layout of Hugging Face checkpoints:
 
     a' = a cos - b sin        b' = b cos + a sin
 
-The gradient turns back: the same kernel with -sin. (A rotation's transpose is its inverse.) So one kernel with a `sign`
-does both, and there is nothing to keep from the forward pass but the positions.
+The gradient turns back: the same kernel with -sin. (A rotation's transpose is its inverse.) So one kernel with a
+`sign` does both, and there is nothing to keep from the forward pass but the positions.
 
-It is bound by bytes with room to spare: 3 FLOPs an element. cos and sin `[T, d/2]` are the same for all heads, so load
-them once for a token and use them for all of its heads: with 32 heads, loading them for each is 50% more traffic.
+It is bound by bytes with room to spare: 3 FLOPs an element. cos and sin `[T, d/2]` are the same for all heads, so
+load them once for a token and use them for all of its heads: with 32 heads, loading them for each is 50% more
+traffic.
 """
 
 import torch
@@ -93,9 +94,12 @@ RUNG = Rung(
     holes=("_rope_kernel", "rotate", "forward", "backward"),
     answers={"forward": _turn, "backward": lambda g, cos, sin: _turn(g, cos, -sin)},
     cases=(
-        Case("one token, one head", lambda rng: _make(rng, 1, 1, 16), "a' = a cos - b sin, b' = b cos + a sin, with the old a in b'."),
-        Case("5 tokens, 4 heads", lambda rng: _make(rng, 5, 4, 32), "cos and sin belong to a token, and are the same for its heads."),
-        Case("3 heads of 20", lambda rng: _make(rng, 4, 3, 20), "Neither heads nor planes are a power of two: mask both."),
+        Case("one token, one head", lambda rng: _make(rng, 1, 1, 16),
+             "a' = a cos - b sin, b' = b cos + a sin, with the old a in b'."),
+        Case("5 tokens, 4 heads", lambda rng: _make(rng, 5, 4, 32),
+             "cos and sin belong to a token, and are the same for its heads."),
+        Case("3 heads of 20", lambda rng: _make(rng, 4, 3, 20),
+             "Neither heads nor planes are a power of two: mask both."),
         Case("no token", lambda rng: _make(rng, 0, 2, 16), "No token, no program: return before the launch."),
         Case("gradient", lambda rng: _make(rng, 6, 4, 32), "The gradient of a rotation is the rotation back: -sin.",
              entry="backward"),
@@ -109,11 +113,13 @@ RUNG = Rung(
                 "Load cos and sin once for a token, not once for each head.",
                 lambda x, cos, sin: Cost(3 * x.numel(), x.nbytes + cos.nbytes + sin.nbytes, x.nbytes), ratio=1.3),
     compiled=(Compiled("_rope_kernel", {"x_ptr": "*fp32", "cos_ptr": "*fp32", "sin_ptr": "*fp32", "y_ptr": "*fp32",
-                                        "heads": "i32", "half": "i32", "sign": "fp32"}, {"HEADS": 32, "HALF": 64}, ("half",)),),
+                                        "heads": "i32", "half": "i32", "sign": "fp32"}, {"HEADS": 32, "HALF": 64}, (
+                                            "half",)),),
     hints=("Make a tile [HEADS, HALF] of places: (token * heads + head) * 2 * half + plane.",
            "a is at the place, b is half further.",
            "Multiply sin by sign once; forward and backward are then the same kernel."),
-    differences="The shipped kernels do queries and keys in one launch, join the norm of query and key heads, and one of "
+    differences=
+        "The shipped kernels do queries and keys in one launch, join the norm of query and key heads, and one of "
     "them writes the keys straight into the KV cache.",
     shipped="ops/position/rotary.py",
 )  # fmt: skip

@@ -1,19 +1,20 @@
-r"""Softmax turns any numbers into probabilities: y[i] = exp(x[i]) / sum of exp(x[j]). Taken literally it overflows, because
-exp(89) is infinite in float32. Subtract the largest number m of the row first; top and bottom get the same factor exp(-m),
-so nothing else changes, and every exp is at most 1.
+r"""Softmax turns any numbers into probabilities: y[i] = exp(x[i]) / sum of exp(x[j]). Taken literally it overflows,
+because exp(89) is infinite in float32. Subtract the largest number m of the row first; top and bottom get the same
+factor exp(-m), so nothing else changes, and every exp is at most 1.
 
-So there seem to be three passes over the row: one for m, one for the sum, one for the result. For a row that fits into
-the registers of a program they are one: load it, and compute everything from the tile. A row of 128,000 logits does not
-fit, and three passes are three times the bytes.
+So there seem to be three passes over the row: one for m, one for the sum, one for the result. For a row that fits
+into the registers of a program they are one: load it, and compute everything from the tile. A row of 128,000
+logits does not fit, and three passes are three times the bytes.
 
-*Online softmax* does the first two in one. Walk over the row in blocks, keep the largest number so far, m, and the sum so
-far, l, taken with that m. When a block brings a larger number m', the old sum was taken with the wrong m. Mend it with one
-factor:
+*Online softmax* does the first two in one. Walk over the row in blocks, keep the largest number so far, m, and the
+sum so far, l, taken with that m. When a block brings a larger number m', the old sum was taken with the wrong m.
+Mend it with one factor:
 
     l <- l * exp(m - m') + sum of exp(x - m')
 
-That is exact, not an approximation. Hold on to this line: FlashAttention is nothing but this line with a matrix product
-beside it. At the start m is -infinity and l is 0; take care that -infinity minus -infinity does not make NaN.
+That is exact, not an approximation. Hold on to this line: FlashAttention is nothing but this line with a matrix
+product beside it. At the start m is -infinity and l is 0; take care that -infinity minus -infinity does not make
+NaN.
 """
 
 from ....costs.work import Cost
@@ -63,7 +64,8 @@ RUNG = Rung(
     holes=("_softmax_kernel", "softmax"),
     answers={"softmax": lambda x: x.softmax(-1)},
     cases=(
-        Case("4 rows of 64", lambda rng: [normal(rng, 4, 64)], "exp(x) over the sum of exp(x), for each row by itself."),
+        Case("4 rows of 64", lambda rng: [normal(rng, 4, 64)],
+             "exp(x) over the sum of exp(x), for each row by itself."),
         Case("rows of 77", lambda rng: [normal(rng, 3, 77)],
              "What the mask leaves out must count as exp = 0: load -infinity there, not 0."),
         Case("rows of 1,000", lambda rng: [normal(rng, 3, 1000)],
@@ -80,12 +82,15 @@ RUNG = Rung(
     ),
     speed=Speed(lambda rng: [normal(rng, 4, 2000)],
                 "The row is read more than twice: find maximum and sum in one pass, with the online rule.",
-                lambda x: Cost(5 * x.numel(), x.nbytes, x.nbytes), ratio=1.25, peer="def softmax(x):\n    return x.softmax(-1)\n"),
-    compiled=(Compiled("_softmax_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32"}, {"BLOCK": 1024}, ("n_cols",)),),
+                lambda x: Cost(5 * x.numel(), x.nbytes, x.nbytes), ratio=1.25, peer=
+                    "def softmax(x):\n    return x.softmax(-1)\n"),
+    compiled=(Compiled("_softmax_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "n_cols": "i32"}, {"BLOCK": 1024}, (
+        "n_cols",)),),
     hints=("m and l are one number each; tl.max(x, 0) and tl.sum(..., 0) reduce a tile to a number.",
            "higher = tl.maximum(m, tl.max(x, 0)); then l = l * tl.exp(m - higher) + tl.sum(tl.exp(x - higher), 0).",
            "The second loop loads the row again and stores tl.exp(x - m) / l."),
-    differences="The shipped kernel keeps a row of up to 32,768 elements in registers and reads it once. Longer rows are "
+    differences=
+        "The shipped kernel keeps a row of up to 32,768 elements in registers and reads it once. Longer rows are "
     "split between programs that tell each other their m and l.",
     shipped="ops/first/softmax_kernels.py",
 )  # fmt: skip

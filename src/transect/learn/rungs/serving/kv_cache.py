@@ -1,17 +1,18 @@
-r"""A model writes one token at a time. To make token 1,000 it needs the keys and values of tokens 0 to 999, and those are the
-same numbers as a step ago: attention is causal, so nothing that comes later changes them. Computing them again makes an
-answer of n tokens cost n² / 2 tokens of work. *Keeping* them makes it n. That is the KV cache, the reason why serving
-is about memory.
+r"""A model writes one token at a time. To make token 1,000 it needs the keys and values of tokens 0 to 999, and those
+are the same numbers as a step ago: attention is causal, so nothing that comes later changes them. Computing them
+again makes an answer of n tokens cost n² / 2 tokens of work. *Keeping* them makes it n. That is the KV cache, the
+reason why serving is about memory.
 
-How much memory? For each token 2 (k and v) * layers * KV heads * head size * bytes. Llama-3 8B: 2 * 32 * 8 * 128 * 2 =
-131,072 bytes, 128 KB a token, 1 GB for 8,192 tokens of one user.
+How much memory? For each token 2 (k and v) * layers * KV heads * head size * bytes. Llama-3 8B: 2 * 32 * 8 * 128 *
+2 = 131,072 bytes, 128 KB a token, 1 GB for 8,192 tokens of one user.
 
-Write a cache with room for a fixed number of tokens, made once. Appending copies the new keys and values into their
-places, and nothing else. `torch.cat((old, new))` is right as well, and copies everything in every step: that is n² again,
-in bytes. The grader counts bytes.
+Write a cache with room for a fixed number of tokens, made once. Appending copies the new keys and values into
+their places, and nothing else. `torch.cat((old, new))` is right as well, and copies everything in every step: that
+is n² again, in bytes. The grader counts bytes.
 
-A *prefill* appends many tokens at once (the prompt), a *decode* one. Both are the same call: queries of the last n tokens
-against all keys so far, with the causal mask for the n among themselves: query i (of n) sees length - n + i + 1 keys.
+A *prefill* appends many tokens at once (the prompt), a *decode* one. Both are the same call: queries of the last n
+tokens against all keys so far, with the causal mask for the n among themselves: query i (of n) sees length - n + i
++ 1 keys.
 """
 
 import math
@@ -123,10 +124,13 @@ RUNG = Rung(
     cases=(
         Case("one token", lambda rng: _make(rng, 1, 8, 1), "One token sees itself: the result is its value."),
         Case("a prompt of 6", lambda rng: _make(rng, 2, 16, 6), "Within a prompt token i sees tokens 0 to i."),
-        Case("6 single tokens", lambda rng: _make(rng, 2, 16, *[1] * 6), "Keep what came before: each new query sees all keys so far."),
-        Case("a prompt and 5 tokens", lambda rng: _make(rng, 2, 16, 7, 1, 1, 1, 1, 1), "The new keys belong behind those of the prompt."),
+        Case("6 single tokens", lambda rng: _make(rng, 2, 16, *[1] * 6),
+             "Keep what came before: each new query sees all keys so far."),
+        Case("a prompt and 5 tokens", lambda rng: _make(rng, 2, 16, 7, 1, 1, 1, 1, 1),
+             "The new keys belong behind those of the prompt."),
         Case("two chunks", lambda rng: _make(rng, 2, 16, 5, 4, 1),
-             "The second chunk's query i sees length - n + i + 1 keys: the mask begins at the right end, not at the left."),
+             "The second chunk's query i sees length - n + i + 1 keys: the mask begins at the right end, not at "
+             "the left."),
         Case("too many tokens", lambda rng: _make(rng, 2, 16, 6),
              "Refuse with ValueError what does not fit, before anything is written.", entry="overfull"),
     ),

@@ -1,20 +1,21 @@
-r"""A row of memory for each sequence, as long as it may become, wastes most of it: a user who may write 8,192 tokens writes 200.
-Before 2023 servers used a fifth to a third of their cache for real tokens. *PagedAttention* does what operating systems do
-with memory. The cache is one pool of *blocks* of B tokens (16, say). Each sequence has a *block table*: the numbers of its
-blocks in order. Position p lives in block table[p // B], at slot p % B. Blocks lie anywhere, and at most B - 1 slots of a
-sequence are unused.
+r"""A row of memory for each sequence, as long as it may become, wastes most of it: a user who may write 8,192 tokens
+writes 200. Before 2023 servers used a fifth to a third of their cache for real tokens. *PagedAttention* does what
+operating systems do with memory. The cache is one pool of *blocks* of B tokens (16, say). Each sequence has a
+*block table*: the numbers of its blocks in order. Position p lives in block table[p // B], at slot p % B. Blocks
+lie anywhere, and at most B - 1 slots of a sequence are unused.
 
-Two operations. *Write*: put the keys and values of new tokens into their slots. The pool seen as rows of tokens has slot
-table[p // B] * B + p % B, so all of a step's tokens, of all sequences, are one indexed copy. *Attend*: gather a sequence's
-blocks in the order of its table, cut off at its length, and do attention.
+Two operations. *Write*: put the keys and values of new tokens into their slots. The pool seen as rows of tokens
+has slot table[p // B] * B + p % B, so all of a step's tokens, of all sequences, are one indexed copy. *Attend*:
+gather a sequence's blocks in the order of its table, cut off at its length, and do attention.
 
-A whole step is *ragged*: some sequences bring a prompt chunk, most bring one token. They are laid end to end (no padding),
-with `starts` saying where each begins. The shipped kernel reads through the block table as it goes and never gathers. In
-torch, gathering is fine, but only the blocks that are needed: gathering the whole pool for every sequence is right too,
-and reads gigabytes.
+A whole step is *ragged*: some sequences bring a prompt chunk, most bring one token. They are laid end to end (no
+padding), with `starts` saying where each begins. The shipped kernel reads through the block table as it goes and
+never gathers. In torch, gathering is fine, but only the blocks that are needed: gathering the whole pool for every
+sequence is right too, and reads gigabytes.
 """
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -73,7 +74,7 @@ def _write(pool, new, tables, starts, lengths):
 
 
 def _from_front(pool, new, tables, starts, lengths):
-    counts = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    counts = [b - a for a, b in pairwise(starts)]
     return _write(pool, new, tables, starts, counts)
 
 
@@ -132,15 +133,20 @@ RUNG = Rung(
     drives={"write": _drive},
     forbids=("scaled_dot_product_attention",),
     cases=(
-        Case("write a prompt", lambda rng: _written(rng, [6], [6]), "Position p goes to block table[p // B], slot p % B."),
-        Case("write a decode", lambda rng: _written(rng, [6], [1]), "New tokens are the last of the sequence: positions length - count on."),
+        Case("write a prompt", lambda rng: _written(rng, [6], [6]),
+             "Position p goes to block table[p // B], slot p % B."),
+        Case("write a decode", lambda rng: _written(rng, [6], [1]),
+             "New tokens are the last of the sequence: positions length - count on."),
         Case("write a ragged batch", lambda rng: _written(rng, [6, 9, 4, 1], [1, 3, 4, 1]),
              "Each sequence has its own part of the new tokens, starts[s] to starts[s + 1]."),
-        Case("one query", lambda rng: _attended(rng, [7], [1]), "Gather the blocks in the order of the table, and cut off at the length.",
+        Case("one query", lambda rng: _attended(rng, [7], [1]),
+             "Gather the blocks in the order of the table, and cut off at the length.",
              entry="attend"),
-        Case("a whole block", lambda rng: _attended(rng, [8], [1]), "8 tokens are exactly two blocks: round up, and no further.",
+        Case("a whole block", lambda rng: _attended(rng, [8], [1]),
+             "8 tokens are exactly two blocks: round up, and no further.",
              entry="attend"),
-        Case("a prompt chunk", lambda rng: _attended(rng, [11], [5]), "Chunk tokens see all before them, and not those after.",
+        Case("a prompt chunk", lambda rng: _attended(rng, [11], [5]),
+             "Chunk tokens see all before them, and not those after.",
              entry="attend"),
         Case("a ragged batch", lambda rng: _attended(rng, [7, 12, 5, 1], [1, 4, 1, 1]),
              "Each sequence sees its own blocks only.", entry="attend"),
@@ -156,7 +162,8 @@ RUNG = Rung(
     hints=("Slots as one flat index: table[p // B] * B + p % B, into pool.view(-1, heads, d).",
            "k_pool[blocks] with a tensor of block numbers copies just those.",
            "Attention itself is that of the rung kv_cache."),
-    differences="The shipped kernel walks over the block table with an online softmax and gathers nothing; long sequences are "
+    differences=
+        "The shipped kernel walks over the block table with an online softmax and gathers nothing; long sequences are "
     "split between programs, and prefill chunks and decodes share a launch.",
     shipped="ops/attention/paged/paged_attention.py",
 )  # fmt: skip

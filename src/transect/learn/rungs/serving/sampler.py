@@ -1,19 +1,20 @@
-r"""The model gives one number for each word of its vocabulary, and somebody has to choose. The order of the steps is what
-OpenAI's API and every engine agree on:
+r"""The model gives one number for each word of its vocabulary, and somebody has to choose. The order of the steps
+is what OpenAI's API and every engine agree on:
 
-1. *Temperature*: divide the logits by it. Below 1 the likely ones gain, above 1 they lose. 0 means: take the largest.
+1. *Temperature*: divide the logits by it. Below 1 the likely ones gain, above 1 they lose. 0 means: take the
+   largest.
 2. *Top-k*: keep the k largest.
-3. *Top-p*: sort by probability, and keep the fewest whose probabilities together reach p. The token that crosses the line
-   stays; without it, p = 0.1 would often keep none.
+3. *Top-p*: sort by probability, and keep the fewest whose probabilities together reach p. The token that crosses
+   the line stays; without it, p = 0.1 would often keep none.
 4. Draw from what is left, with its probabilities scaled to 1.
 
-How to draw? *Gumbel-max*: give each token the number log(p) + g with g = -log(-log(u)), u uniform in (0, 1), and take the
-largest. That draws exactly from p, it needs no sum and no search, and on a GPU it is one pass. The grader gives you u for
-each token, so the answer is unique.
+How to draw? *Gumbel-max*: give each token the number log(p) + g with g = -log(-log(u)), u uniform in (0, 1), and
+take the largest. That draws exactly from p, it needs no sum and no search, and on a GPU it is one pass. The grader
+gives you u for each token, so the answer is unique.
 
-In this package u is a function of (seed, choice, position, token) (a counter-based generator, Philox): nothing is carried
-from step to step. That is why a preempted request repeats its own tokens, and why the same request gives the same answer
-whatever else is in the batch.
+In this package u is a function of (seed, choice, position, token) (a counter-based generator, Philox): nothing is
+carried from step to step. That is why a preempted request repeats its own tokens, and why the same request gives
+the same answer whatever else is in the batch.
 """
 
 import math
@@ -91,29 +92,38 @@ RUNG = Rung(
     answers={"kept": _kept, "draw": _draw},
     tolerance=1e-8,
     cases=(
-        Case("everything", lambda rng: [_logits(rng, 10), 1.0, 0, 1.0], "log p = logit - log of the sum of exp(logit), likeliest first."),
-        Case("temperature 0.5", lambda rng: [_logits(rng, 10), 0.5, 0, 1.0], "Divide the logits by the temperature before softmax."),
-        Case("large logits", lambda rng: [[900.0, 890.0, 10.0], 1.0, 0, 1.0], "exp(900) overflows: subtract the largest first."),
-        Case("top 3", lambda rng: [_logits(rng, 20), 1.0, 3, 1.0], "Keep the 3 largest; log-probabilities stay those over all tokens."),
+        Case("everything", lambda rng: [_logits(rng, 10), 1.0, 0, 1.0],
+             "log p = logit - log of the sum of exp(logit), likeliest first."),
+        Case("temperature 0.5", lambda rng: [_logits(rng, 10), 0.5, 0, 1.0],
+             "Divide the logits by the temperature before softmax."),
+        Case("large logits", lambda rng: [[900.0, 890.0, 10.0], 1.0, 0, 1.0],
+             "exp(900) overflows: subtract the largest first."),
+        Case("top 3", lambda rng: [_logits(rng, 20), 1.0, 3, 1.0],
+             "Keep the 3 largest; log-probabilities stay those over all tokens."),
         Case("top-p 0.7", lambda rng: [_logits(rng, 20), 1.0, 0, 0.7], "The token that crosses p stays."),
         Case("top-p 0.01", lambda rng: [_logits(rng, 20), 1.0, 0, 0.01], "One token is always left."),
         Case("both", lambda rng: [_logits(rng, 30), 1.3, 8, 0.8], "Top-p counts shares of what top-k has left."),
-        Case("greedy", lambda rng: _make(rng, 30, 0, 0, 1.0), "Temperature 0 takes the largest logit and draws nothing.", entry="draw"),
+        Case("greedy", lambda rng: _make(rng, 30, 0, 0, 1.0),
+             "Temperature 0 takes the largest logit and draws nothing.", entry=
+             "draw"),
         *(Case(f"draw {n}", lambda rng: _make(rng, 30, 1.0, 0, 1.0),
-               "Score = log p - log(-log u), with the u of that token; take the largest.", entry="draw") for n in (1, 2, 3)),
+               "Score = log p - log(-log u), with the u of that token; take the largest.",
+               entry="draw") for n in (1, 2, 3)),
         *(Case(f"draw {n} with limits", lambda rng: _make(rng, 40, 0.8, 10, 0.7),
                "Draw among what is kept only.", entry="draw") for n in (1, 2, 3)),
     ),
     slips=(
         Slip(lambda *a: _kept(*a, crossing=False), "The token that crosses p must stay."),
-        Slip(lambda logits, t, k, p: _kept([x * t * t for x in logits], t, k, p), "The logits are multiplied by the temperature: divide."),
+        Slip(lambda logits, t, k, p: _kept([x * t * t for x in logits], t, k, p),
+             "The logits are multiplied by the temperature: divide."),
     ),
     speed=Speed(lambda rng: _make(rng, 400, 0.8, 40, 0.9),
                 "Sort once, and take the sum once: not for every token.", entry="draw", ratio=2.0),
     hints=("Sort tokens by (-logit, token) first; everything else walks down that list.",
            "total = log(sum(exp(x / T - top))) + top; log p = x / T - total.",
            "Walk down the list and stop when the sum reaches top_p times the share that top-k has left."),
-    differences="The shipped sampler does it for a whole batch without sorting the vocabulary (a search for the threshold), "
+    differences=
+        "The shipped sampler does it for a whole batch without sorting the vocabulary (a search for the threshold), "
     "with penalties, grammars and log-probabilities, on the device.",
     shipped="ops/sampling/sampling.py",
 )  # fmt: skip

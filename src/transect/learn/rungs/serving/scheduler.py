@@ -1,21 +1,23 @@
-r"""Users come when they like and write as long as they like. *Static* batching waits until a batch is full, and until its
-longest answer is done: most places are empty most of the time. *Continuous* batching decides anew in every step (a step is
-one forward pass, some tens of milliseconds). Who is done leaves at once, and whoever waits takes the place.
+r"""Users come when they like and write as long as they like. *Static* batching waits until a batch is full, and until
+its longest answer is done: most places are empty most of the time. *Continuous* batching decides anew in every
+step (a step is one forward pass, some tens of milliseconds). Who is done leaves at once, and whoever waits takes
+the place.
 
-A step computes some tokens for each of some sequences, at most `max_tokens` together. A sequence that decodes needs one. A
-prompt needs all of its tokens, and may be cut into *chunks*, so that a prompt of 10,000 tokens does not stop everybody else
-for a second. So:
+A step computes some tokens for each of some sequences, at most `max_tokens` together. A sequence that decodes
+needs one. A prompt needs all of its tokens, and may be cut into *chunks*, so that a prompt of 10,000 tokens does
+not stop everybody else for a second. So:
 
 1. Every sequence that decodes gets its one token. It never waits behind a prompt.
-2. What is left of the budget goes to prompts that have begun, then to new ones, first come first served. A new one is let
-   in only if there is a place (`max_seqs`) and there are KV blocks for its whole length.
+2. What is left of the budget goes to prompts that have begun, then to new ones, first come first served. A new one
+   is let in only if there is a place (`max_seqs`) and there are KV blocks for its whole length.
 3. A decoding sequence crosses into a new block now and then. When none is free, somebody must give his back:
-   *preemption*. Take the youngest that has nothing in this step yet. It loses its KV, goes back to the *front* of the queue, and
-   computes its prompt and the tokens that it had already made anew (its tokens are known, only their KV is gone).
+   *preemption*. Take the youngest that has nothing in this step yet. It loses its KV, goes back to the *front* of
+   the queue, and computes its prompt and the tokens that it had already made anew (its tokens are known, only
+   their KV is gone).
 
-The oldest is never preempted while a younger one runs, so somebody always gets done: no deadlock. This is the whole of the
-engine's `Scheduler`, without choices, grammars, priorities and time targets. `transect learn use scheduler` puts yours into
-the live server.
+The oldest is never preempted while a younger one runs, so somebody always gets done: no deadlock. This is the
+whole of the engine's `Scheduler`, without choices, grammars, priorities and time targets. `transect learn use
+scheduler` puts yours into the live server.
 """
 
 from ...record import Case, Rung, Speed
@@ -51,7 +53,8 @@ class Scheduler:
         self.waiting.append(Sequence(name, length))
 
     def schedule(self):
-        """The next step: a list of (name, start, count, blocks). It computes tokens start .. start + count - 1 of each,
+        """The next step: a list of (name, start, count, blocks). It computes tokens start .. start + count - 1 "
+        "of each,
         whose KV goes into ``blocks``: position p into block p // block_size of that list."""
         rows, planned, spare = [], set(), self.max_tokens
         for seq in sorted(self.running, key=lambda seq: seq.length - seq.done > 1):  # decodes first
@@ -153,8 +156,10 @@ def _judge(arguments, trace):
                 if left.get(name, 0) == 0 or requests[name][0] > step:
                     return f"step {step} runs request {name}, which is done or has not come yet"
                 if start not in (0, done.get(name, 0)) or count < 1 or start + count > lengths[name]:
-                    return (f"step {step} computes tokens {start} to {start + count - 1} of request {name}, of which "
-                            f"{done.get(name, 0)} are computed and {lengths[name]} known")
+                    return (
+                        f"step {step} computes tokens {start} to {start + count - 1} of request {name}, of which "
+                        f"{done.get(name, 0)} are computed and {lengths[name]} known"
+                    )
                 if len(blocks) * block_size < start + count:
                     return f"step {step}: request {name} has {len(blocks)} blocks for {start + count} tokens"
                 if len(set(blocks)) < len(blocks) or not all(0 <= block < num_blocks for block in blocks):
@@ -164,19 +169,25 @@ def _judge(arguments, trace):
                     return f"request {name} decodes, and waited from step {last[name]} to step {step}"
                 if name not in order:
                     order.append(name)
-                    if any(requests[other][0] <= requests[name][0] and other < name and other not in order
-                           for other in lengths):
+                    if any(
+                        requests[other][0] <= requests[name][0] and other < name and other not in order
+                        for other in lengths
+                    ):
                         return f"request {name} was let in before an older one"
                 for p in range(start):
                     if writer.get((blocks[p // block_size], p % block_size)) != (name, p):
-                        return (f"step {step}: the KV of token {p} of request {name} is not in its block any more: it was "
-                                "given away, or written over")
+                        return (
+                            f"step {step}: the KV of token {p} of request {name} is not in its block any more: "
+                            f"it was "
+                            "given away, or written over"
+                        )
             for name, start, count, blocks in rows:
                 for p in range(start, start + count):
                     writer[blocks[p // block_size], p % block_size] = (name, p)
                 done[name], last[name] = start + count, step
             for name, start, count, blocks in rows:
-                if any(writer[blocks[p // block_size], p % block_size] != (name, p) for p in range(start, start + count)):
+                places = [(p, (blocks[p // block_size], p % block_size)) for p in range(start, start + count)]
+                if any(writer[place] != (name, p) for p, place in places):
                     return f"step {step}: two sequences write into one block"
                 if start + count == lengths[name]:
                     left[name] -= 1
@@ -194,7 +205,9 @@ def _requests(rng, count, spread, prompt, answer):
     return [[a, int(rng.integers(1, prompt + 1)), int(rng.integers(1, answer + 1))] for a in arrivals]
 
 
-_PREEMPT = "When no block is free, the youngest sequence without tokens in this step gives its blocks back and waits in front."
+_PREEMPT = (
+    "When no block is free, the youngest sequence without tokens in this step gives its blocks back and waits in front."
+)
 
 RUNG = Rung(
     name="scheduler",
@@ -226,14 +239,18 @@ RUNG = Rung(
         Case("blocks of one token", lambda rng: [60, 1, 8, 4, _requests(rng, 15, 10, 12, 12)],
              "Count blocks with the block size: round up."),
     ),
-    speed=Speed(lambda rng: [60, 4, 32, 8, [[0, int(rng.integers(3, 9)), 40 if i % 4 == 0 else 4] for i in range(32)]],
-                "It takes many more steps: places stay empty while others run. Let the next request in as soon as there is a "
+    speed=Speed(lambda rng: [60, 4, 32, 8,
+                             [[0, int(rng.integers(3, 9)), 40 if i % 4 == 0 else 4] for i in range(32)]],
+                "It takes many more steps: places stay empty while others run. Let the next request in as soon "
+                "as there is a "
                 "place, and do not wait for the whole batch.",
                 measure=lambda arguments, trace: len(trace), unit="steps", ratio=1.25),
     hints=("Walk over the running ones, those with one token to go first; then admit from the queue.",
            "spare = max_tokens at the start, and every row takes from it.",
-           "A preempted sequence forgets its blocks and begins at 0: its length stays, so it computes what it had drawn too."),
-    differences="The shipped scheduler shares blocks between choices (copy on write), finds cached prefixes, plans a step "
+           "A preempted sequence forgets its blocks and begins at 0: its length stays, so it computes what it "
+           "had drawn too."),
+    differences="The shipped scheduler shares blocks between choices (copy on write), finds cached prefixes, "
+    "plans a step "
     "before the tokens of the last are known, and sizes steps by a time target.",
     shipped="engine/scheduling/scheduler.py",
 )  # fmt: skip

@@ -1,22 +1,23 @@
 r"""Time for the first network that does something: 1,797 handwritten digits of 8 x 8 pixels, from scikit-learn (no
-download), a small cousin of MNIST. You get the training images and labels, and return a class for each test image. The
-labels of those stay with the grader, and so does the order of the pixels: it is shuffled in every check.
+download), a small cousin of MNIST. You get the training images and labels, and return a class for each test image.
+The labels of those stay with the grader, and so does the order of the pixels: it is shuffled in every check.
 
 Everything is a matrix now. With B images in a batch, X `[B, 64]`:
 
     Z = X W1 + b1        H = relu(Z)        Y = H W2 + b2       `[B, 10]`
 
-Y are *logits*. Softmax makes probabilities of them, p = exp(y) / sum exp(y), and the loss is the *cross-entropy*: minus
-the log of the probability of the right class. Its gradient is the nicest formula of the field: dL/dY = (p - one_hot) / B.
-Subtract the largest logit of each row before exp, so that nothing overflows.
+Y are *logits*. Softmax makes probabilities of them, p = exp(y) / sum exp(y), and the loss is the *cross-entropy*:
+minus the log of the probability of the right class. Its gradient is the nicest formula of the field: dL/dY = (p -
+one_hot) / B. Subtract the largest logit of each row before exp, so that nothing overflows.
 
 From there the chain rule of the last rungs, with transposes where the shapes ask for them:
 
     dW2 = H^T dY     db2 = sum of rows of dY     dH = dY W2^T     dZ = dH where Z > 0     dW1 = X^T dZ     db1 = ...
 
-Scale the pixels (0 to 16) to about 0 to 1. Begin with small random weights: `randn / sqrt(inputs)` keeps the size of the
-numbers from layer to layer, and zeros would make all hidden units the same for ever. 64 hidden units, batches of 50 and a
-rate of 0.5 reach 95% in a second. `loss.backward()` is not allowed: you know how to do it yourself.
+Scale the pixels (0 to 16) to about 0 to 1. Begin with small random weights: `randn / sqrt(inputs)` keeps the size
+of the numbers from layer to layer, and zeros would make all hidden units the same for ever. 64 hidden units,
+batches of 50 and a rate of 0.5 reach 95% in a second. `loss.backward()` is not allowed: you know how to do it
+yourself.
 """
 
 from functools import cache
@@ -134,7 +135,8 @@ RUNG = Rung(
              "exp of a large logit overflows: subtract the largest of each row first, and take the loss as "
              "log(sum exp y) - y[label], because p may be 0 and its log infinite.", tolerance=1e-3),
         Case("400 test images", _make,
-             "It does not learn enough: scale the pixels, begin with small random weights, and step against the gradient.",
+             "It does not learn enough: scale the pixels, begin with small random weights, and step against the "
+             "gradient.",
              entry="train_and_predict"),
     ),
     speed=Speed(lambda rng: _batch(rng, 64),

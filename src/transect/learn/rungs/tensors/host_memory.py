@@ -1,25 +1,26 @@
-r"""A GPU has its own memory. It is fast (3 TB/s) and small (80 GB), and everything that comes from the host crosses a link
-that is fifty times slower: PCIe 5 carries about 55 GB/s. A copy of n bytes takes
+r"""A GPU has its own memory. It is fast (3 TB/s) and small (80 GB), and everything that comes from the host crosses a
+link that is fifty times slower: PCIe 5 carries about 55 GB/s. A copy of n bytes takes
 
     latency + n / bandwidth
 
 with a latency of some 10 microseconds. Small copies are all latency, and large ones all bandwidth. The two meet at
 `latency * bandwidth` bytes, about half a megabyte here: below it, put copies together.
 
-Host memory comes in two kinds. *Pageable* memory can be moved by the operating system at any time, so the driver first
-copies it into a buffer of its own, and the program waits. *Pinned* memory stays where it is: the device reads it directly,
-while the program goes on. Then copying and computing can *overlap*: chunk 2 crosses the link while chunk 1 is computed.
+Host memory comes in two kinds. *Pageable* memory can be moved by the operating system at any time, so the driver
+first copies it into a buffer of its own, and the program waits. *Pinned* memory stays where it is: the device
+reads it directly, while the program goes on. Then copying and computing can *overlap*: chunk 2 crosses the link
+while chunk 1 is computed.
 
 To overlap you need places to put chunks. With B buffers on the device, chunk i can be copied when chunk i - B is
-computed, because that one's buffer is free then, and when the link is done with chunk i - 1. It can be computed when it
-has arrived and chunk i - 1 is computed:
+computed, because that one's buffer is free then, and when the link is done with chunk i - 1. It can be computed
+when it has arrived and chunk i - 1 is computed:
 
     copied[i]   = max(copied[i-1], computed[i-B]) + copy[i]
     computed[i] = max(computed[i-1], copied[i]) + compute[i]
 
-With one buffer nothing overlaps. With two, the slower of the two decides almost alone. That is double buffering, and you
-will meet it again in every fast kernel (from global to shared memory), in the data loader, and where layers stream to a
-model that does not fit.
+With one buffer nothing overlaps. With two, the slower of the two decides almost alone. That is double buffering,
+and you will meet it again in every fast kernel (from global to shared memory), in the data loader, and where
+layers stream to a model that does not fit.
 """
 
 from ...record import Case, Rung, Slip, Speed
@@ -80,7 +81,8 @@ RUNG = Rung(
     answers={"transfer_seconds": _transfer, "joined_gain": _gain, "overlapped": _overlapped},
     tolerance=1e-9,
     cases=(
-        Case("a large copy", lambda rng: [int(rng.integers(1e8, 1e9)), 1e-5, 55e9], "Seconds are latency + bytes / bandwidth."),
+        Case("a large copy", lambda rng: [int(rng.integers(1e8, 1e9)), 1e-5, 55e9],
+             "Seconds are latency + bytes / bandwidth."),
         Case("no copy", lambda rng: [0, 1e-5, 55e9], "Nothing to copy costs nothing, not even the latency."),
         Case("16 small copies", lambda rng: [[int(x) for x in rng.integers(100, 9999, 16)], 1e-5, 55e9],
              "Together they pay the latency once: 15 latencies are saved.", entry="joined_gain"),
@@ -91,7 +93,8 @@ RUNG = Rung(
              "Chunk i may be copied when chunk i - 2 is computed and the link is free, whichever comes later.",
              entry="overlapped"),
         Case("three buffers", lambda rng: _chunks(rng, 12, 3),
-             "The link is one queue and the processor is one queue: each takes its chunks in order.", entry="overlapped"),
+             "The link is one queue and the processor is one queue: each takes its chunks in order.", entry=
+                 "overlapped"),
         Case("no chunk", lambda rng: [[], [], 2], "No chunk is done at once.", entry="overlapped"),
     ),
     slips=(
@@ -106,7 +109,8 @@ RUNG = Rung(
     hints=("Keep two lists: when each chunk was copied, and when each was computed.",
            "A copy begins at max(link free, buffer free); a computation at max(processor free, chunk copied).",
            "The buffer of chunk i is free at computed[i - buffers] for i >= buffers, else at 0."),
-    differences="models/streaming/ does this for layers of a model that is larger than the GPU: pinned pieces, one slot "
+    differences=
+        "models/streaming/ does this for layers of a model that is larger than the GPU: pinned pieces, one slot "
     "ahead, events of CUDA streams in place of the two lists.",
     shipped="models/streaming/stream.py",
 )  # fmt: skip

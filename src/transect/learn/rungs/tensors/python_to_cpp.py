@@ -1,20 +1,20 @@
 r"""Python takes some 50 nanoseconds for one addition, and a core could do a hundred of them in that time. So the inner
-loops of every library are written in C++, and Python only says what to do. The bridge is thin: Python knows the address
-of a tensor's memory (`x.data_ptr()`) and the number of elements, and calls a compiled function with both.
+loops of every library are written in C++, and Python only says what to do. The bridge is thin: Python knows the
+address of a tensor's memory (`x.data_ptr()`) and the number of elements, and calls a compiled function with both.
 
     extern "C" void silu_forward(const float* x, float* y, long n)
 
-`extern "C"` keeps the name as it is (C++ would decorate it), so that Python finds it in the library. There is no tensor
-on the other side, no shape and no bounds check: a wrong index writes into somebody else's memory. torch.utils.cpp_extension
-does the same with a tensor class around the pointers; a compile takes a minute instead of a second, so here we take the
-plain way, as `ops/cpu/` of this package does.
+`extern "C"` keeps the name as it is (C++ would decorate it), so that Python finds it in the library. There is no
+tensor on the other side, no shape and no bounds check: a wrong index writes into somebody else's memory.
+torch.utils.cpp_extension does the same with a tensor class around the pointers; a compile takes a minute instead
+of a second, so here we take the plain way, as `ops/cpu/` of this package does.
 
 Write SiLU, the bend of most language models, and its gradient *by hand*:
 
     s(x) = 1 / (1 + exp(-x))     y = x s(x)     dy/dx = s(x) (1 + x (1 - s(x)))
 
-The backward function gets the upstream gradient g and the x of the forward pass, and writes dx = g dy/dx. It recomputes
-s(x) instead of reading it: an exp is cheaper than another pass through memory.
+The backward function gets the upstream gradient g and the x of the forward pass, and writes dx = g dy/dx. It
+recomputes s(x) instead of reading it: an exp is cheaper than another pass through memory.
 
 The time is real here, so the floor is too: two reads and a write for each element against the bandwidth of this
 machine's memory, which one core alone cannot reach.
@@ -24,7 +24,7 @@ from ....costs.work import Cost
 from ...record import Case, Rung, Slip, Speed
 from ..inputs import normal
 
-SOLUTION = '''#include <cmath>
+SOLUTION = """#include <cmath>
 
 // y[i] = x[i] * sigmoid(x[i]) for i < n
 extern "C" void silu_forward(const float* x, float* y, long n) {
@@ -44,7 +44,7 @@ extern "C" void silu_backward(const float* g, const float* x, float* dx, long n)
     }
     // --- end ---
 }
-'''
+"""
 
 
 def _forward(library, x):
@@ -86,8 +86,10 @@ RUNG = Rung(
     drives={"forward": _forward, "backward": _backward},
     tolerance=1e-6,
     cases=(
-        Case("forward, 8 elements", lambda rng: [normal(rng, 8)], "y = x / (1 + exp(-x)) for every i from 0 to n - 1: mind the sign in exp, and the last element."),
-        Case("forward, 1,001 elements", lambda rng: [normal(rng, 1001)], "Write every element: i runs from 0 to n - 1."),
+        Case("forward, 8 elements", lambda rng: [normal(rng, 8)],
+             "y = x / (1 + exp(-x)) for every i from 0 to n - 1: mind the sign in exp, and the last element."),
+        Case("forward, 1,001 elements", lambda rng: [normal(rng, 1001)],
+             "Write every element: i runs from 0 to n - 1."),
         Case("forward, large numbers", lambda rng: [60 * normal(rng, 64)],
              "exp(x) overflows for large x, and infinity / infinity is NaN: divide by 1 + exp(-x) instead."),
         Case("backward, 8 elements", lambda rng: [normal(rng, 8), normal(rng, 8)],
@@ -107,7 +109,8 @@ RUNG = Rung(
     hints=("for (long i = 0; i < n; ++i) y[i] = ...;",
            "std::exp of a float is float; exp of a double is slower.",
            "float s = 1.0f / (1.0f + std::exp(-x[i])); then dx[i] = g[i] * s * (1.0f + x[i] * (1.0f - s));"),
-    differences="ops/cpu/ computes exp itself, sixteen floats in a vector register (a polynomial), and cuts the work over "
+    differences=
+        "ops/cpu/ computes exp itself, sixteen floats in a vector register (a polynomial), and cuts the work over "
     "a team of threads. That is how it comes near the bandwidth of memory.",
     shipped="ops/cpu/build.py",
 )  # fmt: skip

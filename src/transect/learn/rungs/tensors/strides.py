@@ -6,14 +6,16 @@ dimension: how many elements to go forward for the next index. Element (i, j) of
 A fresh tensor of the shape [3, 4] has the strides [4, 1]: rows lie behind each other, the last index is the fastest
 (*row-major*, or contiguous). So the stride of a dimension is the product of the sizes after it.
 
-Now look at what becomes free. Transposing swaps two sizes and two strides; no element moves. A slice `[start:stop:step]`
-moves the offset by `start * stride`, shortens the size, and multiplies the stride by `step`. Selecting one row moves the
-offset and drops the dimension. Repeating a size of 1 (*broadcasting*) sets its stride to 0: every index reads the same
-place. All of these are *views*: they share memory, and writing to one changes the other.
+Now look at what becomes free. Transposing swaps two sizes and two strides; no element moves. A slice
+`[start:stop:step]` moves the offset by `start * stride`, shortens the size, and multiplies the stride by `step`.
+Selecting one row moves the offset and drops the dimension. Repeating a size of 1 (*broadcasting*) sets its stride
+to 0: every index reads the same place. All of these are *views*: they share memory, and writing to one changes the
+other.
 
-It is not free later. A kernel that reads along a dimension with a large stride uses 4 of the 32 bytes of each sector
-that the memory hands out. So some code calls `contiguous()`, which copies the elements into order, and that is a read and
-a write of everything. When a view is enough and when a copy pays is a question that you will meet on every rung.
+It is not free later. A kernel that reads along a dimension with a large stride uses 4 of the 32 bytes of each
+sector that the memory hands out. So some code calls `contiguous()`, which copies the elements into order, and that
+is a read and a write of everything. When a view is enough and when a copy pays is a question that you will meet on
+every rung.
 """
 
 import torch
@@ -119,7 +121,8 @@ RUNG = Rung(
     drives={"view": _drive},
     cases=(
         _case("a matrix", "The stride of a dimension is the product of the sizes after it; the last is 1.", (3, 4)),
-        _case("four dimensions", "Go through the sizes from the last to the first, and multiply as you go.", (2, 3, 4, 5)),
+        _case("four dimensions",
+              "Go through the sizes from the last to the first, and multiply as you go.", (2, 3, 4, 5)),
         _case("transposed", "Swap the sizes and the strides, and move nothing.", (3, 4), ("transpose", 0, 1)),
         _case("a slice", "A slice moves the offset by start * stride; a step multiplies the stride.", (7, 5),
               ("slice", 0, 1, 6, 2)),

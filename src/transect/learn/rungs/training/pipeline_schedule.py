@@ -1,17 +1,19 @@
-r"""A model of 70 billion weights does not fit into one GPU. Give each of S *stages* some of its layers. A batch is cut into M
-micro-batches, so that the stages work at the same time. The first cannot do the second's work before the first is done,
-so at the beginning and the end stages stand idle: the *bubble*.
+r"""A model of 70 billion weights does not fit into one GPU. Give each of S *stages* some of its layers. A batch is cut
+into M micro-batches, so that the stages work at the same time. The first cannot do the second's work before the
+first is done, so at the beginning and the end stages stand idle: the *bubble*.
 
-*GPipe*: all M forwards, then all M backwards. Right, and the bubble is as small as it gets without more tricks, (S - 1) / M of
-the work. But every stage keeps the activations of all M micro-batches until their backwards come.
+*GPipe*: all M forwards, then all M backwards. Right, and the bubble is as small as it gets without more tricks, (S
+- 1) / M of the work. But every stage keeps the activations of all M micro-batches until their backwards come.
 
-*1F1B* has the same bubble and keeps at most S. Stage s (from 0) does S - 1 - s forwards to warm up. Then it takes turns:
-one forward, one backward, until the forwards are used up, and then the backwards that are left. The last stage alternates
-from the first micro-batch on. So a micro-batch's backward comes as early as it can, and frees its activations.
+*1F1B* has the same bubble and keeps at most S. Stage s (from 0) does S - 1 - s forwards to warm up. Then it takes
+turns: one forward, one backward, until the forwards are used up, and then the backwards that are left. The last
+stage alternates from the first micro-batch on. So a micro-batch's backward comes as early as it can, and frees its
+activations.
 
-A backward takes about twice the time of a forward. The grader plays your order with one slot for a forward and two for a
-backward: F of micro-batch m at stage s waits for F of m at stage s - 1, and B of m at stage s for B of m at stage s + 1 (the last
-stage's B waits for its own F). It looks at the time until all is done, and at the most activations that a stage holds.
+A backward takes about twice the time of a forward. The grader plays your order with one slot for a forward and two
+for a backward: F of micro-batch m at stage s waits for F of m at stage s - 1, and B of m at stage s for B of m at
+stage s + 1 (the last stage's B waits for its own F). It looks at the time until all is done, and at the most
+activations that a stage holds.
 """
 
 from ...record import Case, Rung, Speed
@@ -93,17 +95,21 @@ RUNG = Rung(
              "Stage 0 does one forward more before its first backward; the last stage takes turns from the start."),
         Case("4 stages, 8 micro-batches", lambda rng: [4, 8],
              "Stage s does S - 1 - s forwards to warm up, then one forward and one backward in turn."),
-        Case("4 stages, 2 micro-batches", lambda rng: [4, 2], "There may be fewer micro-batches than warm-up forwards: min of the two."),
+        Case("4 stages, 2 micro-batches", lambda rng: [4, 2],
+             "There may be fewer micro-batches than warm-up forwards: min of the two."),
         Case("random sizes", lambda rng: [int(rng.integers(2, 7)), int(rng.integers(1, 20))],
              "What is left after the turns are the backwards of the warm-up forwards."),
     ),
     speed=Speed(lambda rng: [4, 16],
-                "The stages stand idle more than need be: after the warm-up each must have a forward and a backward in turn.",
-                measure=lambda arguments, orders: (play(orders, arguments[0]) or (1e9,))[0], unit="slots of time", ratio=1.08),
+                "The stages stand idle more than need be: after the warm-up each must have a forward and a "
+                "backward in turn.",
+                measure=lambda arguments, orders: (play(orders, arguments[0]) or (1e9,))[0],
+                unit="slots of time", ratio=1.08),
     hints=("warm = min(stages - 1 - stage, batches) forwards come first.",
            "Then pairs F warm + m, B m for m = 0 .. batches - warm - 1.",
            "At the end the last `warm` backwards."),
-    differences="spec/layouts/schedule.py has 1F1B, interleaved stages and zero-bubble, which cuts the backward in two; the "
+    differences=
+        "spec/layouts/schedule.py has 1F1B, interleaved stages and zero-bubble, which cuts the backward in two; the "
     "trainer and the cost model read the same schedule.",
     shipped="spec/layouts/schedule.py",
 )  # fmt: skip

@@ -1,15 +1,16 @@
-r"""Eight GPUs train one model: each has the whole model and an eighth of the batch. After the backward pass each has other gradients,
-and all need their sum. That is *all-reduce*. If each sends its gradients to everybody, every GPU sends (n - 1) N numbers.
-If one collects and hands out, that one is the bottleneck.
+r"""Eight GPUs train one model: each has the whole model and an eighth of the batch. After the backward pass each has
+other gradients, and all need their sum. That is *all-reduce*. If each sends its gradients to everybody, every GPU
+sends (n - 1) N numbers. If one collects and hands out, that one is the bottleneck.
 
-*Ring*: cut the N numbers into n chunks, and think of the ranks in a circle. In step s rank r sends chunk (r - s) mod n to its
-right neighbour and receives chunk (r - s - 1) mod n from the left, which it *adds* to its own. After n - 1 steps rank r has the
-complete sum of chunk (r + 1) mod n. That is *reduce-scatter*. Then n - 1 steps more in which complete chunks go around and are
-*copied*: *all-gather*. Each rank sends 2 (n - 1) / n * N numbers, less than 2 N, for any number of ranks. No algorithm
-sends less, and all links are busy all the time.
+*Ring*: cut the N numbers into n chunks, and think of the ranks in a circle. In step s rank r sends chunk (r - s)
+mod n to its right neighbour and receives chunk (r - s - 1) mod n from the left, which it *adds* to its own. After
+n - 1 steps rank r has the complete sum of chunk (r + 1) mod n. That is *reduce-scatter*. Then n - 1 steps more in
+which complete chunks go around and are *copied*: *all-gather*. Each rank sends 2 (n - 1) / n * N numbers, less
+than 2 N, for any number of ranks. No algorithm sends less, and all links are busy all the time.
 
-Here a rank is a Python generator: `received = yield (to, numbers)` sends a list to rank `to`, and continues when a list
-has come from its left neighbour. The grader runs all ranks in lockstep, and counts the numbers that each sends.
+Here a rank is a Python generator: `received = yield (to, numbers)` sends a list to rank `to`, and continues when a
+list has come from its left neighbour. The grader runs all ranks in lockstep, and counts the numbers that each
+sends.
 
 With the halves apart you have two tools that ZeRO, two rungs from here, is made of.
 """
@@ -18,12 +19,13 @@ from ...record import Case, Rung, Speed
 from ..inputs import floats
 
 SOLUTION = '''def chunk_bounds(n, size):
-    """Where each of n chunks of a list of ``size`` numbers begins, and the end: n + 1 numbers; sizes differ by at most 1."""
+    """Begins of n chunks of a list of ``size`` numbers, and its end: n + 1 numbers; sizes differ by at most 1."""
     return [i * size // n for i in range(n + 1)]
 
 
 def all_reduce(rank, n, values):
-    """A generator: ``received = yield (to, numbers)`` sends a list and waits for one. Returns the sums over all ranks."""
+    """A generator: ``received = yield (to, numbers)`` sends a list and waits for one. Returns the sums
+    over all ranks."""
     values = list(values)
     edges = chunk_bounds(n, len(values))
     right = (rank + 1) % n
@@ -100,10 +102,13 @@ RUNG = Rung(
     drives={"ring": _drive},
     judges={"ring": _judge},
     cases=(
-        Case("2 ranks", lambda rng: _make(rng, 2, 8), "With two ranks: send one half and add the other, then exchange the sums."),
+        Case("2 ranks", lambda rng: _make(rng, 2, 8),
+             "With two ranks: send one half and add the other, then exchange the sums."),
         Case("4 ranks", lambda rng: _make(rng, 4, 12),
-             "In step s send chunk (r - s) mod n and add what comes to chunk (r - s - 1) mod n; then n - 1 steps of copying."),
-        Case("3 ranks, 10 numbers", lambda rng: _make(rng, 3, 10), "Chunks may differ in size by one: use i * size // n."),
+             "In step s send chunk (r - s) mod n and add what comes to chunk (r - s - 1) mod n; then n - 1 steps "
+             "of copying."),
+        Case("3 ranks, 10 numbers", lambda rng: _make(rng, 3, 10),
+             "Chunks may differ in size by one: use i * size // n."),
         Case("5 ranks, 3 numbers", lambda rng: _make(rng, 5, 3), "Some chunks are empty: send them all the same."),
         Case("one rank", lambda rng: _make(rng, 1, 4), "A rank alone sends nothing and has the sum already."),
     ),
@@ -113,7 +118,8 @@ RUNG = Rung(
     hints=("edges = [i * size // n for i in range(n + 1)] are the chunks' ends.",
            "The first n - 1 steps add, the second n - 1 copy; both send to (rank + 1) % n.",
            "After the first half rank r has the complete chunk (r + 1) % n: that goes first in the second half."),
-    differences="Between processes of one host the package reduces in shared memory (parallel/shared_sums.py); between GPUs it "
+    differences=
+        "Between processes of one host the package reduces in shared memory (parallel/shared_sums.py); between GPUs it "
     "leaves this to NCCL, or to kernels that read each other's memory.",
     shipped="parallel/shared_sums.py",
 )  # fmt: skip

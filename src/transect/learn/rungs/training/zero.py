@@ -1,6 +1,6 @@
-r"""With plain data parallelism each of n GPUs holds all weights, all gradients and all of AdamW's states: 16 bytes a weight, n
-times the same. *ZeRO* cuts what is the same n times. The states first (stage 1): rank r keeps m and v of an n-th of the weights,
-and only that rank updates those.
+r"""With plain data parallelism each of n GPUs holds all weights, all gradients and all of AdamW's states: 16 bytes a
+weight, n times the same. *ZeRO* cuts what is the same n times. The states first (stage 1): rank r keeps m and v of
+an n-th of the weights, and only that rank updates those.
 
 What travels? All-reduce was reduce-scatter and all-gather. Put the update between the two halves:
 
@@ -11,10 +11,11 @@ What travels? All-reduce was reduce-scatter and all-gather. Put the update betwe
 The traffic is that of one all-reduce, nothing more, and the states are n times smaller. Stage 2 drops the rest of the
 gradients, stage 3 (FSDP) keeps only a shard of the weights too and gathers each layer just before it is used.
 
-Here a rank is a generator again. `shard = yield ("reduce_scatter", numbers)` gives rank r the sums of its shard, and `whole =
-yield ("all_gather", shard)` all shards one after the other. Shards have one size: pad the list with zeros to a multiple of n,
-and cut the padding off at the end. The update is SGD with momentum: `u <- momentum * u + g` and `w <- w - lr * u`, where u
-is the state. The state must hold the rank's shard only; the grader counts its numbers.
+Here a rank is a generator again. `shard = yield ("reduce_scatter", numbers)` gives rank r the sums of its shard,
+and `whole = yield ("all_gather", shard)` all shards one after the other. Shards have one size: pad the list with
+zeros to a multiple of n, and cut the padding off at the end. The update is SGD with momentum: `u <- momentum * u +
+g` and `w <- w - lr * u`, where u is the state. The state must hold the rank's shard only; the grader counts its
+numbers.
 """
 
 from ...record import Case, Rung, Speed
@@ -72,7 +73,7 @@ def _drive(module, weights, steps, lr, momentum):
             if kinds == {"reduce_scatter"}:
                 if size % n:
                     return [f"reduce_scatter of {size} numbers over {n} ranks: pad to a multiple", 0, 0]
-                sums = [sum(column) for column in zip(*lists)]
+                sums = [sum(column) for column in zip(*lists, strict=True)]
                 mail = [sums[r * size // n : (r + 1) * size // n] for r in range(n)]
                 sent += size - size // n
             else:
@@ -121,19 +122,25 @@ RUNG = Rung(
     drives={"train": _drive},
     judges={"train": _judge},
     cases=(
-        Case("one rank", lambda rng: _make(rng, 1, 5, 2), "Alone it is SGD with momentum: u <- momentum u + g, w <- w - lr u."),
-        Case("2 ranks, one step", lambda rng: _make(rng, 2, 6, 1), "The sum over ranks is divided by n: gradients are means."),
-        Case("4 ranks, 3 steps", lambda rng: _make(rng, 4, 16, 3), "The momentum of a shard must be kept from step to step: return it."),
-        Case("3 ranks, 10 weights", lambda rng: _make(rng, 3, 10, 2), "10 is no multiple of 3: pad with zeros, and cut off at the end."),
+        Case("one rank", lambda rng: _make(rng, 1, 5, 2),
+             "Alone it is SGD with momentum: u <- momentum u + g, w <- w - lr u."),
+        Case("2 ranks, one step", lambda rng: _make(rng, 2, 6, 1),
+             "The sum over ranks is divided by n: gradients are means."),
+        Case("4 ranks, 3 steps", lambda rng: _make(rng, 4, 16, 3),
+             "The momentum of a shard must be kept from step to step: return it."),
+        Case("3 ranks, 10 weights", lambda rng: _make(rng, 3, 10, 2),
+             "10 is no multiple of 3: pad with zeros, and cut off at the end."),
         Case("5 ranks, 2 weights", lambda rng: _make(rng, 5, 2, 2), "Some ranks own nothing but padding."),
     ),
     speed=Speed(lambda rng: _make(rng, 8, 64, 1),
-                "More numbers travel than in one all-reduce: gather the new weights' shards only, and the gradients' sums once.",
+                "More numbers travel than in one all-reduce: gather the new weights' shards only, and the "
+                "gradients' sums once.",
                 measure=lambda arguments, got: got[2], unit="numbers sent by a rank", ratio=1.1),
     hints=("size = -(-count // n); pad gradients and weights with n * size - count zeros.",
            "total = yield \"reduce_scatter\", padded gradients; then divide by n.",
            "Update the shard rank * size .. (rank + 1) * size, and yield \"all_gather\", shard."),
-    differences="parallel/sharded.py shards weights too (stage 3), gathers a layer while the one before is computed, and drops "
+    differences=
+        "parallel/sharded.py shards weights too (stage 3), gathers a layer while the one before is computed, and drops "
     "it after use; a checkpoint is written shard by shard.",
     shipped="parallel/sharded.py",
 )  # fmt: skip
