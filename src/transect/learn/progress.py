@@ -1,4 +1,4 @@
-"""What a student has climbed: one JSON file in the user's cache folder, written after each check that is right."""
+"""Rungs that a student has climbed: a JSON file in the user's cache folder, written after a right check."""
 
 from __future__ import annotations
 

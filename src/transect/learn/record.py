@@ -36,7 +36,7 @@ class Case:
     entry: str = ""
     """Name in ``Rung.answers``; empty: the first."""
     tolerance: float | None = None
-    """Largest relative error in the 2-norm; None: that of the rung."""
+    """Largest relative error in the 2-norm; None if it is that of the rung."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """How one Triton kernel of the solution is compiled ahead of time; see ``ops.registry.Kernel``."""
+    """One Triton kernel of the solution, to be compiled ahead of time; see ``ops.registry.Kernel``."""
 
     name: str
     arguments: Mapping[str, str]

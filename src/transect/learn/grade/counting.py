@@ -1,4 +1,4 @@
-"""Counts the work of one run, so that a slow solution is told from a fast one without a clock.
+"""Counts the work of one run, so that a slow solution differs from a fast one without a clock.
 
 ``lines``: lines of the student's Python that ran. ``bytes``: bytes that torch's operators read and wrote, views left
 out. ``traffic``: bytes of the 32-byte sectors of memory that a kernel's loads and stores touched, counted in Triton's

@@ -1,6 +1,6 @@
 """Grades one program: right in every case, then fast.
 
-Inputs are drawn anew in every check, and go to the child; exact answers are computed here, in float64, and stay here.
+Inputs differ in every check, and go to the child; exact answers are computed here, in float64, and stay here.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ def grade(
     """Grade the program at ``path``.
 
     Args:
-        shop: where programs run; None: a workshop for this call alone.
-        ceilings: of this machine, for the floor; None: no floor.
-        seed: of the inputs; None: other ones in every call.
-        compiler: a workshop that compiles kernels ahead of time; None: they are not compiled.
+        shop: the workshop where programs run; a new one if None.
+        ceilings: of this machine, for the floor; without them there is no floor.
+        seed: of the inputs; without one they differ in every call.
+        compiler: a workshop that compiles kernels ahead of time; without one they are not compiled.
         measure: False stops after the cases.
     """
     rng = np.random.default_rng(int.from_bytes(os.urandom(8), "little") if seed is None else seed)

@@ -211,7 +211,7 @@ def _to(value: Any, device: str) -> Any:
 
 
 def serve_forked(connection: socket.socket, printed: int) -> None:
-    """What a forked child does: serve one session, with its prints going to ``printed``; then end."""
+    """Serve one session in a forked child, with its prints going to ``printed``; then end."""
     code = 0
     try:
         os.setsid()

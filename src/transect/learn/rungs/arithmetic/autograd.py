@@ -1,12 +1,12 @@
-r"""Nobody writes the chain rule out for a whole network. `loss.backward()` does it, and it is about a hundred lines.
+r"""For a whole network the chain rule is too long to write out. `loss.backward()` does it, and it is about a
+hundred lines.
 
 Each number becomes a `Value` that remembers how it was made: which values went in (`parents`), and how a slope at
 its output becomes slopes at its inputs (`local`, one slope for each parent). `a * b` is a Value with the parents a
 and b, and the local slopes b and a. So while you compute, a graph grows by itself.
 
 `backward()` then walks the graph from the end to the beginning. The end has the slope 1. Each value hands `its
-slope * local slope` to each parent, which *adds it up*: a value that is used twice gets two slopes, and both
-count.
+slope * local slope` to each parent, which *adds it up*: a value that is used twice gets two slopes, and both count.
 
 The order is the whole trick. A value may hand its slope on only when it is complete, that is after everybody who
 used it has handed theirs. So sort the graph first, parents before children (a depth-first walk that notes a value

@@ -1,24 +1,23 @@
-r"""The scores of attention are a matrix that nobody wants: only the result counts. FlashAttention never writes them. A
-program takes a tile of queries and walks over the keys in tiles. For each it makes a tile of scores, uses it and
-forgets it. What makes that possible is the line that you know from the rung `softmax`:
+r"""The scores of attention are a matrix that is never needed: only the result counts. FlashAttention never writes
+them. A program takes a tile of queries and walks over the keys in tiles. For each it makes a tile of scores, uses
+it and forgets it. What makes that possible is the line that you know from the rung `softmax`:
 
     m' = max(m, row maximum of s)
     p  = exp(s - m')
     l  <- l exp(m - m') + row sum of p
     o  <- o exp(m - m') + p V
 
-and at the end the result is o / l. The old output is mended by the same factor as the old sum, because it was
-built with the old maximum.
+and at the end the result is o / l. The old output is mended by the same factor as the old sum, because it was built
+with the old maximum.
 
-*Causal*: a tile of queries that begins at row r and has T rows needs keys below r + T only. Stop there: half of
-the work is gone. In the tiles on the diagonal, mask the keys that are later than the query.
+*Causal*: a tile of queries that begins at row r and has T rows needs keys below r + T only. Stop there: half of the
+work is gone. In the tiles on the diagonal, mask the keys that are later than the query.
 
 Count: q, k, v and o once each, and k and v again for each tile of queries. For 8,192 tokens that is thousands of
-times less traffic than with scores in memory, and the operator becomes bound by arithmetic. The FLOPs are the
-same.
+times less traffic than with scores in memory, and the operator becomes bound by arithmetic. The FLOPs are the same.
 
-In the backward pass the scores are made once more, from q, k and l + m of each row: recompute or keep, for the third
-time on this ladder.
+In the backward pass the scores are made once more, from q, k and l + m of each row: recompute or keep, for the
+third time on this ladder.
 """
 
 from ...record import Compiled, Rung, Speed

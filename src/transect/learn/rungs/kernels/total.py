@@ -1,19 +1,18 @@
-r"""Adding up a vector looks easier than adding two, and it is harder. One program cannot read fast enough alone: a GPU
-needs thousands of loads in flight. Many programs can, but all of them want to add to one number, and then they
+r"""Adding up a vector looks easier than adding two, and it is harder. One program cannot read fast enough alone: a
+GPU needs thousands of loads in flight. Many programs can, but all of them want to add to one number, and then they
 wait for each other (*atomics*), in another order each time. Floating-point sums depend on the order, so two runs
 differ.
 
 The way that ships has two levels. A fixed number of programs P walk over the input in strides: program p takes the
 blocks p, p + P, p + 2P, ... and keeps a whole tile of running sums in registers, one for each lane. At its end it
 adds its tile up and writes *one* number to `part[p]`. Then a second kernel, a single program, adds the P numbers.
-Nobody waits, and the order is the same in every run.
+No program waits, and the order is the same in every run.
 
-Why walk in strides of P blocks and not take one long piece each? Because then the programs read neighbouring
-blocks at the same time, and the memory likes that.
+Why walk in strides of P blocks and not take one long piece each? Because then the programs read neighbouring blocks
+at the same time, and the memory likes that.
 
 Halves are summed in float32: with bfloat16's 8 bits, a sum of 256 does not change any more when 1 is added to it.
-The same happens to float32 at 16 million, which is why lanes and levels also make the sum *more* exact than a
-loop.
+The same happens to float32 at 16 million, which is why lanes and levels also make the sum *more* exact than a loop.
 """
 
 from ....costs.work import Cost

@@ -1,23 +1,23 @@
-r"""Users come when they like and write as long as they like. *Static* batching waits until a batch is full, and until
-its longest answer is done: most places are empty most of the time. *Continuous* batching decides anew in every
-step (a step is one forward pass, some tens of milliseconds). Who is done leaves at once, and whoever waits takes
-the place.
+r"""Users come when they like and write as long as they like. *Static* batching waits until a batch is full, and
+until its longest answer is done: most places are empty most of the time. *Continuous* batching decides in every
+step (a step is one forward pass, some tens of milliseconds). Who is done leaves at once, and the next in the queue
+takes the place.
 
-A step computes some tokens for each of some sequences, at most `max_tokens` together. A sequence that decodes
-needs one. A prompt needs all of its tokens, and may be cut into *chunks*, so that a prompt of 10,000 tokens does
-not stop everybody else for a second. So:
+A step computes some tokens for each of some sequences, at most `max_tokens` together. A sequence that decodes needs
+one. A prompt needs all of its tokens, and may be cut into *chunks*, so that a prompt of 10,000 tokens does not stop
+everybody else for a second. So:
 
 1. Every sequence that decodes gets its one token. It never waits behind a prompt.
 2. What is left of the budget goes to prompts that have begun, then to new ones, first come first served. A new one
    is let in only if there is a place (`max_seqs`) and there are KV blocks for its whole length.
 3. A decoding sequence crosses into a new block now and then. When none is free, somebody must give his back:
    *preemption*. Take the youngest that has nothing in this step yet. It loses its KV, goes back to the *front* of
-   the queue, and computes its prompt and the tokens that it had already made anew (its tokens are known, only
+   the queue, and computes its prompt and the tokens that it had already made once more (its tokens are known, only
    their KV is gone).
 
-The oldest is never preempted while a younger one runs, so somebody always gets done: no deadlock. This is the
-whole of the engine's `Scheduler`, without choices, grammars, priorities and time targets. `transect learn use
-scheduler` puts yours into the live server.
+The oldest is never preempted while a younger one runs, so somebody always gets done: no deadlock. This is the whole
+of the engine's `Scheduler`, without choices, grammars, priorities and time targets. `transect learn use scheduler`
+puts yours into the live server.
 """
 
 from ...record import Case, Rung, Speed

@@ -1,5 +1,5 @@
-r"""A GPU has its own memory. It is fast (3 TB/s) and small (80 GB), and everything that comes from the host crosses a
-link that is fifty times slower: PCIe 5 carries about 55 GB/s. A copy of n bytes takes
+r"""A GPU has its own memory. It is fast (3 TB/s) and small (80 GB), and everything that comes from the host crosses
+a link that is fifty times slower: PCIe 5 carries about 55 GB/s. A copy of n bytes takes
 
     latency + n / bandwidth
 
@@ -7,9 +7,9 @@ with a latency of some 10 microseconds. Small copies are all latency, and large 
 `latency * bandwidth` bytes, about half a megabyte here: below it, put copies together.
 
 Host memory comes in two kinds. *Pageable* memory can be moved by the operating system at any time, so the driver
-first copies it into a buffer of its own, and the program waits. *Pinned* memory stays where it is: the device
-reads it directly, while the program goes on. Then copying and computing can *overlap*: chunk 2 crosses the link
-while chunk 1 is computed.
+first copies it into a buffer of its own, and the program waits. *Pinned* memory stays where it is: the device reads
+it directly, while the program continues. Then copying and computing can *overlap*: chunk 2 crosses the link while
+chunk 1 is computed.
 
 To overlap you need places to put chunks. With B buffers on the device, chunk i can be copied when chunk i - B is
 computed, because that one's buffer is free then, and when the link is done with chunk i - 1. It can be computed
@@ -19,8 +19,8 @@ when it has arrived and chunk i - 1 is computed:
     computed[i] = max(computed[i-1], copied[i]) + compute[i]
 
 With one buffer nothing overlaps. With two, the slower of the two decides almost alone. That is double buffering,
-and you will meet it again in every fast kernel (from global to shared memory), in the data loader, and where
-layers stream to a model that does not fit.
+and you will meet it again in every fast kernel (from global to shared memory), in the data loader, and where layers
+stream to a model that does not fit.
 """
 
 from ...record import Case, Rung, Slip, Speed
