@@ -44,7 +44,7 @@ class Session:
 
     def serve(self) -> None:
         """Answer messages until the grader hangs up."""
-        replies = {"load": self.load, "inputs": self.take_inputs, "go": self.go, "outputs": self.give_outputs,
+        replies: dict[str, Callable[..., dict[str, Any]]] = {"load": self.load, "inputs": self.take_inputs, "go": self.go, "outputs": self.give_outputs,
                    "compile": self.compile_kernel}  # fmt: skip
         while True:
             try:
