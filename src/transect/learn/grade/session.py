@@ -44,8 +44,13 @@ class Session:
 
     def serve(self) -> None:
         """Answer messages until the grader hangs up."""
-        replies: dict[str, Callable[..., dict[str, Any]]] = {"load": self.load, "inputs": self.take_inputs, "go": self.go, "outputs": self.give_outputs,
-                   "compile": self.compile_kernel}  # fmt: skip
+        replies: dict[str, Callable[..., dict[str, Any]]] = {
+            "load": self.load,
+            "inputs": self.take_inputs,
+            "go": self.go,
+            "outputs": self.give_outputs,
+            "compile": self.compile_kernel,
+        }
         while True:
             try:
                 message = receive(self.connection)
