@@ -68,6 +68,8 @@ class Speed:
     """A function of (arguments, result): the size of the result's work, in ``unit``, counted in place of the program's
     own work. For policies: steps, seconds of a virtual clock, bytes sent."""
     unit: str = ""
+    large: Callable[[Any], Sequence[Any]] | None = None
+    """The inputs on a GPU, where the small ones would measure the launch alone; None if ``make`` is large enough."""
 
 
 @dataclass(frozen=True, slots=True)

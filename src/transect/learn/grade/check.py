@@ -18,7 +18,7 @@ def check(
 ) -> Verdict:
     """Grade a program on ``cpu`` or ``cuda``. Ceilings are measured where a floor is needed."""
     with ExitStack() as stack:
-        shop = stack.enter_context(Workshop(device if rung.kind in ("triton", "torch") else "cpu"))
+        shop = stack.enter_context(Workshop(device if rung.kind == "triton" else "cpu"))
         compiler = None
         if compile_kernels and rung.compiled and device == "cpu":
             compiler = stack.enter_context(Workshop(interpret=False))

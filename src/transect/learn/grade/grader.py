@@ -26,6 +26,8 @@ from .workshop import Failed, Run, Submission, Workshop, workshop
 PLANNED = "h100-80gb"
 BELOW = 0.5
 """A time below this share of the floor is no time of this work: the ceilings are not that far off."""
+ROUNDS = 20
+"""Times that the measured calls are made on a GPU."""
 AGAIN = 3
 """Times that a measurement below the floor is repeated before the program is blamed for it."""
 
@@ -146,16 +148,19 @@ def _speed(
     speed = rung.speed
     assert speed is not None
     entry = speed.entry or rung.entry
-    drawn = [list(speed.make(rng)) for _ in range(speed.calls)]
+    on_gpu = rung.kind == "triton" and here.device != "cpu"
+    make = speed.large if on_gpu and speed.large is not None else speed.make
+    rounds = ROUNDS if on_gpu else 1
+    drawn = [list(make(rng)) for _ in range(speed.calls)]
     calls = [(entry, arguments) for arguments in drawn]
     again = program.run(calls, reuse=True)
     if _wrong(rung, entry, drawn, again, verdict, "the inputs were written over with other numbers between two calls: "
               "the result is remembered instead of computed"):  # fmt: skip
         return
-    count = rung.counts if here.device == "cpu" else ""
+    count = "" if on_gpu else rung.counts
     counted = program.run(calls[:1], count=count) if count else again
-    real = rung.kind != "triton" or here.device != "cpu"
-    timed = program.run(calls if real else calls[:2])
+    real = rung.kind != "triton" or on_gpu
+    timed = program.run(calls if real else calls[:2], rounds=rounds)
     if timed.shared:
         verdict.right = False
         verdict.reason = "two calls gave results in the same memory: the second overwrites the first"
@@ -177,7 +182,7 @@ def _speed(
         for _ in range(AGAIN if verdict.floor_seconds is not None else 0):
             if verdict.seconds >= BELOW * (verdict.floor_seconds or 0.0):
                 break  # a clock may err once on a busy machine
-            verdict.seconds = program.run(calls).seconds / len(calls)
+            verdict.seconds = program.run(calls, rounds=rounds).seconds / len(calls)
         if verdict.floor_seconds is not None and verdict.seconds < BELOW * verdict.floor_seconds:
             verdict.right = False
             verdict.reason = (
@@ -194,10 +199,11 @@ def _speed(
             verdict.count, verdict.counted = counted.count, _UNITS[count]
             verdict.reference_count = reference.run(calls[:1], count=count).count
         if real and measure:
-            verdict.reference_seconds = reference.run(calls).seconds / len(calls)
+            verdict.reference_seconds = reference.run(calls, rounds=rounds).seconds / len(calls)
     if real and measure and speed.peer:
-        with source_file(rung, speed.peer, forbids=()) as peer, here.open(_free(rung), peer) as other:
-            verdict.peer_seconds = other.run(calls).seconds / len(calls)
+        device = here.device if on_gpu else "cpu"
+        with source_file(rung, speed.peer) as peer, here.open(_free(rung), peer, device) as other:
+            verdict.peer_seconds = other.run(calls, rounds=rounds).seconds / len(calls)
     if verdict.count and verdict.reference_count and verdict.count > speed.ratio * verdict.reference_count:
         verdict.slow, verdict.reason = True, speed.slow
     elif not count and speed.measure is None and verdict.seconds and verdict.reference_seconds:
@@ -224,7 +230,7 @@ def _free(rung: Rung) -> Rung:
 
 
 @contextlib.contextmanager
-def source_file(rung: Rung, text: str = "", **_: Any) -> Iterator[Path]:
+def source_file(rung: Rung, text: str = "") -> Iterator[Path]:
     """A file with the shipped solution, or with ``text``, for the length of the block."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / (rung.file if not text else f"{rung.name}.py")

@@ -100,26 +100,31 @@ class Session:
         self.reuse = reuse
         return {}
 
-    def go(self, count: str = "", dry: bool = False) -> dict[str, Any]:
-        """Make the calls. The answer leaves when all have returned and the device has nothing left to do. ``dry``: make
-        none, to find what asking costs."""
+    def go(self, count: str = "", rounds: int = 1) -> dict[str, Any]:
+        """Make the calls, ``rounds`` times; 0 makes none, to find what asking costs. The answer leaves when all have
+        returned and the device has nothing left to do."""
         assert self.watch is not None
         self.outputs = []
-        first = self.inputs[0][1] if self.inputs else []
         with self.watch, counting(count, self.watch) as counted:
-            for index, (entry, arguments) in enumerate([] if dry else self.inputs):
-                if self.reuse and index:
-                    for old, new in zip(first, arguments, strict=True):
-                        if isinstance(old, torch.Tensor):
-                            old.copy_(new)
-                    arguments = [o if isinstance(o, torch.Tensor) else n for o, n in zip(first, arguments, strict=True)]
-                result = self.call(entry, arguments)
-                if problem := not_plain(result):
-                    raise TypeError(problem)
-                self.outputs.append(_copied(result) if self.reuse else result)
+            for _ in range(rounds):
+                self.outputs = []
+                for index, (entry, arguments) in enumerate(self.inputs):
+                    used = self._written_over(arguments) if self.reuse and index else arguments
+                    result = self.call(entry, used)
+                    if problem := not_plain(result):
+                        raise TypeError(problem)
+                    self.outputs.append(_copied(result) if self.reuse else result)
         if self.device != "cpu":
             torch.cuda.synchronize()
         return {"count": counted.value}
+
+    def _written_over(self, arguments: list[Any]) -> list[Any]:
+        """The tensors of the first call with the numbers of this one."""
+        pairs = list(zip(self.inputs[0][1], arguments, strict=True))
+        for old, new in pairs:
+            if isinstance(old, torch.Tensor):
+                old.copy_(new)
+        return [old if isinstance(old, torch.Tensor) else new for old, new in pairs]
 
     def call(self, entry: str, arguments: list[Any]) -> Any:
         """One call of the program."""

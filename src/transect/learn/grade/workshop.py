@@ -47,7 +47,7 @@ class Run:
 class Submission:
     """One program in a child of its own."""
 
-    def __init__(self, workshop: Workshop, rung: Rung, path: Path) -> None:
+    def __init__(self, workshop: Workshop, rung: Rung, path: Path, device: str) -> None:
         self.rung = rung
         self.alarms: list[str] = []
         self.timeout = TIMEOUT_S
@@ -63,7 +63,7 @@ class Submission:
             file=path.name,
             kind=rung.kind,
             drives=drives,
-            device=workshop.device if rung.kind in ("triton", "torch") else "cpu",
+            device=device,
             allows=list(rung.allows),
             places=[*PLACES, *rung.permits],
             forbids=list(rung.forbids),
@@ -94,19 +94,24 @@ class Submission:
             raise Failed(reply["error"])
         return reply
 
-    def run(self, calls: Sequence[tuple[str, Sequence[Any]]], *, count: str = "", reuse: bool = False) -> Run:
-        """Make calls, and take their results after the clock has stopped."""
+    def run(
+        self, calls: Sequence[tuple[str, Sequence[Any]]], *, count: str = "", reuse: bool = False, rounds: int = 1
+    ) -> Run:
+        """Make calls, and take their results after the clock has stopped. ``rounds``: times that all are made; the
+        results are those of the last, and the seconds those of one round."""
         self.ask("inputs", calls=[[entry, list(arguments)] for entry, arguments in calls], reuse=reuse)
         idle = min(self._timed("", dry=True)[0] for _ in range(3))
-        seconds, reply = self._timed(count)
+        seconds, reply = self._timed(count, rounds=rounds)
         found = self.ask("outputs")
-        made = Run(found["outputs"], found["inputs"], max(seconds - idle, 1e-9), reply["count"], found["shared"])
+        made = Run(
+            found["outputs"], found["inputs"], max((seconds - idle) / rounds, 1e-9), reply["count"], found["shared"]
+        )
         made.alarms = self.alarms
         return made
 
-    def _timed(self, count: str, dry: bool = False) -> tuple[float, dict[str, Any]]:
+    def _timed(self, count: str, dry: bool = False, rounds: int = 1) -> tuple[float, dict[str, Any]]:
         began = time.perf_counter()
-        reply = self.ask("go", count=count, dry=dry)
+        reply = self.ask("go", count=count, rounds=0 if dry else rounds)
         return time.perf_counter() - began, reply
 
     def last_words(self) -> str:
@@ -173,9 +178,10 @@ class Workshop:
             self._control.send(f"kill {child}".encode())
             self._control.recv(64)
 
-    def open(self, rung: Rung, path: Path) -> Submission:
-        """Load a program in a child of its own. Raises Failed if it does not load."""
-        return Submission(self, rung, path)
+    def open(self, rung: Rung, path: Path, device: str = "") -> Submission:
+        """Load a program in a child of its own. Kernels get their inputs on the workshop's device, others on the
+        CPU, unless ``device`` says otherwise. Raises Failed if it does not load."""
+        return Submission(self, rung, path, device or (self.device if rung.kind == "triton" else "cpu"))
 
     def close(self) -> None:
         """End the process."""

@@ -90,7 +90,8 @@ RUNG = Rung(
                 "One kernel makes both gradients: read the tiles of x and y once, and write both results.",
                 lambda g, x, y: Cost(2 * x.numel(), x.nbytes + y.nbytes, x.nbytes + y.nbytes),
                 entry="backward", ratio=1.3,
-                peer="def backward(g, x, y):\n    return g * y, g * x\n"),
+                peer="def backward(g, x, y):\n    return g * y, g * x\n",
+                large=lambda rng: [normal(rng), *_pair(rng, 1 << 23)]),
     compiled=(
         Compiled("_partial_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"},
                  {"BLOCK": 4096}, ("n",)),

@@ -82,7 +82,8 @@ RUNG = Rung(
     speed=Speed(lambda rng: make(rng, 64, 2, 1, 16),
                 "The kernel reads keys that no query of its tile may see, or writes scores to memory: stop at "
                 "the diagonal, and "
-                "keep scores in registers.", attention_cost, ratio=1.3),
+                "keep scores in registers.", attention_cost, ratio=1.3,
+                large=lambda rng: make(rng, 2048, 8, 2, 64)),
     compiled=(
         Compiled("_flash_kernel", {"q_ptr": "*fp32", "k_ptr": "*fp32", "v_ptr": "*fp32", "o_ptr": "*fp32", "T": "i32",
                                    "H": "i32", "K": "i32", "scale": "fp32"}, {"D": 64, "TILE": 32}),

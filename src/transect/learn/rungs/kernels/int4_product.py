@@ -111,7 +111,8 @@ RUNG = Rung(
                 "for a group.",
                 lambda x, codes, scale, zero: Cost(4 * codes.numel(),
                                                    codes.nbytes + scale.nbytes + zero.nbytes + x.nbytes,
-                                                   4 * codes.shape[0]), ratio=1.2),
+                                                   4 * codes.shape[0]), ratio=1.2,
+                large=lambda rng: _make(rng, 8192, 8192, 64)),
     compiled=(
         Compiled("_int4_kernel", {"x_ptr": "*fp32", "codes_ptr": "*u8", "scale_ptr": "*fp32", "zero_ptr": "*fp32",
                                   "y_ptr": "*fp32", "N": "i32", "K": "i32"}, {"G": 64, "ROWS": 16}, ("N", "K")),

@@ -86,7 +86,8 @@ RUNG = Rung(
     speed=Speed(lambda rng: pair(rng, 16, 16, 64),
                 "Load each tile of B once for each row: the number of A is the same for all lanes, and "
                 "neighbouring lanes "
-                "take neighbouring columns.", product_cost, peer=PEER),
+                "take neighbouring columns.", product_cost, peer=PEER,
+                large=lambda rng: pair(rng, 1024, 1024, 1024)),
     compiled=(Compiled("_matmul_kernel", {k: v for k, v in ARGUMENTS.items() if k != "M"}, {"BLOCK": 32}, ("N", "K")),),
     hints=("tl.load(a_ptr + i * K + k) loads one number; it multiplies a whole tile.",
            "column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), masked by column < N.",

@@ -64,7 +64,8 @@ RUNG = Rung(
     speed=Speed(lambda rng: pair(rng, 64, 64, 64),
                 "The kernel reads its inputs more often than once for each tile: use tiles of 32 by 32 at least, "
                 "and load "
-                "each tile of A and B once for each step.", product_cost, ratio=1.7, peer=PEER),
+                "each tile of A and B once for each step.", product_cost, ratio=1.7, peer=PEER,
+                large=lambda rng: pair(rng, 2048, 2048, 2048)),
     compiled=(Compiled("_matmul_kernel", ARGUMENTS, {"TILE": 32, "STEP": 16}, ("M", "N", "K")),),
     hints=("Make row [TILE, 1] and column [1, TILE] with [:, None] and [None, :]; their sum is a tile of addresses.",
            "Step through k: a [TILE, STEP] from a_ptr + row * K + k, b [STEP, TILE] from b_ptr + k * N + column.",

@@ -75,7 +75,8 @@ RUNG = Rung(
     speed=Speed(lambda rng: _add(rng, 20_000),
                 "Each element is read once, and the parts are P numbers: nothing else needs memory.",
                 lambda x: Cost(x.numel(), x.nbytes, x.element_size()), ratio=1.5,
-                peer="def total(x):\n    return x.sum()\n"),
+                peer="def total(x):\n    return x.sum()\n",
+                large=lambda rng: _add(rng, 1 << 24)),
     compiled=(Compiled("_partial_kernel", {"x_ptr": "*fp32", "part_ptr": "*fp32", "n": "i32"}, {"BLOCK": 4096}, (
         "n",)),),
     hints=("total = tl.zeros([BLOCK], tl.float32) holds one running sum for each lane.",
