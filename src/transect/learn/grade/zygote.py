@@ -41,7 +41,10 @@ def main(descriptor: int) -> None:
             children.add(child)
             control.send(str(child).encode())
         else:
-            _kill(int(message.split()[1]))
+            asked = int(message.split()[1])
+            if asked in children:  # else it has ended, and another process may have its number
+                _kill(asked)
+                children.discard(asked)
             control.send(b"killed")
         for each in descriptors:
             os.close(each)
