@@ -37,7 +37,7 @@ class Run:
     inputs: list[list[Any]]
     """The arguments as they are after the calls."""
     seconds: float
-    """Of all calls together, by the grader's clock, the cost of asking taken off."""
+    """Seconds of one round of all calls by the grader's clock, the cost of asking taken off."""
     count: int
     shared: bool
     """Results of different calls lie in the same memory."""
