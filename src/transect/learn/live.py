@@ -15,7 +15,7 @@ from ..engine.scheduling.request import Request, Sequence, Status
 from ..engine.scheduling.scheduler import Scheduler
 from ..engine.scheduling.scheduler_config import SchedulerConfig
 
-OPTIONS = ("--no-prefix-caching", "--no-async-scheduling", "--itl-target", "off", "--kv-cache-tokens", "4096",
+OPTIONS = ("--no-prefix-caching", "--no-async-scheduling", "--mixed-step-limit", "full", "--kv-cache-tokens", "4096",
            "--max-num-seqs", "8", "--max-num-batched-tokens", "64", "--max-model-len", "1024")  # fmt: skip
 """Options of ``transect serve`` for such a scheduler: it has no prefix cache, and plans when all tokens are known."""
 

@@ -157,7 +157,7 @@ register(
         cases=_cases,
         kernels=_kernels,
         trace=_trace,
-        knobs=[
+        knobs=lambda: [
             Knobs(
                 "vector_add",
                 {"block": (1024, 2048, 4096, 8192), "warps": (4, 8)},
