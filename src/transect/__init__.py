@@ -1,8 +1,8 @@
 """Transect: one readable codebase straight through the LLM stack, measured at every level against the hardware's floor.
 
 The levels, lowest first, are the folders: spec, hardware, formats, ops, models, checkpoints, text, parallel, engine,
-train, bench, explain, plan, server, cluster, cli. Importing ``transect`` loads none of them; the names below arrive
-when first used.
+train, bench, explain, plan, learn, server, cluster, cli. Importing ``transect`` loads none of them; the names below
+arrive when first used.
 """
 
 from __future__ import annotations
