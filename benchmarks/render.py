@@ -38,6 +38,10 @@ from benchmarks.explain import large_trace, step_prediction
 from benchmarks.explain import sums as explain_sums
 from benchmarks.formats import quality as formats_quality
 from benchmarks.ops import issue_rates, products_by_shape, products_fp8
+from benchmarks.plan import clocked as plan_clocked
+from benchmarks.plan import fleet as plan_fleet
+from benchmarks.plan import scaling as plan_scaling
+from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
@@ -400,6 +404,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
+    "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
+    "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
+    "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
+    "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
+    "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),
+    "plan-fleet-memory": lambda: plan_fleet.memory_table(_load("cpu/plan_fleet.json")),
+    "plan-scaling": lambda: plan_scaling.table(_load("cpu/plan_scaling.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
     "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),

@@ -8,11 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import plan_calibrate, plan_serving, plan_workload
+
 if TYPE_CHECKING:
     from ..costs.machine import Machine
     from ..plan.layouts import Candidate, Ranking
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+application.command("serving")(plan_serving.command)
+application.command("calibrate")(plan_calibrate.command)
+application.command("workload")(plan_workload.command)
 
 TOKENS = 2**15
 """Default number of tokens a step for each device."""
@@ -22,7 +27,7 @@ CHOSEN = ("parallel", "accumulate", "checkpointing", "data.micro_batch")
 
 @application.callback()
 def _group() -> None:
-    """Find the best way to spread a training run over devices, and draw a pipeline's schedule, before anything runs."""
+    """Plan a service or a training run before anything runs, and draw a pipeline's schedule."""
 
 
 @application.command("training")

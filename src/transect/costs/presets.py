@@ -41,6 +41,7 @@ class Preset:
         host_bytes_per_second: one direction of the link to the host; 0 for a processor.
         peer_bytes_per_second: one direction, all links to other devices together; 0 if it has none.
         units: multiprocessors, or cores.
+        watts: most power of the board; 0 if not known.
         source: origin of the figures.
         also: other names for commands.
         detected: names that the driver gives this device.
@@ -55,6 +56,7 @@ class Preset:
     peer_bytes_per_second: NotNegative
     units: Annotated[int, msgspec.Meta(gt=0)]
     source: str
+    watts: NotNegative = 0
     also: tuple[str, ...] = ()
     detected: tuple[str, ...] = ()
 

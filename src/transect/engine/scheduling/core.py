@@ -119,9 +119,9 @@ class EngineCore:
             stats.late_captures, stats.late_compilations = late()
         return stats
 
-    def time_to_plan(self) -> float:
-        """Seconds until this should be asked again; 0: plan the next step now. What is added until then is part of that
-        step.
+    def time_to_plan(self, look: float = LOOK) -> float:
+        """Seconds until this should be asked again, at most ``look``; 0: plan the next step now. What is added until
+        then is part of that step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
@@ -141,7 +141,7 @@ class EngineCore:
         planning = self._planning[coming.tokens > self._graph]
         seconds = end - planning - SHORTEST_LEAD - self.scheduler.clock.now()
         self._waited = self._waited or seconds > 0
-        return min(max(seconds, 0.0), LOOK)
+        return min(max(seconds, 0.0), look)
 
     def step(self) -> list[EngineOutput]:
         """Submit at most one batch, wait for at most one, and return the new outputs. Cheap when there is no work.

@@ -29,7 +29,7 @@ async def scrape(serving: Serving) -> bytes:
     collector = serving.metrics.engine
     try:
         async with asyncio.timeout(PROBE_S):
-            collector.stats = await serving.engine.stats()
+            collector.take(await serving.engine.stats())
         collector.up = True
     except Exception:
         collector.up = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 FEWEST_ROWS = 16
@@ -122,3 +123,36 @@ def ragged_rows(tokens: int, rows: int) -> int:
     """Rows of a step with prefill chunks. As many as tokens would look like a step that only decodes."""
     count = max(FEWEST_ROWS, row_bucket(rows))
     return count + FEWEST_ROWS * (count == tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPadding:
+    """The sizes that steps of one engine are padded to, for who predicts their times.
+
+    Attributes:
+        graph_tokens: tokens of the largest step with prefill chunks that has a graph.
+        fine: see ``row_bucket``. multiple: of tokens, in larger steps.
+        rows: sequences at the most. context: positions of a sequence at the most.
+    """
+
+    graph_tokens: int
+    rows: int
+    context: int
+    fine: bool = False
+    multiple: int = 1
+    block_size: int = 16
+
+    def decodes(self, rows: int) -> int:
+        """Return the tokens of a step that only decodes ``rows`` sequences, padding included."""
+        return row_bucket(rows, self.fine)
+
+    def tokens(self, tokens: int, rows: int, chunks: int, longest: int) -> int:
+        """Return the tokens of a step, padding included; ``chunks`` of its rows have several tokens, and its longest
+        sequence reaches position ``longest``."""
+        if not chunks:
+            return self.decodes(rows)
+        if tokens > self.graph_tokens:
+            return -(-tokens // self.multiple) * self.multiple
+        size, most = self.block_size, -(-self.context // self.block_size)
+        places = max(FEWEST_ROWS, row_bucket(chunks)) + rows - chunks
+        return mixed_size(tokens, places, -(-longest // size), size, most, FEWEST_ROWS + self.rows).tokens
