@@ -25,11 +25,11 @@ WARM_UP_AT_ONCE = 8
 
 @dataclass(frozen=True, slots=True)
 class WorkSource:
-    """Where prompts and lengths come from. Each name given to ``draw`` has prompts of its own, the same in every run.
+    """Source of prompts and lengths. Each name given to ``draw`` has its own prompts, the same in every run.
 
     Attributes:
         prompt: lengths of random prompts.
-        output: lengths of answers; None: those of the answers in the conversation file.
+        output: lengths of answers; None for those in the conversation file.
         conversations: a file of them, instead of random token ids.
         highest_id: random token ids are 0 to this.
         seed: decides every draw.
@@ -81,7 +81,7 @@ def concurrency_levels(source: WorkSource, count: int, sizes: Sequence[int]) -> 
 def trace_level(
     source: WorkSource, path: Path, speed: float = 1.0, limit: int | None = None, start: float | None = None
 ) -> Level:
-    """The requests of a trace (``traces/reading.py``) at their recorded times, or ``speed`` times as fast.
+    """Return the requests of a trace (``traces/reading.py``) at their recorded times, or ``speed`` times as fast.
 
     Args:
         start: second of the trace at which to begin.

@@ -16,7 +16,7 @@ BUSY = 0.9
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that ``share`` percent of them do not exceed.
+    """Return the smallest of the values that ``share`` percent of them do not exceed.
 
     Raises:
         ValueError: there are no values.

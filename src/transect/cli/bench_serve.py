@@ -36,7 +36,7 @@ def command(
     ] = None,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="So many requests at any time (closed loop). May be given again."),
+        typer.Option(min=1, help="Number of requests in flight (closed loop). May be given again."),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -48,7 +48,7 @@ def command(
     trace_start: Annotated[
         float | None, typer.Option(help="Second of a trace at which to begin; ServeGen: default is the busiest window.")
     ] = None,
-    speed: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Replay a trace this many times as fast.")] = 1.0,
     burstiness: Annotated[
         float, typer.Option(help="Burstiness of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")
     ] = 1.0,

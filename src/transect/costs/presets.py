@@ -66,7 +66,7 @@ class Preset:
         return not self.host_bytes_per_second
 
     def ceilings(self, bandwidth_share: float = 1.0, matmul_share: float = 1.0) -> Ceilings:
-        """The ceilings to plan with: each peak times the share of it that programs reach.
+        """Return the ceilings to plan with: each peak times the share of it that programs reach.
 
         Raises:
             ValueError: a share is not above 0 and at most 1.

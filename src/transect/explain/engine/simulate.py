@@ -1,9 +1,9 @@
-"""What would have been: the requests of a decision log on a virtual clock, with something changed.
+"""Replay the requests of a decision log on a virtual clock, with changed settings.
 
-The shipping ``EngineCore`` and ``Scheduler`` run the same requests, which come when they came. Steps take what the
-fitted model says (``costs/fitting.py``). Requests end where they ended; one whose client left after so many tokens ends
-after as many. Clients that waited for an answer before they asked again would have come earlier after a faster one:
-arrivals stay as they were, and the result says so.
+The shipping ``EngineCore`` and ``Scheduler`` run the same requests at their recorded arrival times. Steps take the time
+that the fitted model predicts (``costs/fitting.py``). Requests end after as many tokens as recorded, also those whose
+client left. Clients that waited for an answer before their next request would have arrived earlier after a faster one:
+arrivals are not changed, and the result says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Seconds:
 
 
 def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[SchedulerConfig, StepWork | None]:
-    """The scheduler of a what-if, and the work on another device or in another format (None: the same).
+    """Return the changed scheduler settings, and the work on another device or in another format (None if the same).
 
     Raises:
         ValueError: no such setting, a value out of range, or no floor to scale step times by.
@@ -153,7 +153,7 @@ def _add(engine: SimulatedEngine, script: Script, life: Life, name: str) -> None
 
 
 def recorded(log: RunLog) -> Latencies:
-    """What was measured, by the same definitions."""
+    """Return the recorded latencies, by the same definitions."""
     arrival: dict[str, float] = {}
     tokens: dict[tuple[str, int], list[float]] = {}
     began = min((life.added.arrival for life in log.lives if life.ends), default=0.0)

@@ -1,4 +1,4 @@
-"""What /health and /metrics say about the engine. Neither waits long: a hung engine must not hang its own alarm."""
+"""Report the engine's state in /health and /metrics. Neither waits long: a hung engine must not hang its own alarm."""
 
 from __future__ import annotations
 

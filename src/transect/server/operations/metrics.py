@@ -209,7 +209,7 @@ class RequestTimer:
         metrics: of the server.
         arrival: when the request came.
         prompt_tokens: its length.
-        choices, max_tokens: what it asked for.
+        choices, max_tokens: values of the request.
     """
 
     def __init__(
@@ -241,21 +241,21 @@ class RequestTimer:
         self._last[choice] = now
 
     def engine_times(self, times: RequestTimes | None) -> None:
-        """What the engine says of a choice; the last to come is of the choice that ends last."""
+        """Keep the engine's times of a choice; the last call is for the choice that ends last."""
         self._times = times if times is not None else self._times
 
     def choice_finished(self, reason: str) -> None:
-        """A choice had its terminal event."""
+        """Count a choice that ended."""
         self._running -= 1
         self._metrics.finished.labels(reason).inc()
 
     def left(self) -> None:
-        """Nobody waits for the choices that still run: their client is gone, or their time was over."""
+        """Count the running choices as aborted: their client is gone, or their time limit has passed."""
         if self._running:
             self._metrics.finished.labels("abort").inc(self._running)
 
     def request_finished(self, now: float) -> None:
-        """The last choice ended."""
+        """Record the times of a request whose last choice ended."""
         metrics, times = self._metrics, self._times
         metrics.whole.observe(now - self._arrival)
         metrics.prompt_length.observe(self._prompt_tokens)

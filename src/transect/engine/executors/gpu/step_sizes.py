@@ -16,8 +16,8 @@ FINE_TOKENS = 512
 COARSE_ROWS = 64
 """The smaller of these."""
 FINE_ROWS = (48, 96, 160, 192, 208)
-"""Numbers of sequences that have graphs besides powers of two. From about 100 rows on the products are bound by
-arithmetic, so rows that belong to nobody take time. (224 rows were slower than 256: few tilings end there.)"""
+"""Numbers of sequences that have graphs besides powers of two. From about 100 rows on, products are bound by
+arithmetic, so padding rows take time. (224 rows were slower than 256: few tilings end there.)"""
 QUARTERS = {True: 2048, False: 512}
 """Tokens up to which there is a graph for each quarter of a power of two, and not only for each half: for sequences of
 up to ``MIXED_WIDTHS[0]`` tokens, and for longer ones."""
@@ -84,7 +84,7 @@ def mixed_size(tokens: int, rows: int, blocks: int, block_size: int, most: int, 
     """The graph for a step with prefill chunks.
 
     Args:
-        tokens: what there is to compute.
+        tokens: number of tokens to compute.
         rows: places for prompts, and sequences that decode.
         blocks: of the longest sequence.
         block_size, most: tokens of a block of the cache, blocks of the longest sequence that there may be.
