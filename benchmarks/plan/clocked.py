@@ -194,7 +194,7 @@ def main() -> None:
     assert knee is not None, "the target is missed at any rate"
     print(f"knee {knee.rate:.2f} requests/s", flush=True)
     seeds = [int(each) for each in options.seeds.split(",")]
-    cells = []
+    cells: list[dict[str, Any]] = []
     for seed in [seeds[0], *seeds]:
         for burst in BURSTINESS:
             for share in SHARES:

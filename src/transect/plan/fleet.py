@@ -80,7 +80,7 @@ def _doubled(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """An engine that fails at ``at`` seconds, and comes back ``back`` seconds later; its requests go on elsewhere from
+    """An engine that fails at ``at`` seconds, and comes back ``back`` seconds later; its requests are sent elsewhere with
     the tokens that are known, ``notice`` seconds later."""
 
     at: float

@@ -66,7 +66,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, msgspec.DecodeError) as error:
             raise ValueError(f"{path} is no profile ({error}): make one with `transect plan calibrate`") from None
         if found.format != FORMAT:
-            raise ValueError(f"{path} has format {found.format}, not {FORMAT}: measure it anew")
+            raise ValueError(f"{path} has format {found.format}, not {FORMAT}: calibrate again")
         return found
 
     def write(self, path: Path) -> None:
@@ -185,7 +185,7 @@ class Loads:
 
 
 def _known(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``kind`` among ``values``; lists of a file are tuples there."""
+    """Keep the fields of ``kind`` among ``values``, with lists of a file as tuples."""
     names = {field.name for field in fields(kind)}
     return {name: _tuples(value) for name, value in values.items() if name in names}
 

@@ -76,7 +76,7 @@ class Answer:
 
     Attributes:
         most: the highest rate of one engine within the target; in a fleet, of all engines.
-        missed: what the next higher rate misses, the worst first. cause: why.
+        missed: figures that the next higher rate misses, the worst first. cause: of the misses.
         engines: that the load needs. rate: of the whole service.
         level: the service under its load. grown: under ``GROWTH`` times as much.
         parts: seconds of a typical step by cause.

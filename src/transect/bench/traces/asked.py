@@ -75,7 +75,7 @@ def from_start(asked: Iterable[Asked], where: object) -> list[Asked]:
 
 
 def faster(asked: Iterable[Asked], speed: float) -> list[Asked]:
-    """The same requests, ``speed`` times as fast after each other.
+    """Let the same requests come ``speed`` times as fast.
 
     Raises:
         ValueError: ``speed`` is not above 0.

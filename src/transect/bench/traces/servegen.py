@@ -42,7 +42,7 @@ def read_servegen(folder: Path, *, start: float | None = None, seed: int | str =
     """Draw the requests of the window that holds second ``start``; by default of the one with the most requests.
 
     Raises:
-        ValueError: the folder has no clients, or nobody asks in this window.
+        ValueError: the folder has no clients, or this window has no requests.
     """
     clients = {file.name.split("-")[1]: list(_windows(file)) for file in sorted(folder.glob("chunk-*-trace.csv"))}
     rates: dict[int, float] = {}

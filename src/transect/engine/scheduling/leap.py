@@ -63,7 +63,7 @@ def _decodes(seq: Sequence) -> bool:
 
 
 def _load(running: list[Sequence]) -> StepLoad:
-    """The work of the step that would be planned next."""
+    """Count the work of the step that would be planned next."""
     rows = len(running)
     return StepLoad(rows, sum(seq.length for seq in running), 0, rows, 0, rows)
 
