@@ -80,8 +80,8 @@ def _doubled(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """An engine that fails at ``at`` seconds, and comes back ``back`` seconds later; its requests are sent elsewhere with
-    the tokens that are known, ``notice`` seconds later."""
+    """An engine that fails at ``at`` seconds, and comes back ``back`` seconds later. Its requests are sent elsewhere
+    with the tokens that are known, ``notice`` seconds after the failure."""
 
     at: float
     engine: int = 0

@@ -1,6 +1,7 @@
-"""The number of engines that a service should have, from periodic looks at queue, load and rate. Plain arithmetic.
+"""The number of engines that a service should have, from periodic looks at queue, load and rate. Only arithmetic.
 
-Each policy is a class whose ``wanted`` turns a ``Seen`` into a number of engines; ``POLICIES`` has them by name. A ``Scaler`` bounds and calms the answers: more engines come at once, fewer only after a while.
+Each policy is a class whose ``wanted`` turns a ``Seen`` into a number of engines; ``POLICIES`` has them by name. A
+``Scaler`` bounds and calms the answers: more engines come at once, fewer only after a while.
 """
 
 from __future__ import annotations
