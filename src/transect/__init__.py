@@ -53,5 +53,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With the names that have not arrived yet, for ``help`` and for whoever presses Tab."""
+    """List all public names, including those not loaded yet, for ``help`` and tab completion."""
     return sorted({*globals(), *__all__})

@@ -61,14 +61,14 @@ class BuiltEngine:
     report: tuple[str, ...] = ()
     """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
     ranks: Ranks | None = None
-    """Those that were started for it, to be closed with it."""
+    """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
-    """The ranks, and where this one is among them; None: there is one."""
+    """All ranks, and the place of this one; None if there is only one."""
     speaks: bool = True
-    """Whether this process says what runs: of several ranks one does."""
+    """True on the one rank that decides and logs what runs."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
-        """What compiles grammars for this model; see ``GrammarCompiler``. The tokenizer is read when it is needed."""
+        """Return the grammar compiler of this model (``GrammarCompiler``); it reads the tokenizer when first needed."""
 
         def vocabulary() -> Vocabulary:
             found = Tokenizer.from_source(self.source)
@@ -90,13 +90,13 @@ def build_engine(
     mesh: Mesh | None = None,
     seed: int | None = None,
 ) -> BuiltEngine:
-    """Load the model and make everything around it.
+    """Load the model and build the engine around it.
 
     Args:
-        compilers: who compiles kernels, see ``compiling``.
+        compilers: processes that compile kernels, see ``compiling``.
         began: ``time.perf_counter()`` when the caller began, for the log's account of the time.
-        mesh: this process is one of several ranks, and all of them call this.
-        seed: of requests without a seed of their own; None: that of the configuration.
+        mesh: given if this process is one of several ranks; all of them must call this function.
+        seed: for requests without a seed of their own; None for the configuration's.
 
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.

@@ -72,7 +72,8 @@ def cuda_add(x: Tensor, y: Tensor) -> Tensor:
 
 @torch.library.custom_op("transect::vector_add", mutates_args=())
 def vector_add(x: Tensor, y: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_add(x, y) if runs_triton(x, y) else reference(x, y)
 
 
