@@ -44,7 +44,7 @@ def command(
 
 
 def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -> None:
-    """The demo with further ``options`` of ``transect serve``.
+    """Run the demo with further ``options`` of ``transect serve``.
 
     Raises:
         ValueError: a chat failed, or the server did.

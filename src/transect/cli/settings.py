@@ -44,10 +44,8 @@ COMMANDS = {
         "plan": "Find the best way to spread a run over devices.",
         "tune": "Find the fastest kernels for this device.",
     },
-    "Learn": {
-        "learn": "Build each part yourself, graded on this machine.",
-    },
     "Look inside": {
+        "learn": "Build each part yourself, graded on this machine.",
         "explain": "Show where the time of requests and programs goes.",
         "roofline": "Show what a device allows a model.",
         "plot": "Draw the curves of training runs.",

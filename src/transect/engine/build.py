@@ -163,7 +163,7 @@ def build_engine(
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:
-    """The class that ``scheduler_cls`` names.
+    """Load the class that ``scheduler_cls`` names.
 
     Raises:
         ValueError: there is no such file, module or class, or it is no ``Scheduler``.

@@ -45,7 +45,7 @@ def grade_class(rung: Rung, folder: Path) -> Iterator[Graded]:
 
 
 def table(rung: Rung, graded: Sequence[Graded]) -> str:
-    """The outcome as Markdown: one row a student, and how many made each mistake."""
+    """Write the outcome as Markdown: one row a student, and how many made each mistake."""
     lines = [f"# {rung.title}", "", "| student | outcome | work | reason |", "|---|---|---|---|"]
     for each in graded:
         verdict = each.verdict

@@ -44,7 +44,7 @@ def write(rung: Rung, folder: Path, *, solution: bool = False, force: bool = Fal
 
 
 def page(rung: Rung) -> str:
-    """The page as Markdown: what to read, what to write, and how it is graded."""
+    """Write the page as Markdown: what to read, what to write, and how it is graded."""
     holes = ", ".join(f"`{name}`" for name in rung.holes) or "the marked part"
     task = f"Write {holes} in `{rung.file}`." if rung.kind != "dialogue" else f"Answer each question in `{rung.file}`."
     lines = [
@@ -70,7 +70,7 @@ def page(rung: Rung) -> str:
 
 
 def program(rung: Rung, folder: Path) -> Path:
-    """The student's program in a folder.
+    """Find the student's program in a folder.
 
     Raises:
         ValueError: it is not there.

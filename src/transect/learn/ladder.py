@@ -10,7 +10,7 @@ from .registry import all_rungs, unlocks
 
 
 def rows() -> list[dict[str, Any]]:
-    """Each rung with its state: ``done``, ``open`` (all rungs before it are done) or ``later``."""
+    """List each rung with its state: ``done``, ``open`` (all rungs before it are done) or ``later``."""
     done = climbed()
     found = []
     for rung in all_rungs().values():
@@ -32,7 +32,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def map_page() -> str:
-    """The table of all rungs for docs/learn/ladder.md, as Markdown."""
+    """Write the table of all rungs for docs/learn/ladder.md, as Markdown."""
     lines = []
     for road in ROADS:
         lines += [

@@ -21,7 +21,7 @@ OPTIONS = ("--no-prefix-caching", "--no-async-scheduling", "--mixed-step-limit",
 
 
 def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]:
-    """The class of a scheduler that asks the student's: ``make(num_blocks, block_size, max_tokens, max_seqs)`` has
+    """Make the class of a scheduler that asks the student's: ``make(num_blocks, block_size, max_tokens, max_seqs)`` has
     ``add``, ``schedule``, ``commit`` and ``finish`` as in the rung ``scheduler``."""
 
     class LiveScheduler(Scheduler):

@@ -21,7 +21,7 @@ h2 { margin-top: 2rem } .rung { border-left: 4px solid #2b8a3e; padding: .2rem 1
 
 
 def page(done: Mapping[str, Climbed]) -> str:
-    """The whole page; it loads nothing from anywhere."""
+    """Write the whole page; it loads nothing from anywhere."""
     total = len(all_rungs())
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>What I built</title>",

@@ -33,7 +33,7 @@ def progress_file() -> Path:
 
 
 def climbed() -> dict[str, Climbed]:
-    """The rungs that were solved, by name."""
+    """Read the rungs that were solved, by name."""
     try:
         return {name: Climbed(**entry) for name, entry in json.loads(progress_file().read_text()).items()}
     except (OSError, ValueError, TypeError, AttributeError):

@@ -15,7 +15,7 @@ from .record import ROADS, Rung
 
 @cache
 def all_rungs() -> Mapping[str, Rung]:
-    """Every rung by name, in the order of the ladder.
+    """Find every rung by name, in the order of the ladder.
 
     Raises:
         ValueError: two rungs have one name, or a rung comes after one that does not exist.
@@ -36,7 +36,7 @@ def all_rungs() -> Mapping[str, Rung]:
 
 
 def get(name: str) -> Rung:
-    """The rung called ``name``.
+    """Find the rung called ``name``.
 
     Raises:
         ValueError: there is none; the message has the nearest name.

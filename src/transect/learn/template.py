@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def rung_of_operator(name: str) -> str:
-    """The text of a rung's file: page, hole, cases and bounds from the operator's own file.
+    """Write the text of a rung's file: page, hole, cases and bounds from the operator's own file.
 
     Raises:
         ValueError: there is no such operator, or its examples have arguments other than tensors and numbers.

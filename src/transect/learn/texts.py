@@ -36,7 +36,7 @@ def excerpt(file: str, *names: str) -> str:
 
 
 def with_hole(text: str, holes: tuple[str, ...]) -> str:
-    """The program with the bodies of the functions ``holes`` (``name``, ``Class.method``) taken out; their docstrings
+    """Take the bodies of the functions ``holes`` (``name``, ``Class.method``) out of a program; their docstrings
     stay. In C++ the part between two marks goes."""
     if OPEN in text:
         pattern = re.compile(rf"[ \t]*{re.escape(OPEN)}\n.*?{re.escape(CLOSE)}", re.DOTALL)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def difference(got: Any, want: Any, tolerance: float, where: str = "the result") -> str:
-    """A sentence that says how ``got`` differs from ``want``; empty where it does not.
+    """Say in a sentence how ``got`` differs from ``want``; empty if it does not.
 
     Floating-point numbers may differ by ``tolerance``, relative in the 2-norm of each tensor; everything else not at
     all. NaN and infinities must stand where they do in ``want``.

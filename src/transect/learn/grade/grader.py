@@ -110,7 +110,7 @@ def _problem(rung: Rung, case: Case | None, entry: str, arguments: Sequence[Any]
 
 
 def _slip(rung: Rung, entry: str, arguments: Sequence[Any], got: Any, case: Case) -> str:
-    """The sentence for the well-known mistake that gives this very answer."""
+    """Find the sentence for the well-known mistake that gives this very answer."""
     tolerance = max(10 * (case.tolerance or rung.tolerance), 1e-4)
     for slip in rung.slips:
         if (slip.entry or rung.entry) == entry:
@@ -130,7 +130,7 @@ def _changed(rung: Rung, entry: str, before: Sequence[Any], after: Sequence[Any]
 
 
 def exactly(value: Any) -> Any:
-    """The same value with floating-point tensors in float64."""
+    """Return the same value with floating-point tensors in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     return [exactly(each) for each in value] if isinstance(value, list) else value
@@ -223,7 +223,7 @@ def _wrong(rung: Rung, entry: str, drawn: Sequence[Any], run: Run, verdict: Verd
 
 
 def _free(rung: Rung) -> Rung:
-    """The rung for torch's own operators: nothing is forbidden."""
+    """Make the rung for torch's own operators: nothing is forbidden."""
     from dataclasses import replace
 
     return replace(rung, forbids=(), kind="torch" if rung.kind in ("triton", "cpp") else rung.kind, drives={})
@@ -231,7 +231,7 @@ def _free(rung: Rung) -> Rung:
 
 @contextlib.contextmanager
 def source_file(rung: Rung, text: str = "") -> Iterator[Path]:
-    """A file with the shipped solution, or with ``text``, for the length of the block."""
+    """Write a file with the shipped solution, or with ``text``, for the length of the block."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / (rung.file if not text else f"{rung.name}.py")
         path.write_text(text or rung.solution)

@@ -28,7 +28,7 @@ FILE_BYTES = 64 << 20
 
 @cache
 def refusal() -> str:
-    """The reason why this machine has no sandbox; empty where it has."""
+    """Say why this machine has no sandbox; empty if it has one."""
     if sys.platform != "linux" or shutil.which("unshare") is None:
         return "programs of strangers run in a sandbox alone, and this needs Linux with `unshare` (util-linux)"
     done = subprocess.run(_command(["true"]), capture_output=True, text=True, env={**os.environ, **_sources()})
@@ -42,7 +42,7 @@ def refusal() -> str:
 
 
 def wrapped(command: Sequence[str]) -> list[str]:
-    """The command in a sandbox.
+    """Wrap a command to run in a sandbox.
 
     Raises:
         ValueError: there is none here.

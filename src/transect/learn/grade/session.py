@@ -119,7 +119,7 @@ class Session:
         return {"count": counted.value}
 
     def _written_over(self, arguments: list[Any]) -> list[Any]:
-        """The tensors of the first call with the numbers of this one."""
+        """Write the numbers of this call into the tensors of the first one."""
         pairs = list(zip(self.inputs[0][1], arguments, strict=True))
         for old, new in pairs:
             if isinstance(old, torch.Tensor):
@@ -127,7 +127,7 @@ class Session:
         return [old if isinstance(old, torch.Tensor) else new for old, new in pairs]
 
     def call(self, entry: str, arguments: list[Any]) -> Any:
-        """One call of the program."""
+        """Call the program once."""
         if entry in self.drives:
             return self.drives[entry](self.module, *arguments)
         function = getattr(self.module, entry, None)
@@ -136,7 +136,7 @@ class Session:
         return function(*arguments)
 
     def give_outputs(self) -> dict[str, Any]:
-        """The results, the inputs as they are now, and which results lie in the same memory."""
+        """Hand out the results, the inputs as they are now, and if results lie in the same memory."""
         places = [_addresses(value) for value in self.outputs]
         shared = any(a & b for i, a in enumerate(places) for b in places[:i])
         after = [list(arguments) for _, arguments in self.inputs]
@@ -149,7 +149,7 @@ class Session:
         return {"compiled": compiled(getattr(self.module, name), name, target, **declared)}
 
     def describe(self, error: BaseException) -> str:
-        """The error as a student needs it: its line in the student's own file."""
+        """Describe an error with its line in the student's own file."""
         if isinstance(error, NotImplementedError):
             return str(error)
         line = next((f.lineno for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == self.path),
@@ -175,7 +175,7 @@ def compile_cpp(path: str) -> ctypes.CDLL:
 
 
 def not_plain(value: Any) -> str:
-    """A sentence where a result is more than plain values and tensors: it could be computed when somebody looks."""
+    """Say in a sentence that a result is more than plain values and tensors; such a result could be computed later."""
     if isinstance(value, list | tuple):
         return next(filter(None, map(not_plain, value)), "")
     if isinstance(value, dict):

@@ -46,7 +46,7 @@ class Verdict:
         return 100 * self.floor_seconds / self.seconds
 
     def lines(self) -> list[str]:
-        """The text, a list of lines."""
+        """Return the text, a list of lines."""
         if self.cheats:
             return [f"not graded: the program {each}" for each in self.cheats]
         if not self.right:

@@ -133,14 +133,14 @@ class Watch:
                 self.alarm(f"replaces {getattr(place, '__name__', place)}.{name}")
 
     def operator(self, name: str) -> None:
-        """One operator of torch was called."""
+        """Take note of a call of one of torch's operators."""
         if name in self.forbids:
             self.alarm(f"calls torch's {name}, which this rung is about")
         elif self.kernel and name not in self.places:
             self.alarm(f"calls torch's {name}: this rung computes in the kernel")
 
     def function(self, name: str) -> None:
-        """One function of torch was called by the program itself, before dispatch."""
+        """Take note of a call of one of torch's functions, before dispatch."""
         if name in self.forbids:
             self.alarm(f"calls torch's {name}, which this rung is about")
         if self.kernel and name in HOST and self.from_program(3):

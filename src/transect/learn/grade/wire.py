@@ -29,7 +29,7 @@ def send(connection: socket.socket, message: Any) -> None:
 
 
 def receive(connection: socket.socket) -> Any:
-    """The next message.
+    """Receive the next message.
 
     Raises:
         Ended: there is no other side any more.

@@ -115,7 +115,7 @@ class Submission:
         return time.perf_counter() - began, reply
 
     def last_words(self) -> str:
-        """The end of what the program printed."""
+        """Return the end of the program's prints."""
         self._printed.seek(0)
         text = self._printed.read()[-MOST_PRINTED:].decode(errors="replace").strip()
         return f"; it printed: {text.splitlines()[-1][:200]}" if text else ""
@@ -201,7 +201,7 @@ class Workshop:
 
 @contextlib.contextmanager
 def workshop(given: Workshop | None, **options: Any) -> Iterator[Workshop]:
-    """The one that is given, else a new one for the length of the block."""
+    """Give the workshop that is there, else a new one for the length of the block."""
     if given is not None:
         yield given
         return
@@ -210,7 +210,7 @@ def workshop(given: Workshop | None, **options: Any) -> Iterator[Workshop]:
 
 
 def _environment(interpret: bool, temporary: str) -> Mapping[str, str]:
-    """The environment of children: paths, and no secrets that the shell may hold."""
+    """Build the environment of children: paths, and no secrets that the shell may hold."""
     kept = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR")
     found = {name: os.environ[name] for name in kept if name in os.environ}
     sources = str(Path(__file__).resolve().parents[3])

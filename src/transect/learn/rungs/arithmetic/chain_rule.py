@@ -9,7 +9,7 @@ Go through the network backwards, with `g` = dL/dy given to you:
     z = W1 x + b1          dL/db1[j] = dL/dz[j]     dL/dW1[j][i] = dL/dz[j] x[i]
                            dL/dx[i] = sum over j of dL/dz[j] W1[j][i]
 
-Read the lines once more and see the pattern, for it never changes: what was *multiplied* gets the other factor
+Read the lines once more and see the pattern, for it never changes: something *multiplied* gets the other factor
 times g. What was *added* gets g as it is. What was *used in several places* gets the sum of what comes from each
 place: x goes into every hidden unit, so its slope is a sum.
 

@@ -99,7 +99,7 @@ def _judge(arguments, choices):
 
 
 def _day(rng, steps, low, high, noise, burst=0.0):
-    """A day in small: a wave, noise, and perhaps a burst that grows over two minutes."""
+    """Draw a day in small: a wave, noise, and perhaps a burst that grows over two minutes."""
     start, phase = int(rng.integers(steps // 3, steps // 2)), float(rng.uniform(0, 2 * math.pi))
     loads = []
     for i in range(steps):

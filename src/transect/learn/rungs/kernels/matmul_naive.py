@@ -49,7 +49,7 @@ def pair(rng, m, k, n):
 
 
 def product_cost(a, b):
-    """Each matrix read once, the result written once."""
+    """Count each matrix as read once, and the result as written once."""
     return Cost(2 * a.shape[0] * a.shape[1] * b.shape[1], a.nbytes + b.nbytes, 4 * a.shape[0] * b.shape[1])
 
 

@@ -92,7 +92,7 @@ def _exact(q, k, v, pieces, causal=True):
 
 
 def _top_left(q, k, v, pieces):
-    """The mask of a square matrix on pieces that begin later."""
+    """Use the mask of a square matrix on pieces that begin later."""
     outputs, start = [], 0
     for count in pieces:
         seen = start + count

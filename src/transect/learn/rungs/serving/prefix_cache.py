@@ -50,7 +50,7 @@ def _keys(prefix, count):
 
 
 def _random(rng, num_blocks, steps, turns=12):
-    """A walk that a scheduler could make: sequences come, find what is cached, fill blocks and go."""
+    """Draw a walk that a scheduler could make: sequences come, find what is cached, fill blocks and go."""
     cache, program, held, names = KVCache(num_blocks), [], [], [f"p{i}" for i in range(5)]
 
     def do(*call):

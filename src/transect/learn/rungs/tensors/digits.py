@@ -83,7 +83,7 @@ def _make(rng):
 
 
 def _judge(arguments, got):
-    """The right classes are found again from the images: pixels that were shuffled alike have the same sums."""
+    """Find the right classes again from the images: shuffled pixels have the same values."""
     x_test = arguments[2]
     if not isinstance(got, torch.Tensor) or got.shape != (len(x_test),):
         return f"return one class for each of the {len(x_test)} test images"
