@@ -40,7 +40,7 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_checked(chec
     first = checker._process.pid
     assert "takes longer than 1.25 s" in checker.check(grammar(json=ENDLESS))
     assert checker.check(grammar(json={"type": "integer"})) is None and checker._process.pid != first
-    assert "invalid type" in checker.check(grammar(json={"type": "strange"})).lower()
+    assert "the type strange" in checker.check(grammar(json={"type": "strange"})).lower()
 
 
 def test_a_grammar_that_takes_too_much_memory_is_ended(checker):
@@ -92,7 +92,7 @@ def test_a_grammar_is_not_refused_for_good_because_the_machine_was_busy(monkeypa
 
 def test_ebnf_is_translated_where_it_can_be_ended(checker):
     assert 'start: "x"' in checker.translate('root ::= "x"')
-    with pytest.raises(ValueError, match="Failed to convert"):
+    with pytest.raises(ValueError, match="cannot be compiled"):
         checker.translate("root ::= (")
     many = "".join(f'a{n} ::= "x" a{n + 1}\n' for n in range(200_000))
     with pytest.raises(ValueError, match="takes longer than"):

@@ -107,6 +107,22 @@ HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8
 """On its standard input the engine process first gets the length of its configuration, in this many bytes."""
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        ValueError: a caller's value cannot be sent: a whole number beyond 64 bits, or one that is nested too deeply.
+    """
+    try:
+        return _encode(message)
+    except OverflowError:
+        raise ValueError("a whole number of the request has more than 64 bits: give a smaller one") from None
+    except RecursionError:
+        raise ValueError("a value of the request is nested too deeply: give one with fewer levels") from None
+
+
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -5,15 +5,15 @@ The route class below is FastAPI's documented way to put an own ``Request`` unde
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pydantic_core
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from .bounds import check_values
+from .bounds import LONG_NUMBER, TOO_DEEP, check_depth, check_numbers, check_values
 from .errors import ApiError
 
 # A client that is still sending cannot read the answer, so an oversized body is read on and thrown away up to this
@@ -49,18 +49,41 @@ class BoundedRequest(Request):
         """The body as JSON: UTF-8 only, no NaN or Infinity, no lone surrogates.
 
         Raises:
-            ApiError: 400 with the place where it breaks; 413 where it holds too many values.
+            ApiError: 400 with the place where it breaks, for more than MAX_DEPTH levels, and for whole numbers beyond
+                64 bits; 413 where it holds too many values.
         """
         body = await self.body()
         check_values(body)
         try:
-            return pydantic_core.from_json(body, allow_inf_nan=False)
+            value = pydantic_core.from_json(body, allow_inf_nan=False)
         except ValueError as error:
-            reason = str(error)
-        with contextlib.suppress(UnicodeDecodeError):
-            body.decode()
-            raise ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-        raise ApiError(400, "the body is not valid UTF-8: send JSON encoded as UTF-8", code="invalid_utf8")
+            if "recursion limit" not in str(error):
+                raise _refusal(body, str(error)) from None
+            value = _nested(body)
+        if LONG_NUMBER.search(body):
+            check_numbers(value)
+        return value
+
+
+def _nested(body: bytes) -> Any:
+    """JSON with more levels than pydantic's parser reads. Raises ApiError as ``BoundedRequest.json`` does."""
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise TOO_DEEP from None
+    except ValueError as error:
+        raise _refusal(body, str(error)) from None
+    check_depth(value)
+    return value
+
+
+def _refusal(body: bytes, reason: str) -> ApiError:
+    """The error for a body that no parser reads."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return ApiError(400, "the body is not valid UTF-8: send JSON encoded as UTF-8", code="invalid_utf8")
+    return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
 class JsonRoute(APIRoute):

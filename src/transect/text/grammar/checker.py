@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import msgspec
 
+from .complaints import explain
 from .sources import from_ebnf
 from .vocabulary import Vocabulary
 
@@ -52,7 +53,7 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
     """llguidance's matcher for a grammar.
 
     Raises:
-        ValueError: the grammar cannot be compiled; the message is the library's, made shorter.
+        ValueError: the grammar cannot be compiled; see ``explain``.
     """
     import llguidance
 
@@ -60,18 +61,6 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
     if matcher.is_error():
         raise ValueError(explain(matcher.get_error()))
     return matcher
-
-
-def explain(error: str) -> str:
-    """The library's complaint in one line, with advice where there is some."""
-    line = " ".join(error.split())[:300]
-    if "Unimplemented keys" in line:
-        return f"the schema uses keywords that cannot be kept to ({line.partition(':')[2].strip()}): leave them out"
-    if "oneOf constraints" in line:
-        return "oneOf can be kept to only where its alternatives exclude each other (by a const, say): use anyOf"
-    if "too big" in line or "too large" in line or "fuel" in line or "too complex" in line.lower():
-        return f"it is too large or too complex ({line}): make it simpler"
-    return line
 
 
 class Busy(ValueError):
