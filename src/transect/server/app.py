@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -16,7 +18,7 @@ from .anthropic.messages import error_event as message_error
 from .anthropic.protocol import CountRequest, MessagesRequest
 from .generation import Prompt
 from .http import errors
-from .http.body import JsonRoute
+from .http.body import JsonRoute, aside
 from .http.deadline import Deadline
 from .http.disconnect import ClientGone, unless_disconnected
 from .http.errors import ApiError, ErrorBody
@@ -114,13 +116,21 @@ def _deadline(request: Request) -> Deadline:
     return Deadline(_serving(request).options.request_timeout_s, request.state.arrival)
 
 
-async def _answer(request: Request, work: Chat | Completion | Messages | Responses, **stream: Any) -> Response:
-    """Run the request as a stream (``stream``: what ``EventStream`` is to do otherwise) or in one piece, for as long as
-    the client is there."""
+async def _answer(
+    request: Request, make: Callable[[Deadline], Chat | Completion | Messages | Responses], **stream: Any
+) -> Response:
+    """Run the request as a stream or in one piece, for as long as the client is there.
+
+    Args:
+        make: the work; checks the whole body, in a thread where that is large.
+        stream: arguments of ``EventStream``.
+    """
+    turns = _serving(request).turns
+    work = await aside(make, _deadline(request))
     try:
         if work.body.stream:
-            return EventStream(await unless_disconnected(request.receive, work.begin()), **stream)
-        reply: BaseModel | Raw = await unless_disconnected(request.receive, work.whole())
+            return EventStream(await unless_disconnected(request.receive, work.begin(), turns), turns=turns, **stream)
+        reply: BaseModel | Raw = await unless_disconnected(request.receive, work.whole(), turns)
     except ClientGone:
         return GONE
     return Response(await json_of(reply), media_type="application/json")
@@ -129,20 +139,20 @@ async def _answer(request: Request, work: Chat | Completion | Messages | Respons
 @api.post("/v1/completions", response_model=CompletionResponse, tags=["OpenAI"])
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
-    return await _answer(request, Completion(_serving(request, body.model), body, _deadline(request)))
+    return await _answer(request, functools.partial(Completion, _serving(request, body.model), body))
 
 
 @api.post("/v1/chat/completions", response_model=ChatResponse, tags=["OpenAI"])
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """The next message of a conversation."""
-    return await _answer(request, Chat(_serving(request, body.model), body, _deadline(request)))
+    return await _answer(request, functools.partial(Chat, _serving(request, body.model), body))
 
 
 @api.post("/v1/responses", tags=["OpenAI"])
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """An answer to a conversation, which is kept for the next request (``previous_response_id``)."""
-    work = Responses(_serving(request, body.model), request.app.state.responses, body, _deadline(request))
-    return await _answer(request, work, done=b"", failed=response_error)
+    make = functools.partial(Responses, _serving(request, body.model), request.app.state.responses, body)
+    return await _answer(request, make, done=b"", failed=response_error)
 
 
 @api.get("/v1/responses/{response_id}", tags=["OpenAI"])
@@ -161,8 +171,8 @@ async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
 @api.post("/v1/messages", tags=["Anthropic"])
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """The next message of a conversation, as Anthropic's API has it."""
-    work = Messages(_serving(request, body.model), body, _deadline(request))
-    return await _answer(request, work, done=b"", failed=message_error)
+    make = functools.partial(Messages, _serving(request, body.model), body)
+    return await _answer(request, make, done=b"", failed=message_error)
 
 
 @api.post("/v1/messages/count_tokens", tags=["Anthropic"])

@@ -11,6 +11,7 @@ from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.tools.spec import ToolUse
 from .answers import AnswerReader, Answers, Piece
 from .generation import Generation
+from .http.body import aside
 from .http.deadline import Deadline
 from .http.errors import bad_value
 from .openai.protocol import FIELDS, ChatMessage
@@ -133,7 +134,7 @@ class Conversation:
         said = self.messages[-1].text if goes_on else ""
         self._answers = Answers(self.serving, self.use, prompt.text or "", said)
         try:
-            params = self._answers.params(self.params)
+            params = await aside(self._answers.params, self.params)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
         self.generation = Generation(self.serving, [prompt], params, 0, self.deadline)

@@ -34,6 +34,10 @@ WATCH_S = 0.5
 """How often the engine is asked whether it lives, in seconds."""
 SETTLE_S = 5.0
 """For the last answers to leave, once nothing more will come from the engine."""
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+ACCEPTED_AT_ONCE = 32
+"""Connections that are accepted in one pass of the event loop."""
 RED_S = 1.0
 """After an engine's death /health stays up, and red, for this long, so that a probe can see it."""
 
@@ -215,11 +219,12 @@ async def _serve(
         server_header=False,
         timeout_keep_alive=options.keep_alive_s,
         timeout_graceful_shutdown=int(SETTLE_S),
+        backlog=ACCEPTED_AT_ONCE,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
     )
     try:
-        sock.listen(config.backlog)
+        sock.listen(BACKLOG)
     except OSError as error:
         host, port = sock.getsockname()[:2]
         raise _bind_error(host, port, error) from None
@@ -233,6 +238,7 @@ async def _serve(
             await asyncio.sleep(0.005)
             if running.done():
                 running.result()
+        sock.listen(BACKLOG)  # uvicorn has lowered it
         if isinstance(engine.chat_template, ChatTemplate):
             renderer.start(engine.chat_template)
         keep_from_collector()

@@ -15,6 +15,7 @@ from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
 from .encoding import Encoder
 from .http.errors import ApiError, nearest
+from .http.turns import Turns
 from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
 from .rendering import Renderer, RenderHere
@@ -157,6 +158,7 @@ class Serving:
         self.options = options
         self.metrics = Metrics(options.model_names[0])
         self.encoder = Encoder()
+        self.turns = Turns()
         self.renderer = renderer or RenderHere()
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])

@@ -61,12 +61,12 @@ async def test_long_texts_may_hold_many_of_those_characters(client, engine):
         (
             "/v1/chat/completions",
             {"messages": [{}] * MANY},
-            "hold 20000 messages and parts: give at most 10000",
+            "hold 20000 messages, parts and calls: give at most 10000",
         ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{}] * MANY}]},
-            "hold 20001 messages and parts",
+            "hold 20001 messages, parts and calls",
         ),
         ("/v1/chat/completions", {"messages": [{}] * 9000}, "messages[0].role is required"),
         (
@@ -74,7 +74,7 @@ async def test_long_texts_may_hold_many_of_those_characters(client, engine):
             {"messages": [{"role": "user", "content": [5] * 9000}]},
             "messages[0].content must be",
         ),
-        ("/tokenize", {"messages": [{}] * MANY}, "hold 20000 messages and parts: give at most 10000"),
+        ("/tokenize", {"messages": [{}] * MANY}, "hold 20000 messages, parts and calls: give at most 10000"),
         ("/detokenize", {"tokens": ["a"] * MANY}, "tokens[0]"),
     ],
 )

@@ -4,5 +4,6 @@
 * ``gate``: counting, draining and API keys, before every route. ``deadline``: time limits of answers.
 * ``body``: bounded JSON bodies. ``bounds``: limits on the number of values in a body.
 * ``errors``: error bodies of the APIs.
+* ``turns``: crowds of requests pass a few at a time.
 * ``sse``: server-sent events that always end well. ``disconnect``: cancels work whose client has left.
 """

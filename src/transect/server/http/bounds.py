@@ -30,6 +30,7 @@ Listed = Annotated[list[T], _FirstFault()]
 
 MAX_CONTAINERS = 2**17
 MAX_COMMAS = 2**20
+MAX_STRINGS = 2**17
 MAX_MESSAGES = 10_000
 MAX_TEMPLATE_ARGUMENTS = 1_000
 MAX_DEPTH = 400
@@ -57,6 +58,8 @@ def check_values(body: bytes) -> None:
         raise ApiError(413, TOO_MANY.format(MAX_CONTAINERS, "lists and objects"), code="request_too_large")
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(413, TOO_MANY.format(MAX_COMMAS, "commas"), code="request_too_large")
+    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
+        raise ApiError(413, TOO_MANY.format(MAX_STRINGS, "strings and names"), code="request_too_large")
 
 
 def check_depth(value: Any) -> None:
@@ -108,13 +111,13 @@ def at_most(count: int) -> BeforeValidator:
 
 
 def _count_parts(value: Any) -> Any:
-    """Refuse more than MAX_MESSAGES messages and parts of messages together."""
+    """Refuse more than MAX_MESSAGES messages, their parts and their calls together."""
     if isinstance(value, list):
-        contents = [each.get("content") for each in value if isinstance(each, dict)]
-        found = len(value) + sum(len(each) for each in contents if isinstance(each, list))
+        inner = [each.get(name) for each in value if isinstance(each, dict) for name in ("content", "tool_calls")]
+        found = len(value) + sum(len(each) for each in inner if isinstance(each, list))
         if found > MAX_MESSAGES:
             context = {"found": found, "most": MAX_MESSAGES}
-            raise PydanticCustomError("shape", "hold {found} messages and parts: give at most {most}", context)
+            raise PydanticCustomError("shape", "hold {found} messages, parts and calls: give at most {most}", context)
     return value
 
 

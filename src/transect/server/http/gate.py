@@ -75,6 +75,7 @@ class Gate:
         try:
             refusal = self._refusal(scope)
             if refusal is None:
+                await self.serving.turns.wait()
                 await self.app(scope, receive, counted)
             else:
                 await refusal.response()(scope, receive, counted)

@@ -165,7 +165,8 @@ class ChatMessage(Body):
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it; thoughts under the name that templates know."""
         role = "system" if self.role == "developer" else self.role
-        fields = {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
+        fields = {**self.model_dump(exclude_none=True), "role": role}
+        fields.setdefault("content", None)
         thoughts = fields.pop("reasoning", None)
         return {"reasoning_content": thoughts, **fields} if thoughts is not None else fields
 
