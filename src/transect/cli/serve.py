@@ -55,7 +55,22 @@ def command(
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="Demand one of the keys in this file, one a line (`ps` does not show them)."),
+        typer.Option(
+            help="Demand one of the keys in this file, one a line (`ps` does not show them); or JSON lines with key, "
+            "name, weight, requests_per_minute, tokens_per_minute, parallel."
+        ),
+    ] = None,
+    admin_api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Key of the operator, for routes that change state or show all requests; may be given again.",
+            envvar="TRANSECT_ADMIN_API_KEY",
+        ),
+    ] = None,
+    protect_metrics: Annotated[bool, typer.Option("--protect-metrics", help="/metrics wants a key too.")] = False,
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy whose X-Forwarded-For is believed; may be given again."),
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take in all.")] = None,
@@ -141,6 +156,7 @@ def command(
 
     from ..engine.frontends.replicas import start_engines
     from ..parallel.gathering import under_torchrun
+    from ..server.http.clients import keys_in
     from ..server.operations.request_log import configure
     from ..server.process import bind, bind_unix, serve, url_of
     from ..server.serving import ServerOptions
@@ -149,7 +165,10 @@ def command(
     names = tuple(served_model_name or (adapted_as or model,))
     options = ServerOptions(
         model_names=names,
-        api_keys=(*(api_key or ()), *keys_in(api_key_file)),
+        api_keys=(*(api_key or ()), *(() if api_key_file is None else keys_in(api_key_file))),
+        admin_api_keys=tuple(admin_api_key or ()),
+        protect_metrics=protect_metrics,
+        trusted_proxies=tuple(trusted_proxies or ()),
         max_body_bytes=max_body_bytes,
         request_timeout_s=request_timeout,
         max_connections=max_connections,
@@ -280,22 +299,3 @@ def listed(values: list[str] | None, option: str) -> tuple[str, ...]:
         elif value:
             found.append(value)
     return tuple(found)
-
-
-def keys_in(path: Path | None) -> list[str]:
-    """The API keys in a file, one a line; none without a file.
-
-    Raises:
-        ValueError: it cannot be read, or holds none.
-    """
-    if path is None:
-        return []
-    try:
-        keys = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--api-key-file {path} cannot be read ({error}): give a text file with one key a line"
-        ) from None
-    if not keys:
-        raise ValueError(f"--api-key-file {path} holds no key: write one a line, or leave the option out")
-    return keys

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 
 from .. import __version__
@@ -53,6 +54,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "something in the request must be changed",
         401: "a valid API key is needed",
+        403: "for the operator's key",
         404: "no such model",
         413: "the body is too long",
         415: "the body is not JSON",
@@ -77,12 +79,15 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
         options: names, keys and limits.
         renderer: of chat templates; None renders in this process.
     """
-    app = FastAPI(
+    app = FastAPIOffline(  # /docs with files of its own, for machines without internet
         title="Transect",
         version=__version__,
         description="An OpenAI-compatible API. Extra sampling fields have the names that vLLM gave them.",
         redoc_url=None,
+        static_url="/docs/files",
     )
+    if options.api_keys or options.admin_api_keys:
+        _describe_keys(app)
     serving = Serving(engine, options, renderer)
     app.state.serving = serving
     app.state.responses = ResponseStore()
@@ -104,6 +109,19 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
             expose_headers=("X-Request-Id", "Retry-After", "Server-Timing"),
         )
     return app
+
+
+def _describe_keys(app: FastAPI) -> None:
+    """Let the API's description say that keys are bearer tokens, so that /docs can send one."""
+    describe = app.openapi
+
+    def described() -> dict[str, Any]:
+        schema = describe()
+        schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}]
+        return schema
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _serving(request: Request, model: str | None = None) -> Serving:
@@ -249,5 +267,5 @@ async def health(request: Request) -> JSONResponse:
 
 @plain.get("/metrics", response_class=Response, tags=["operations"])
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics. Needs no API key."""
+    """Prometheus metrics. Needs no API key, unless the server was started with --protect-metrics."""
     return Response(await scrape(_serving(request)), media_type="text/plain; version=0.0.4; charset=utf-8")

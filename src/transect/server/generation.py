@@ -89,6 +89,7 @@ class Generation:
         """Those of the choice that ended last."""
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
+        serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
     def usage(self) -> Usage:

@@ -217,6 +217,8 @@ async def _serve(
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=bool(options.trusted_proxies),
+        forwarded_allow_ips=list(options.trusted_proxies),
         timeout_keep_alive=options.keep_alive_s,
         timeout_graceful_shutdown=int(SETTLE_S),
         backlog=ACCEPTED_AT_ONCE,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -14,7 +15,9 @@ from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
 from .encoding import Encoder
+from .http.clients import ApiKey, Client
 from .http.errors import ApiError, nearest
+from .http.owners import Owners
 from .http.turns import Turns
 from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
@@ -76,7 +79,12 @@ class ServerOptions:
 
     Attributes:
         model_names: names that requests may give as ``model``; the first is the one in answers.
-        api_keys: where not empty, /v1 and the tokenizer routes want one of them as a bearer token.
+        api_keys: where not empty, /v1 and the tokenizer routes want one of them as a bearer token. Keys that are text
+            alone are named ``key-1`` and so on.
+        admin_api_keys: keys of operators, for routes that change the server's state or show the requests of others.
+            Without any, these routes are shut if there are ``api_keys``, and open if there are none.
+        protect_metrics: /metrics wants a key too.
+        trusted_proxies: addresses and networks of proxies whose ``X-Forwarded-For`` tells a client's address.
         max_body_bytes: longest request body.
         request_timeout_s: seconds from arrival to the last token; None for no limit.
         max_prompts: prompts in one completions request.
@@ -94,7 +102,10 @@ class ServerOptions:
     """
 
     model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str | ApiKey, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
+    protect_metrics: bool = False
+    trusted_proxies: tuple[str, ...] = ()
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float | None = None
     max_prompts: int = 256
@@ -115,8 +126,13 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names must hold at least one non-empty name")
-        if any(not key or not key.isascii() for key in self.api_keys):
+        keys = [*(each.key for each in self.keys), *self.admin_api_keys]
+        if any(not key or not key.isascii() for key in keys):
             raise ValueError("api keys must be non-empty and plain ASCII")
+        if self.protect_metrics and not keys:
+            raise ValueError("protect_metrics needs keys: give api_keys or admin_api_keys")
+        for proxy in self.trusted_proxies:
+            check_network(proxy)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
         _check_tls(self.ssl_certfile, self.ssl_keyfile)
@@ -134,6 +150,22 @@ class ServerOptions:
         thoughts_of(self.reasoning_parser)
         if self.otlp_traces_endpoint is not None:
             exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """``api_keys`` with the clients that they stand for."""
+        return tuple(
+            each if isinstance(each, ApiKey) else ApiKey(each, Client(f"key-{number}"))
+            for number, each in enumerate(self.api_keys, 1)
+        )
+
+
+def check_network(text: str) -> None:
+    """Raises ValueError where a text is no address and no network."""
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(f"trusted_proxies must hold addresses or networks such as 10.0.0.0/8, got {text!r}") from None
 
 
 def _check_tls(certificate: str | None, key: str | None) -> None:
@@ -159,6 +191,7 @@ class Serving:
         self.metrics = Metrics(options.model_names[0])
         self.encoder = Encoder()
         self.turns = Turns()
+        self.owners = Owners()
         self.renderer = renderer or RenderHere()
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ...text.reasoning import effort_variables
 from ..blocks import Block, Conversation, News
+from ..http.clients import current_client
 from ..http.deadline import Deadline
 from ..http.errors import ApiError
 from ..http.sse import Raw, named_event
@@ -23,38 +25,48 @@ MOST_BYTES = 32 * 1024 * 1024
 """The limit of all answers and conversations that are kept, together, as JSON."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An answer as JSON, the conversation up to and including it, their bytes, and the client's name."""
+
+    answer: bytes
+    messages: list[ChatMessage]
+    size: int
+    owner: str
+
+
 class ResponseStore:
     """Answers and the conversations that led to them; the oldest go first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[bytes, list[ChatMessage], int]] = OrderedDict()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
 
     def keep(self, response: dict[str, Any], messages: list[ChatMessage]) -> None:
         """Remember an answer, with the whole conversation up to and including it."""
         answer = msgspec.json.encode(response)
         size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
-        self._kept[response["id"]] = (answer, messages, size)
+        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name)
         self._bytes += size
         while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
-            self._bytes -= self._kept.popitem(last=False)[1][2]
+            self._bytes -= self._kept.popitem(last=False)[1].size
 
     def find(self, response_id: str) -> tuple[bytes, list[ChatMessage]]:
         """An answer as JSON, and the conversation up to and including it.
 
         Raises:
-            ApiError: 404 where it is not remembered.
+            ApiError: 404 where it is not remembered, or is another client's.
         """
-        found = self._kept.get(response_id)
-        if found is None:
+        found, client = self._kept.get(response_id), current_client()
+        if found is None or not (client.operator or found.owner == client.name):
             message = f"the response {response_id[:80]!r} is not kept by this server: send the conversation as input"
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        return found[0], found[1]
+        return found.answer, found.messages
 
     def forget(self, response_id: str) -> None:
-        """Raises ApiError, 404, where it is not remembered."""
+        """Raises ApiError as ``find`` does."""
         self.find(response_id)
-        self._bytes -= self._kept.pop(response_id)[2]
+        self._bytes -= self._kept.pop(response_id).size
 
 
 class Responses:
