@@ -13,7 +13,8 @@ from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import cache_format, dtype_name, rounding
 from .executors.gpu.options import GPUOptions
-from .scheduling.scheduler_config import Policy
+from .scheduling.policies.order import SCHEDULING_POLICIES, SchedulingPolicy
+from .scheduling.scheduler_config import Batching
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens of a step. Decoding streams wait for the prefill chunks of others: this many keep a small CPU for 0.15 s, and
@@ -80,7 +81,9 @@ class EngineConfig:
             max_num_seqs sequences of max_model_len can use, and at most a quarter of the memory that is free or 2 GiB,
             on a GPU all that gpu_memory_utilization leaves.
         enable_prefix_caching: keep the KV of finished prompts for later ones that begin alike.
-        policy: ``continuous``, or ``static`` to compare with.
+        batching: ``continuous``, or ``static`` to compare with.
+        scheduling_policy: ``fcfs`` (in the order of arrival; requests have no priorities) or ``priority`` (lower
+            numbers run earlier, and waiting raises the rank). In both, clients of a server share it by their weights.
         longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
             sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
         jump_ahead: tokens that a grammar forces are computed together, not drawn one by one.
@@ -137,7 +140,8 @@ class EngineConfig:
     kv_cache_bytes: int | None = None
     kv_cache_tokens: int | None = None
     enable_prefix_caching: bool = True
-    policy: Policy = "continuous"
+    batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "fcfs"
     longest_first: bool | None = None
     jump_ahead: bool = True
     max_queue: int | None = None
@@ -181,8 +185,10 @@ class EngineConfig:
         given = [name for name in sizes if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"the size of the KV cache is given twice ({', '.join(given)}): give one of them")
-        if self.policy not in ("continuous", "static"):
-            raise ValueError(f"policy must be continuous or static, not {self.policy!r}")
+        choices = {"batching": ("continuous", "static"), "scheduling_policy": SCHEDULING_POLICIES}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be {' or '.join(allowed)}, not {getattr(self, name)!r}")
         if isinstance(self.itl_target, str):
             object.__setattr__(self, "itl_target", _target(self.itl_target))
         if isinstance(self.itl_target, int | float) and not 0 < self.itl_target < math.inf:
@@ -283,7 +289,7 @@ class EngineConfig:
     def for_server(self) -> EngineConfig:
         """This configuration with what is left to a server decided: steps are sized by time, unless something else
         sizes them."""
-        sized = self.max_mixed_tokens is not None or self.fill_steps or self.policy == "static"
+        sized = self.max_mixed_tokens is not None or self.fill_steps or self.batching == "static"
         return self if sized or self.itl_target is not None else dataclasses.replace(self, itl_target="auto")
 
     @property

@@ -27,7 +27,7 @@ def test_nothing_of_an_aborted_request_stays_while_the_engine_is_busy():
 
 def test_order_of_the_others_is_kept():
     rng = random.Random(3)
-    core = make(max_num_seqs=1)
+    core = make(max_num_seqs=1, max_num_batched_tokens=64, scheduling_policy="priority")
     core.add(request("first"))
     core.step()
     names = [f"{priority}{number:02}" for number, priority in enumerate(rng.choices("012", k=30))]

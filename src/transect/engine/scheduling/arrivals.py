@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from hashlib import blake2b
 
+from .policies.order import PATIENCE_STEPS, Order
 from .request import Request, RequestState, Sequence
 from .scheduler_config import SchedulerConfig
 
@@ -23,8 +24,10 @@ class Arrivals:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._ranked = config.policy != "static"
-        self._longest_first = config.longest_first
+        patience = float(PATIENCE_STEPS * config.max_num_batched_tokens)
+        static = config.batching == "static"
+        policy, longest_first = config.scheduling_policy, config.longest_first
+        self.order = Order(policy, patience=patience, longest_first=longest_first, arrival=static)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._requests = self._sequences = 0
 
@@ -39,10 +42,11 @@ class Arrivals:
         seed = request.params.seed
         if seed is None:
             seed = seed_of(self._seed, self._requests)
-        priority = request.priority if self._ranked else 0
-        order = len(request.prompt_token_ids) - max_length if self._longest_first and self._ranked else 0
-        for index in range(request.params.n):
-            rank = (priority, order, self._requests, index)
+        prompt, n = len(request.prompt_token_ids), request.params.n
+        turn = self.order.enter(request.client, request.weight, request.priority, prompt, max_length - prompt, n)
+        state.turn = turn
+        for index in range(n):
+            rank = (*turn.key, self._requests, index)
             state.choices.append(Sequence(state, self._sequences, index, rank, seed))
             self._sequences += 1
         self._requests += 1

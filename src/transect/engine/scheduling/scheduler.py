@@ -1,9 +1,9 @@
 """Continuous batching: who runs in the next step, and what the step's tokens change.
 
 Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode: they wait for all of the
-step (``step_budget``). Sequences that hold KV blocks are served in the order of their ranks (priority, then arrival;
-with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for sure. The
-rest of the budget goes to the prompts, again by rank, and cuts them into chunks
+step (``policies/budget``). Sequences that hold KV blocks are served in the order of their ranks (``policies/order``:
+shares of clients, priority, arrival; with ``longest_first`` those with the most tokens to draw come first). Each gets
+one token of the budget for sure. The rest of the budget goes to the prompts, again by rank, and cuts them into chunks
 (Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
 head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
 everybody's turn comes (with ``longest_first``: once nothing longer comes); but where prompts of its length have had
@@ -55,7 +55,7 @@ class Scheduler:
     """Bookkeeping of all requests of an engine. Not thread-safe: one loop owns it.
 
     Args:
-        config: limits and policy.
+        config: limits and policies.
         clock: for the requests' times.
     """
 
@@ -76,7 +76,7 @@ class Scheduler:
         """Where a list stands here, each choice that ends joins it."""
         self._cut = False
         """Whether a prompt was left unfinished by the last step."""
-        self._static = config.policy == "static"
+        self._static = config.batching == "static"
         self._watermark = int(config.watermark * config.num_blocks)
         self.arrivals = Arrivals(config)
         self.requests: dict[str, RequestState] = {}
@@ -343,6 +343,7 @@ class Scheduler:
         seq.status = Status.RUNNING
         insort(self.running, seq, key=_by_rank)
         if state.first_scheduled is None:
+            self.arrivals.order.admitted(state.turn)
             state.first_scheduled = self.clock.now()
             state.num_cached_tokens = seq.scheduled
             self._prompt_tokens += seq.prompt_len
@@ -495,6 +496,9 @@ class Scheduler:
             self._leave(choice)
         if not state.num_live:
             del self.requests[state.spec.request_id]
+            self.arrivals.order.ended(state.turn, state.computed_tokens)
+            if not self.requests:
+                self.arrivals.order.reset()
             if state.leader.status is not Status.GONE:
                 self._leave(state.leader)
 

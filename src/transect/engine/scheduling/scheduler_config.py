@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Policy = Literal["continuous", "static"]
+from .policies.order import SCHEDULING_POLICIES, SchedulingPolicy
+
+Batching = Literal["continuous", "static"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits and policy of a ``Scheduler``.
+    """Limits and policies of a ``Scheduler``.
 
     Attributes:
         num_blocks: KV blocks in the pool.
@@ -31,13 +33,15 @@ class SchedulerConfig:
             is no bound.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
-        policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
+        batching: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
             with: admit in order of arrival (priorities are not looked at) up to ``max_num_seqs``, as far as the pool
             surely holds them to their ends, run all of them to the end, then admit the next batch.
         longest_first: of requests of the same priority, begin with those that may draw the most tokens, not with those
             that came first. Work that is all there at the start ends sooner so (the rule of the longest processing
             time, Graham 1969); where requests keep coming, short ones would wait for all longer ones. Not looked at
-            by the static policy.
+            where batches are static.
+        scheduling_policy: "fcfs" serves a client's requests in the order of arrival, and takes no priorities;
+            "priority" the more urgent ones first. Between clients tokens are shared in both (``policies/order.py``).
         max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None: no bound.
         max_prefill_chunk: prompt tokens of one sequence per step at the most, so that short prompts can run beside a
             long one and steps stay short; None: as many as the token budget leaves.
@@ -64,7 +68,8 @@ class SchedulerConfig:
     graph_prompts: int | None = None
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
-    policy: Policy = "continuous"
+    batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "fcfs"
     longest_first: bool = False
     max_queue: int | None = None
     max_prefill_chunk: int | None = None
@@ -103,5 +108,7 @@ class SchedulerConfig:
             raise ValueError(f"itl_target must be a number of seconds, 0 for automatic, or None, got {self.itl_target}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
-        if self.policy not in ("continuous", "static"):
-            raise ValueError(f'policy must be "continuous" or "static", got {self.policy!r}')
+        if self.batching not in ("continuous", "static"):
+            raise ValueError(f'batching must be "continuous" or "static", got {self.batching!r}')
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ValueError(f'scheduling_policy must be "fcfs" or "priority", got {self.scheduling_policy!r}')

@@ -72,7 +72,16 @@ class Script:
             prompt_logprobs=0 if added.prompt_logprobs else None,
         )
         grammar = _AnyAnswer() if added.grammar else None
-        return Request(name or added.request_id, prompt, params, added.priority, arrival, constraint=grammar)
+        return Request(
+            name or added.request_id,
+            prompt,
+            params,
+            added.priority,
+            arrival,
+            constraint=grammar,
+            client=added.client,
+            weight=added.weight,
+        )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:
         """The tokens that a choice draws; those after its end are what a step under way would have drawn."""

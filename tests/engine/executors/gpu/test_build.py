@@ -140,7 +140,7 @@ def test_steps_of_large_models_are_filled_up_where_that_is_asked_for() -> None:
         {},
         {"fill_steps": False},
         {"fill_steps": True, "max_mixed_tokens": 1024},
-        {"fill_steps": True, "policy": "static"},
+        {"fill_steps": True, "batching": "static"},
         {"fill_steps": True, "max_num_seqs": 64, "max_num_batched_tokens": 256},
     ):
         assert tokens("llama-3.1-8b", **settings) is None
