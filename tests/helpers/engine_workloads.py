@@ -16,12 +16,12 @@ from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, chain_of, 
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
 from transect.engine.scheduling.outputs import EngineOutput
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.request import Request, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.engine.scheduling.sequence_blocks import SequenceBlocks
-from transect.engine.scheduling.waiting_queue import QueueFull
 
 _EOS = 0
 

@@ -16,7 +16,7 @@ import uvicorn
 
 from transect.engine.frontends.async_engine import EngineDeadError
 from transect.engine.scheduling.outputs import EngineOutput, RequestTimes, SchedulerStats
-from transect.engine.scheduling.waiting_queue import QueueFull
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.server.app import create_app
 from transect.server.process import bind, url_of
 from transect.server.serving import ServerOptions
@@ -94,6 +94,8 @@ class FakeEngine:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:
             raise QueueFull(7, 3.0)
+        if "OWN LIMIT" in text:
+            raise QueueFull(7, 3.0, "this client has enough", own=True)
         if "REFUSE" in text:
             raise ValueError("max_tokens is not what this engine likes: use less")
         self.seen.append((request_id, params, priority))

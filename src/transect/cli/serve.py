@@ -72,7 +72,18 @@ def command(
         list[str] | None,
         typer.Option(help="Address or network of a proxy whose X-Forwarded-For is believed; may be given again."),
     ] = None,
-    max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more are answered with 429.")] = 256,
+    max_queue: Annotated[
+        int | None, typer.Option(min=1, help="Requests that may wait; more are answered with 503. Default: no bound.")
+    ] = None,
+    max_queue_bytes: Annotated[
+        int, typer.Option(min=2**20, help="Memory of requests that wait; one client may have half of it.")
+    ] = 512 * 2**20,
+    max_queue_wait: Annotated[
+        float, typer.Option(min=1, help="Predicted wait, in seconds, beyond which a request is answered with 503.")
+    ] = 120.0,
+    scheduling_policy: Annotated[
+        str, typer.Option(help="fcfs: in the order of arrival. priority: requests may have priorities.")
+    ] = "fcfs",
     request_timeout: Annotated[float | None, typer.Option(help="Seconds that a request may take in all.")] = None,
     max_body_bytes: Annotated[int, typer.Option(help="Longest request body.")] = 8 * 1024 * 1024,
     max_connections: Annotated[
@@ -184,7 +195,8 @@ def command(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         otlp_traces_endpoint=otlp_traces_endpoint,
-        max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
+        # More would never fit, however often they came back.
+        max_prompts=min(max_queue or ServerOptions.max_prompts, ServerOptions.max_prompts),
     )
     configure(request_log, log_level)  # type: ignore[arg-type]
     follows = under_torchrun() and os.environ["RANK"] != "0"
@@ -210,6 +222,9 @@ def command(
         jump_ahead=jump_ahead,
         decision_log=decision_log,
         max_queue=max_queue,
+        max_queue_bytes=max_queue_bytes,
+        max_queue_wait=max_queue_wait,
+        scheduling_policy=scheduling_policy,  # type: ignore[arg-type]
         hung_after_s=hung_after,
         data_parallel_size=data_parallel_size,
         check_plans=check_plans,

@@ -135,6 +135,8 @@ def build_engine(
             longest_first=bool(config.longest_first),
             jump_ahead=config.jump_ahead,
             max_queue=config.max_queue,
+            max_queue_bytes=config.max_queue_bytes,
+            max_queue_wait=config.max_queue_wait,
             pipeline_depth=config.pipeline_parallel_size,
             seed=config.seed if seed is None else seed,
         ),

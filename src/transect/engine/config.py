@@ -87,7 +87,8 @@ class EngineConfig:
         longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
             sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
         jump_ahead: tokens that a grammar forces are computed together, not drawn one by one.
-        max_queue: requests that may wait; one more is refused. None: no bound.
+        max_queue, max_queue_bytes, max_queue_wait: requests that may wait; bytes that they may hold (one client half of
+            them); seconds that a new one may have to wait, as predicted. One beyond is refused. None: no bound.
         async_scheduling: plan a step ahead of the tokens; None: on a GPU.
         threads: CPU threads of the model; None: the cores that this process may use. They become torch's number of
             threads in this process too, or 1 where the C++ kernels run, which have their own.
@@ -145,6 +146,8 @@ class EngineConfig:
     longest_first: bool | None = None
     jump_ahead: bool = True
     max_queue: int | None = None
+    max_queue_bytes: int | None = None
+    max_queue_wait: float | None = None
     async_scheduling: bool | None = None
     threads: int | None = None
     native: bool | None = None
@@ -179,7 +182,7 @@ class EngineConfig:
         _positive("block_size", self.block_size)
         sizes = ("num_kv_blocks", "kv_cache_bytes", "kv_cache_tokens")
         limits = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_mixed_tokens")
-        for name in (*limits, "max_queue", "threads", *sizes):
+        for name in (*limits, "max_queue", "max_queue_bytes", "threads", *sizes):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         given = [name for name in sizes if getattr(self, name) is not None]

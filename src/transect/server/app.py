@@ -58,9 +58,9 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
         404: "no such model",
         413: "the body is too long",
         415: "the body is not JSON",
-        429: "the queue is full; Retry-After says when to come back",
+        429: "this client is at a limit of its own; Retry-After says when to come back",
         500: "this request failed inside the server",
-        503: "draining, or the engine has stopped",
+        503: "the queue is full (Retry-After says when to come back), draining, or the engine has stopped",
         504: "the request took too long",
     }.items()
 }

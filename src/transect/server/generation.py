@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Self
 from ..engine.executors.pooling import Pooling
 from ..engine.frontends.async_engine import EngineDeadError
 from ..engine.frontends.mailbox import Mailbox
+from ..engine.scheduling.policies.admission import QueueFull
 from ..engine.scheduling.sampling_params import SamplingParams
-from ..engine.scheduling.waiting_queue import QueueFull
 from .http.deadline import Deadline
 from .http.errors import ApiError, bad_value
 from .openai.protocol import FIELDS
@@ -107,7 +107,7 @@ class Generation:
         """Submit everything and wait for the first update, so that a refusal still has a status code of its own.
 
         Raises:
-            ApiError: the engine refused (400, 429), is gone (503) or took too long (504). Nothing is left running.
+            ApiError: the engine refused (400, 429, 503), is gone (503) or took too long (504). Nothing is left running.
         """
         try:
             self._source = self._traced(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
@@ -203,8 +203,9 @@ class Generation:
             timer.request_finished(time.monotonic())
         except QueueFull as error:
             seconds = max(1, round(error.retry_after))
-            message = f"the queue is full: send the request again in about {seconds} s"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)}) from None
+            status, code = (429, "client_limit") if error.own else (503, "queue_full")
+            message = f"{error.reason}: send the request again in about {seconds} s"
+            raise ApiError(status, message, code=code, headers={"Retry-After": str(seconds)}) from None
         except EngineDeadError as error:
             raise ApiError(503, f"the engine has stopped: {error}", code="engine_dead") from None
         except ValueError as error:

@@ -8,7 +8,7 @@ from kv_checker import VOCAB
 from small_engine import make, request, tokens_of
 
 from transect.engine.frontends.grammar_queue import GrammarQueue
-from transect.engine.scheduling.waiting_queue import QueueFull
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.text.grammar.params import StructuredOutputsParams
 
 FORM = StructuredOutputsParams(regex="a")

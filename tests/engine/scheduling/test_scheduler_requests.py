@@ -12,9 +12,9 @@ from small_engine import make, order_of_ends, recorded_batches, request, tokens_
 
 from transect.engine.scheduling.batch import StepResult
 from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
-from transect.engine.scheduling.waiting_queue import QueueFull
 
 
 class TestRefusals:

@@ -6,8 +6,8 @@ import random
 import pytest
 from small_engine import make, order_of_ends, recorded_batches, request
 
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.request import RequestState
-from transect.engine.scheduling.waiting_queue import QueueFull
 
 
 def test_nothing_of_an_aborted_request_stays_while_the_engine_is_busy():

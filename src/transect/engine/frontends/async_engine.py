@@ -35,8 +35,8 @@ from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams,
 from ..scheduling.decisions import DecisionRing
 from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
+from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
-from ..scheduling.waiting_queue import QueueFull
 from . import wire
 from .inputs import (
     check_params,
@@ -53,6 +53,8 @@ from .socket_folder import NAME, make_socket_folder
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
+MOST_UNREAD = 4096
+"""Requests that the engine has not read, at the most."""
 UNREAD_RETRY_S = 5.0
 """When to come back to an engine that does not read its messages, in seconds."""
 
@@ -391,11 +393,10 @@ class AsyncEngine:
             raise EngineDeadError(self._death)
 
     def _check_room(self) -> None:
-        """The engine bounds its queue by ``max_queue``. While it does not read, what lies in the socket is bounded here
-        by what it could take at the most; a client that leaves does not take its message back."""
-        unread = self._submitted - self._taken
-        if self.config.max_queue is not None and unread >= self.config.max_queue + self.info.max_num_seqs:
-            raise QueueFull(unread, UNREAD_RETRY_S)
+        """The engine bounds its queue. While it does not read, messages in the socket are bounded here."""
+        unread, most = self._submitted - self._taken, self.config.max_queue
+        if unread >= (MOST_UNREAD if most is None else most + self.info.max_num_seqs):
+            raise QueueFull(unread, UNREAD_RETRY_S, f"the engine has not read {unread} requests yet")
 
     async def _send(self, message: wire.ToEngine) -> None:
         sending = asyncio.ensure_future(self._socket.send(wire.encode(message)))
@@ -470,11 +471,10 @@ class AsyncEngine:
             mailbox.put(update)
 
     def _refuse(self, message: wire.Refused) -> None:
-        mailbox = self._waiter(message.request_id)
-        if mailbox is not None:
+        if (mailbox := self._waiter(message.request_id)) is not None:
             self._processor.finish(message.request_id)
-            full = message.queue_full
-            mailbox.put(ValueError(message.message) if full is None else QueueFull(*full))
+            reason, full = message.message, message.queue_full
+            mailbox.put(ValueError(reason) if full is None else QueueFull(full[0], full[1], reason, full[2]))
 
     async def _watch(self) -> None:
         code = await self._process.wait()

@@ -68,12 +68,12 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait) if only that stood in
-    the way."""
+    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait, true for
+    a limit of the client's own) if the same request may be taken later."""
 
     request_id: str
     message: str
-    queue_full: tuple[int, float] | None = None
+    queue_full: tuple[int, float, bool] | None = None
 
 
 class Taken(msgspec.Struct, tag="taken"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import secrets
 from hashlib import blake2b
 
-from .policies.order import PATIENCE_STEPS, Order
+from .policies.admission import Claim
+from .policies.order import PATIENCE_STEPS, Key, Order
 from .request import Request, RequestState, Sequence
 from .scheduler_config import SchedulerConfig
 
@@ -31,6 +32,12 @@ class Arrivals:
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._requests = self._sequences = 0
 
+    def claim(self, request: Request, max_length: int) -> tuple[Claim, Key]:
+        """What a request would hold while it waits, and its place in the order, if it came now."""
+        prompt, n = len(request.prompt_token_ids), request.params.n
+        key = self.order.key(request.client, request.priority, max_length - prompt)
+        return Claim(request.client, request.nbytes, self.order.tokens(prompt, max_length - prompt, n)), key
+
     def state(self, request: Request, max_length: int, now: float) -> RequestState:
         """The state of a request that arrives, with a sequence for each choice.
 
@@ -44,7 +51,7 @@ class Arrivals:
             seed = seed_of(self._seed, self._requests)
         prompt, n = len(request.prompt_token_ids), request.params.n
         turn = self.order.enter(request.client, request.weight, request.priority, prompt, max_length - prompt, n)
-        state.turn = turn
+        state.turn, state.claim = turn, Claim(request.client, request.nbytes, turn.tokens)
         for index in range(n):
             rank = (*turn.key, self._requests, index)
             state.choices.append(Sequence(state, self._sequences, index, rank, seed))

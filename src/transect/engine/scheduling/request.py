@@ -11,6 +11,7 @@ from ...text.grammar.bad_words import WithoutSequences
 from .batch import Draw, ScheduledRow, StepResult, TokenLogprobs
 from .constraint import Constraint
 from .outputs import EngineOutput, RequestTimes
+from .policies.admission import Claim
 from .policies.order import Turn
 from .sampling_params import SamplingParams
 
@@ -18,6 +19,10 @@ _MASK64 = 2**64 - 1
 
 Rank = tuple[float, int, int, int, int]
 """``policies.order.Key``, then the order of arrival, then the choice."""
+
+
+BYTES, NUMBER_BYTES = 4096, 36
+"""Estimates of the memory of a request, and of a number in a list of it."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -51,6 +56,14 @@ class Request(msgspec.Struct, frozen=True):
     pooling: str | None = None
     client: str = ""
     weight: float = 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the memory that it holds while it waits."""
+        params = self.params
+        numbers = len(self.prompt_token_ids) + len(params.allowed_token_ids or ()) + 4 * len(params.logit_bias or ())
+        form = 0 if params.structured_outputs is None else params.structured_outputs.nbytes
+        return BYTES + NUMBER_BYTES * numbers + form
 
     @property
     def whole_prompt(self) -> bool:
@@ -220,6 +233,7 @@ class RequestState:
     __slots__ = (
         "arrival",
         "choices",
+        "claim",
         "eos",
         "first_scheduled",
         "max_length",
@@ -248,7 +262,9 @@ class RequestState:
         self.first_scheduled: float | None = None
         self.num_cached_tokens = 0
         self.turn: Turn
-        """Its claim to be served, set on arrival."""
+        """Its place in the order of service, set on arrival."""
+        self.claim: Claim
+        """Its part of what waits, set on arrival."""
         self.pooled: Any = None
         """The sum so far of what steps brought for ``Request.pooling``."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -39,6 +39,7 @@ from .jump_ahead import JumpAhead
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .plan import Plan
+from .policies.admission import Admission
 from .policies.budget import Coming, StepBudget
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
@@ -64,7 +65,7 @@ class Scheduler:
         self.clock = clock
         self.cache = KVCache(config.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.blocks = SequenceBlocks(self.cache, config.block_size)
-        self.waiting = WaitingQueue(config.max_queue)
+        self.waiting = WaitingQueue(Admission(config.max_queue, config.max_queue_bytes, config.max_queue_wait))
         self.running: list[Sequence] = []
         """Sequences with blocks, best rank first."""
         self.times = StepTimes()
@@ -111,16 +112,25 @@ class Scheduler:
 
         Raises:
             ValueError: it can never fit, or its id is in use; the message has the numbers.
-            QueueFull: ``max_queue`` requests wait already.
+            QueueFull: the queue is at one of its bounds.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
-        self.waiting.check_room()
+        if request.constraint is None:  # else it was let in before its grammar was compiled
+            self.check_room(request, max_length)
         state = self.arrivals.state(request, max_length, self.clock.now())
         self.requests[request.request_id] = state
         state.leader.cached = len(self.blocks.find_prefix(state.leader)) * self.config.block_size
         self.waiting.push(state.leader)
+
+    def check_room(self, request: Request, max_length: int) -> None:
+        """Raises QueueFull where the queue takes no such request now.
+
+        Args:
+            max_length: see ``limits.max_length``.
+        """
+        self.waiting.check_room(*self.arrivals.claim(request, max_length))
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;

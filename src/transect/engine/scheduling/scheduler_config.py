@@ -43,6 +43,8 @@ class SchedulerConfig:
         scheduling_policy: "fcfs" serves a client's requests in the order of arrival, and takes no priorities;
             "priority" the more urgent ones first. Between clients tokens are shared in both (``policies/order.py``).
         max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None: no bound.
+        max_queue_bytes: bytes that these may hold together, one client half of them; max_queue_wait: seconds that a new
+            request may have to wait, as far as can be predicted (``policies/admission.py``). None: no bound.
         max_prefill_chunk: prompt tokens of one sequence per step at the most, so that short prompts can run beside a
             long one and steps stay short; None: as many as the token budget leaves.
         watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that
@@ -72,6 +74,8 @@ class SchedulerConfig:
     scheduling_policy: SchedulingPolicy = "fcfs"
     longest_first: bool = False
     max_queue: int | None = None
+    max_queue_bytes: int | None = None
+    max_queue_wait: float | None = None
     max_prefill_chunk: int | None = None
     jump_ahead: bool = True
     watermark: float = 0.01
@@ -89,7 +93,7 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queue", "max_prefill_chunk", "graph_prompts"):
+        for name in ("max_queue", "max_queue_bytes", "max_prefill_chunk", "graph_prompts"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None for no bound, got {value}")
@@ -106,6 +110,8 @@ class SchedulerConfig:
                 )
         if self.itl_target is not None and not 0.0 <= self.itl_target < float("inf"):
             raise ValueError(f"itl_target must be a number of seconds, 0 for automatic, or None, got {self.itl_target}")
+        if self.max_queue_wait is not None and not self.max_queue_wait > 0:
+            raise ValueError(f"max_queue_wait must be a number of seconds, or None, got {self.max_queue_wait}")
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.batching not in ("continuous", "static"):

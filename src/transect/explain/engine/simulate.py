@@ -22,9 +22,9 @@ from ...costs.storage import Storage, storage_for
 from ...engine.scheduling.batch import Handle, ScheduledBatch, StepResult
 from ...engine.scheduling.clock import VirtualClock
 from ...engine.scheduling.core import EngineCore
+from ...engine.scheduling.policies.admission import QueueFull
 from ...engine.scheduling.scheduler import Scheduler
 from ...engine.scheduling.scheduler_config import SchedulerConfig
-from ...engine.scheduling.waiting_queue import QueueFull
 from ...spec.numbers.registry import roundings
 from .log import Life, RunLog
 from .replay import Script
@@ -146,7 +146,7 @@ def simulate(
     """
     clock = VirtualClock()
     device = Device(clock, model, work, other)
-    scheduler = Scheduler(dataclasses.replace(config, max_queue=None), clock)
+    scheduler = Scheduler(dataclasses.replace(config, max_queue=None, max_queue_bytes=None, max_queue_wait=None), clock)
     core = EngineCore(scheduler, device, lag=log.header.lag)
     script = Script(log)
     lives = sorted((life for life in log.lives if life.ends), key=lambda life: life.added.at)

@@ -54,6 +54,7 @@ class GrammarCompiler:
         """The constraint at the beginning of an answer.
 
         Raises:
+            Busy: it is not known whether it can be used.
             ValueError: the grammar is at fault; the message begins with ``params.field`` and says what to change.
         """
         vocabulary, tokenizer = self._ready()
@@ -68,7 +69,7 @@ class GrammarCompiler:
             try:
                 found = self._compile(grammar, vocabulary, tokenizer)
             except Busy as error:
-                raise ValueError(f"{params.field} cannot be used: {error}") from None
+                raise Busy(f"{params.field} cannot be used: {error}") from None
             self._keep(grammar, found)
         if isinstance(found, str):
             raise ValueError(f"{params.field} cannot be used: {found}")
@@ -85,7 +86,7 @@ class GrammarCompiler:
         try:
             return self._checker(vocabulary).translate(grammar) if self._checked else from_ebnf(grammar)
         except ValueError as error:
-            raise ValueError(f"{field} cannot be used: {error}") from None
+            raise type(error)(f"{field} cannot be used: {error}") from None
 
     def _checker(self, vocabulary: Vocabulary) -> Checker:
         """This thread's."""

@@ -99,15 +99,28 @@ class Order:
             prompt: tokens.
             outputs: tokens that each of its ``n`` choices may draw at the most.
         """
-        tokens = prompt + n * min(outputs, TYPICAL_OUTPUT)
+        tokens = self.tokens(prompt, outputs, n)
+        key, start = self.key(client, priority, outputs), self._start(client)
+        if self._shared:
+            self._ends[client], self._starts[client] = start + tokens / weight, start
+            if len(self._ends) > MOST_CLIENTS:
+                self._forget_served()
+        return Turn(key, start, tokens, client, weight)
+
+    @staticmethod
+    def tokens(prompt: int, outputs: int, n: int) -> int:
+        """Estimate of the tokens that a request will compute; arguments as of ``enter``."""
+        return prompt + n * min(outputs, TYPICAL_OUTPUT)
+
+    def key(self, client: str, priority: int, outputs: int) -> Key:
+        """The place of a request if it came now; arguments as of ``enter``."""
         level = priority if self._ranked else 0
         if not self._shared:
-            return Turn((0.0, level, -outputs if self._longest_first else 0), 0.0, tokens, client, weight)
-        start = max(self.now, self._ends.get(client, 0.0), self._starts.get(client, 0.0))
-        self._ends[client], self._starts[client] = start + tokens / weight, start
-        if len(self._ends) > MOST_CLIENTS:
-            self._forget_served()
-        return Turn((start + self._patience * level / (1 + abs(level)), level, 0), start, tokens, client, weight)
+            return 0.0, level, -outputs if self._longest_first else 0
+        return self._start(client) + self._patience * level / (1 + abs(level)), level, 0
+
+    def _start(self, client: str) -> float:
+        return max(self.now, self._ends.get(client, 0.0), self._starts.get(client, 0.0)) if self._shared else 0.0
 
     def admitted(self, turn: Turn) -> None:
         """A request has got its turn."""
