@@ -92,3 +92,16 @@ def test_an_abort_takes_it_out(compiler):
     queue.add(request("free"))
     queue.abort("free")
     assert [output.finish_reason for output in core.step()] == ["abort"]
+
+
+def test_a_request_that_was_taken_is_not_refused_when_its_grammar_is_there(compiler):
+    core = make(max_queue=1, max_num_seqs=1)
+    queue = GrammarQueue(core, compiler)
+    queue.add(request("a", structured_outputs=FORM, max_tokens=9))
+    with pytest.raises(QueueFull):
+        queue.add(request("b"))
+    compiler.futures[0].set_result(Steps(1, VOCAB, 3))
+    assert queue.admit() == [] and core.scheduler.waiting.num_new == 1 and not core.scheduler.waiting.let_in
+    with pytest.raises(QueueFull):
+        queue.add(request("c"))
+    assert core.scheduler.waiting.elsewhere.requests == 0

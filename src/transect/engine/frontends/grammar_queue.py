@@ -80,10 +80,14 @@ class GrammarQueue:
             if not late.future.done():
                 continue
             self._take_out(request_id)
+            let_in = self._core.scheduler.waiting.let_in
+            let_in.add(request_id)
             try:
                 self._core.add(msgspec.structs.replace(late.request, constraint=late.future.result()))
             except Exception as error:  # of the grammar, or a compiler that has failed
                 refused.append((request_id, error))
+            finally:
+                let_in.discard(request_id)
         return refused
 
     def _take_out(self, request_id: str) -> None:

@@ -117,7 +117,7 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
-        if request.constraint is None:  # else it was let in before its grammar was compiled
+        if request.request_id not in self.waiting.let_in:
             self.check_room(request, max_length)
         state = self.arrivals.state(request, max_length, self.clock.now())
         self.requests[request.request_id] = state

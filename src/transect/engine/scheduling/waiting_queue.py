@@ -24,6 +24,8 @@ class WaitingQueue:
         self.admission = admission or Admission()
         self.elsewhere = Ledger()
         """Requests that have been let in, and wait for something else before they come here."""
+        self.let_in: set[str] = set()
+        """Ids of those of them that come now."""
         self._last_admission: float | None = None
         self._interval: float | None = None
         self.reset()
