@@ -33,6 +33,7 @@ GROUPS = {
         (
             *("device", "deterministic", "async_scheduling", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
             *("max_mixed_tokens", "fill_steps", "itl_target", "kv_cache_tokens", "prefix_caching", "jump_ahead"),
+            "speculative_config",
             *("threads", "native", "tensor_parallel_size", "pipeline_parallel_size", "scheduling_policy"),
             *("max_queue", "max_queue_bytes", "max_queue_wait"),
             *("data_parallel_size", "enable_expert_parallel", "check_plans"),

@@ -65,6 +65,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
+        self._learns = self._timed or scheduler.speculation is not None
         self._work = 0, StepLoad(0)
         """The last step whose work was counted, and that work."""
         self._ended = 0.0
@@ -183,10 +184,11 @@ class EngineCore:
         self._failure = ""
 
     def _step(self) -> list[EngineOutput]:
-        batch = self._submit() if len(self._in_flight) <= self.lag else None
+        lag = 0 if self.scheduler.waits_for_tokens else self.lag
+        batch = self._submit() if len(self._in_flight) <= lag else None
         if batch is None and self.idle is not None:
             self.idle()
-        if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
+        if self._in_flight and (batch is None or len(self._in_flight) > lag or self.scheduler.drafting):
             self._take_result()
             if self._in_flight and self.scheduler.config.pipeline_depth == 1:
                 self._draw(self._in_flight[0])
@@ -248,7 +250,7 @@ class EngineCore:
         learned, began = 0.0, max(done.submitted, self._ended)
         launching = self._timed and self._launched_large and self.lag > 0
         late = (self._waited or launching) and ended - asked < LATE
-        if self._timed:
+        if self._learns:
             learned = self._learn(done, ended, late)
         self._ended = ended
         if late and launching:  # the next step has begun since, with the first of its kernels
@@ -264,6 +266,8 @@ class EngineCore:
         if late:  # it was over before, nobody knows when: sooner than predicted, or the next took long to launch
             seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
         times.learn(work, seconds)
+        if self.scheduler.speculation is not None and not work.pairs:
+            self.scheduler.speculation.timed(work, seconds)
         self._waited = False
         return seconds
 
@@ -276,7 +280,7 @@ class EngineCore:
             if goes_on:
                 work = work._replace(keys=work.keys + work.tokens)
             else:
-                work = StepLoad.of((row.start, row.num_tokens) for row in batch.rows)
+                work = StepLoad.of(batch.spans())
             self._work = batch.step, work
         return work
 

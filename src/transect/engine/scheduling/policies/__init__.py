@@ -4,5 +4,6 @@
 * ``admission``: who may join the queue, by bytes and predicted wait.
 * ``budget``: tokens per step while sequences decode. ``costs/learning`` learns step times.
 * ``filling``: prefill in small chunks beside decoding sequences.
+* ``speculation``: the number of tokens to draft for each sequence.
 * ``routing``: the replica that gets a request, by cached prefix and load.
 """
