@@ -85,11 +85,12 @@ class FakeEngine:
     state: str = "ok"
     running: dict[str, object] = field(default_factory=dict)
     seen: list = field(default_factory=list)
+    clients: list = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stream(
-        self, prompt_token_ids, params, request_id, *, prompt=None, priority=0, pooling=None
+        self, prompt_token_ids, params, request_id, *, prompt=None, priority=0, pooling=None, client="", weight=1.0
     ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:
@@ -99,6 +100,7 @@ class FakeEngine:
         if "REFUSE" in text:
             raise ValueError("max_tokens is not what this engine likes: use less")
         self.seen.append((request_id, params, priority))
+        self.clients.append((client, weight))
         pooled = None if pooling is None else vector_of(prompt_token_ids, pooling).tobytes()
         self.running[request_id] = params
         processor = OutputProcessor(self.tokenizer)

@@ -19,6 +19,7 @@ from ..engine.frontends.async_engine import EngineDeadError
 from ..engine.frontends.mailbox import Mailbox
 from ..engine.scheduling.policies.admission import QueueFull
 from ..engine.scheduling.sampling_params import SamplingParams
+from .http.clients import current_client
 from .http.deadline import Deadline
 from .http.errors import ApiError, bad_value
 from .openai.protocol import FIELDS
@@ -87,8 +88,10 @@ class Generation:
         self._reasons: list[str] = []
         self._times: RequestTimes | None = None
         """Those of the choice that ended last."""
+        self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
+        self._client = current_client()
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
@@ -158,6 +161,9 @@ class Generation:
         if self._source is not None:
             await self._source.aclose()
         usage = self.usage()
+        if not self._counted:
+            self._counted = True
+            self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -195,6 +201,8 @@ class Generation:
             prompt=prompt.text,
             priority=self._priority,
             pooling=self._pooling,
+            client=self._client.name,
+            weight=self._client.weight,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]

@@ -15,6 +15,7 @@ from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
 from .encoding import Encoder
+from .http.accounts import Accounts
 from .http.clients import ApiKey, Client
 from .http.errors import ApiError, nearest
 from .http.owners import Owners
@@ -62,6 +63,8 @@ class Engine(Protocol):
         prompt: str | None = None,
         priority: int = 0,
         pooling: Pooling | None = None,
+        client: str = "",
+        weight: float = 1.0,
     ) -> AsyncIterator[Update]:
         """Deltas of all choices until each had its terminal update; closing the iterator early aborts the request."""
         ...
@@ -192,6 +195,7 @@ class Serving:
         self.encoder = Encoder()
         self.turns = Turns()
         self.owners = Owners()
+        self.accounts = Accounts(self.metrics.registry)
         self.renderer = renderer or RenderHere()
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])

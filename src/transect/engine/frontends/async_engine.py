@@ -287,11 +287,11 @@ class AsyncEngine:
         prompt: str | None = None,
         priority: int = 0,
         pooling: Pooling | None = None,
+        client: str = "",
+        weight: float = 1.0,
     ) -> AsyncGenerator[Update, None]:
-        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
-
-        A caller that falls behind gets what came meanwhile of a choice in one delta.
-        """
+        """Deltas of all choices until each has had its terminal update; a caller that falls behind gets what came of a
+        choice in one. Clients share the engine by their weights. Raises as ``generate`` does."""
         self._check_alive()
         ids = checked_submit(request_id, prompt_token_ids, priority)
         params = with_token_ids(check_params(params), self.tokenizer)
@@ -308,7 +308,7 @@ class AsyncEngine:
         left = params.n
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-            await self._send(wire.Submit(request_id, ids, fields, self._submitted, priority, pooling))
+            await self._send(wire.Submit(request_id, ids, fields, self._submitted, priority, pooling, client, weight))
             while left:
                 for item in together(await mailbox.take()):
                     if isinstance(item, Exception):
@@ -404,8 +404,7 @@ class AsyncEngine:
         try:
             await sending
         except (asyncio.CancelledError, zmq.ZMQError):  # nobody is there to take it, or the caller is cancelled
-            task = asyncio.current_task()
-            if self._death is None or (task is not None and task.cancelling()):
+            if self._death is None or ((task := asyncio.current_task()) is not None and task.cancelling()):
                 raise
             raise EngineDeadError(self._death) from None
         finally:

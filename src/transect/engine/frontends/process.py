@@ -204,6 +204,8 @@ class _Loop:
                     priority=message.priority,
                     eos_token_ids=self._eos,
                     pooling=message.pooling,
+                    client=message.client,
+                    weight=message.weight,
                 )
             )
         except (QueueFull, ValueError) as error:

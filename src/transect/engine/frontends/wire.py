@@ -20,6 +20,8 @@ class Submit(msgspec.Struct, tag="submit"):
     """Counts the submits of the sender, from 1 on."""
     priority: int = 0
     pooling: str | None = None
+    client: str = ""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, tag="abort"):

@@ -3,6 +3,7 @@
 * ``connections``: limits on clients and on the time that a request takes to arrive.
 * ``gate``: counting, draining and API keys, before every route. ``deadline``: time limits of answers.
 * ``clients``: who asks, by API key or address, and what each may do.
+* ``accounts``: limits of clients, and their use.
 * ``owners``: whose requests are whose.
 * ``body``: bounded JSON bodies. ``bounds``: limits on the number of values in a body.
 * ``errors``: error bodies of the APIs.

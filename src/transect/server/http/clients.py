@@ -34,6 +34,7 @@ class Client:
         weight: share of the engine's work beside others that want it; 2 gets twice as much as 1.
         requests_per_minute, tokens_per_minute: limits; None for none. Tokens are those of prompts and answers.
         parallel: requests at the same time; None for no limit.
+        has_key: false for an address.
 
     Raises:
         ValueError: a value is out of range; the message begins with its name.
@@ -45,6 +46,7 @@ class Client:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     parallel: int | None = None
+    has_key: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isprintable() or not 0 < len(self.name) <= MOST_NAME:
@@ -70,7 +72,7 @@ class ApiKey:
         return f"ApiKey({self.client.name!r})"
 
 
-NOBODY = Client("unknown")
+NOBODY = Client("unknown", has_key=False)
 _client: ContextVar[Client] = ContextVar("transect_client", default=NOBODY)
 
 
@@ -110,7 +112,7 @@ class Clients:
         # Digests are compared, so the time that it takes tells nothing about keys.
         client = self._known.get(_digest(key.strip())) if scheme.lower() == b"bearer" else None
         if client is None and not self._closed:
-            client = Client(address_of(scope), operator=self._all_operators)
+            client = Client(address_of(scope), operator=self._all_operators, has_key=False)
         _client.set(client or NOBODY)
         return client
 
@@ -172,7 +174,7 @@ def _key_of(line: str, name: str) -> ApiKey:
     key = value.pop("key", None)
     if not isinstance(key, str) or not key:
         raise ValueError('it must have the key: {"key": "...", "name": "..."}')
-    known = [each.name for each in fields(Client) if each.name != "operator"]
+    known = [each.name for each in fields(Client) if each.name not in ("operator", "has_key")]
     unknown = next((each for each in value if each not in known), None)
     if unknown is not None:
         raise ValueError(f"there is no field {unknown[:40]!r}; there are key, {', '.join(known)}")

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..operations import request_log
 from ..serving import Serving
-from .clients import Clients
+from .clients import Client, Clients
 from .errors import ApiError
 
 OPEN = ("/health", "/metrics", "/ping")
@@ -83,13 +83,18 @@ class Gate:
             await self.app(scope, receive, send)
             return
         self.serving.enter()
-        began, facts = time.monotonic(), request_log.begin()
+        began, facts, entered = time.monotonic(), request_log.begin(), False
+        if client is not None and client.has_key:
+            request_log.note(client=client.name)
         if self.serving.tracing is not None:
             self.serving.tracing.begin(scope["headers"])
         try:
             refusal = DRAINING if self.serving.draining else None
             if client is None and not path.startswith(PAGES):
                 refusal = refusal or UNKNOWN
+            if refusal is None and client is not None and scope["method"] == "POST":
+                refusal = self._enter(client)
+                entered = refusal is None
             if refusal is None:
                 await self.serving.turns.wait()
                 await self.app(scope, receive, counted)
@@ -97,8 +102,18 @@ class Gate:
                 await refusal.response()(scope, receive, counted)
         finally:
             self.serving.leave()
+            if entered and client is not None:
+                self.serving.accounts.leave(client)
             # The route's own path is the label, never the client's text: labels must stay few.
             route = getattr(scope.get("route"), "path", "other")
             self.serving.metrics.responses.labels(route, str(status)).inc()
             seconds = time.monotonic() - began
             request_log.end(scope["method"], scope["path"][:200], status, seconds, name.decode(), facts)
+
+    def _enter(self, client: Client) -> ApiError | None:
+        """Count a request of a client; the error if it is at a limit."""
+        try:
+            self.serving.accounts.enter(client)
+        except ApiError as error:
+            return error
+        return None

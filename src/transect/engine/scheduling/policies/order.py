@@ -27,7 +27,7 @@ SCHEDULING_POLICIES: tuple[str, ...] = get_args(SchedulingPolicy)
 PATIENCE_STEPS = 64
 """Full steps whose tokens are the bound of what a priority is worth."""
 MOST_CLIENTS = 256
-"""Clients that are remembered before those without a claim are forgotten."""
+"""Clients that are remembered before those without a claim are forgotten; never more than twice as many."""
 
 Key = tuple[float, int, int]
 """Start tag with what its priority is worth; priority; less the tokens that may be drawn (``longest_first``)."""
@@ -136,3 +136,6 @@ class Order:
         """Those whose claims lie in the past are like those that come anew."""
         for client in [name for name, end in self._ends.items() if max(end, self._starts[name]) <= self.now]:
             del self._ends[client], self._starts[client]
+        if len(self._ends) > 2 * MOST_CLIENTS:  # of many with a small claim, the smallest are forgotten
+            for client in sorted(self._ends, key=self._ends.__getitem__)[:MOST_CLIENTS]:
+                del self._ends[client], self._starts[client]
