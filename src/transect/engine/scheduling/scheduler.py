@@ -42,6 +42,7 @@ from .outputs import EngineOutput, SchedulerStats
 from .plan import Plan
 from .policies.admission import Admission
 from .policies.budget import Coming, StepBudget
+from .policies.places import LOOKED_AT, exchange
 from .policies.speculation import Speculation
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
@@ -50,6 +51,8 @@ from .waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")
 
+BEHIND = 2**32
+"""Added to the choice in a rank: behind all choices of that request. Taken from it: before them."""
 BARRED = ("kv", "places")
 """What holds the queue's head back however much room a step has."""
 
@@ -161,6 +164,8 @@ class Scheduler:
         must come back through ``commit``, in order."""
         block_size = self.config.block_size
         running, depth = self.running, self.config.pipeline_depth
+        if self.held_back == "places" and self.arrivals.order.shared:
+            self._yield_places()
         most = -(-len(running) // depth)
         budget = self.budget.of_next(running, self.waiting, self._cut, self.held_back in BARRED)
         spare = budget.tokens - len(running)
@@ -336,10 +341,27 @@ class Scheduler:
             if victim is seq:
                 return False
 
+    def _yield_places(self) -> None:
+        """Let clients below their share of places have some of clients above (``policies/places``). The next sequence
+        that gets one comes to the head of the queue, and the one that loses its place waits right behind."""
+        most, front = self.config.max_num_seqs, self.waiting.in_order()[:LOOKED_AT]
+        found = exchange(self.running, front, self._places_of, most)
+        if found is None:
+            return
+        newcomer, loser = found
+        if newcomer is not front[0]:
+            self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
+        while self._places + self._places_of(newcomer) > most:
+            loser.rank = (*newcomer.rank[:4], BEHIND + loser.seq_id)
+            self._preempt(loser)
+            found = exchange(self.running, front, self._places_of, most)
+            if found is None or found[0] is not newcomer:
+                return
+            loser = found[1]
+
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of the running sequence of the worst rank; it queues up to be computed anew."""
-        assert self.running[-1] is seq
-        self.running.pop()
+        """Take the blocks of a running sequence; it queues up to be computed anew."""
+        self.running.remove(seq)
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
         self._last.clear()  # when it comes back, its blocks are others

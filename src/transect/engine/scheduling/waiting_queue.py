@@ -7,7 +7,7 @@ from operator import attrgetter
 
 from .policies.admission import LEAST_RETRY_S, MOST_RETRY_S, Admission, Claim, Ledger
 from .policies.order import Key
-from .request import Sequence, Status
+from .request import Rank, Sequence, Status
 
 _SMOOTHING = 0.2
 _by_rank = attrgetter("rank")
@@ -101,6 +101,12 @@ class WaitingQueue:
         """Take a sequence out for good; nothing of it stays here."""
         self._take_out(seq)
         seq.status = Status.GONE
+
+    def move(self, seq: Sequence, rank: Rank) -> None:
+        """Give a sequence that waits another place."""
+        self._take_out(seq)
+        seq.rank = rank
+        self.push(seq)
 
     def grew(self, seq: Sequence, tokens: int) -> None:
         """A sequence has so many more tokens. It may wait: preempted while its step was in flight."""

@@ -80,7 +80,8 @@ class Order:
         self._ranked = policy == "priority" and not arrival
         self._patience = patience
         self._longest_first = longest_first and not arrival
-        self._shared = not (longest_first or arrival)
+        self.shared = not (longest_first or arrival)
+        """Clients are told apart."""
         self.reset()
 
     def reset(self) -> None:
@@ -101,7 +102,7 @@ class Order:
         """
         tokens = self.tokens(prompt, outputs, n)
         key, start = self.key(client, priority, outputs), self._start(client)
-        if self._shared:
+        if self.shared:
             self._ends[client], self._starts[client] = start + tokens / weight, start
             if len(self._ends) > MOST_CLIENTS:
                 self._forget_served()
@@ -115,12 +116,12 @@ class Order:
     def key(self, client: str, priority: int, outputs: int) -> Key:
         """The place of a request if it came now; arguments as of ``enter``."""
         level = priority if self._ranked else 0
-        if not self._shared:
+        if not self.shared:
             return 0.0, level, -outputs if self._longest_first else 0
         return self._start(client) + self._patience * level / (1 + abs(level)), level, 0
 
     def _start(self, client: str) -> float:
-        return max(self.now, self._ends.get(client, 0.0), self._starts.get(client, 0.0)) if self._shared else 0.0
+        return max(self.now, self._ends.get(client, 0.0), self._starts.get(client, 0.0)) if self.shared else 0.0
 
     def admitted(self, turn: Turn) -> None:
         """A request has got its turn."""
