@@ -66,6 +66,7 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     """Or something else for which every token of the prompt must be computed."""
     client: str = ""
     weight: float = 1.0
+    pooling: str | None = None
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -251,6 +252,7 @@ class DecisionLog:
                 request.whole_prompt,
                 request.client,
                 request.weight,
+                request.pooling,
             )
         )
 

@@ -58,6 +58,11 @@ class Request(msgspec.Struct, frozen=True):
     weight: float = 1.0
 
     @property
+    def in_one_piece(self) -> bool:
+        """Its result is for a program that waits for all of it: a vector, log-probabilities of the prompt."""
+        return self.pooling is not None or self.params.prompt_logprobs is not None
+
+    @property
     def nbytes(self) -> int:
         """Estimate of the memory that it holds while it waits."""
         params = self.params

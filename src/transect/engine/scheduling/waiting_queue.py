@@ -35,6 +35,8 @@ class WaitingQueue:
         self.num_preempted = 0
         self.num_tokens = 0
         """To be computed of all that wait."""
+        self.num_felt = 0
+        """The same without requests that are answered in one piece."""
         self.new = Ledger()
         """Requests that wait for their first step."""
         self._sequences: list[Sequence] = []
@@ -112,6 +114,7 @@ class WaitingQueue:
         """A sequence has so many more tokens. It may wait: preempted while its step was in flight."""
         if seq.status is Status.WAITING:
             self.num_tokens += tokens
+            self.num_felt += 0 if seq.request.spec.in_one_piece else tokens
 
     def _take_out(self, seq: Sequence) -> None:
         index = bisect_left(self._sequences, seq.rank, key=_by_rank)
@@ -121,6 +124,7 @@ class WaitingQueue:
 
     def _count(self, seq: Sequence, change: int) -> None:
         self.num_tokens += change * seq.to_compute
+        self.num_felt += 0 if seq.request.spec.in_one_piece else change * seq.to_compute
         if seq.request.first_scheduled is None:
             self.new.add(seq.request.claim, change)
         else:
