@@ -20,7 +20,7 @@ class Compiler:
     def __init__(self):
         self.futures = []
 
-    def submit(self, params):
+    def submit(self, params, client):
         assert params is FORM
         self.futures.append(Future())
         return self.futures[-1]

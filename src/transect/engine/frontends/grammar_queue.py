@@ -19,7 +19,7 @@ from ..scheduling.request import Request
 class Compiler(Protocol):
     """``text.grammar.compiler.GrammarCompiler``."""
 
-    def submit(self, params: StructuredOutputsParams) -> Future[Any]: ...
+    def submit(self, params: StructuredOutputsParams, client: str) -> Future[Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class GrammarQueue:
         scheduler.waiting.check_room(claim, key)
         if request.arrival_time is None:
             request = msgspec.structs.replace(request, arrival_time=scheduler.clock.now())
-        self._late[request.request_id] = _Late(request, claim, self._compiler.submit(params))
+        self._late[request.request_id] = _Late(request, claim, self._compiler.submit(params, request.client))
         scheduler.waiting.elsewhere.add(claim)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:

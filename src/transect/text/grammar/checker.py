@@ -82,11 +82,26 @@ class Checker:
         self._process: subprocess.Popen[bytes] | None = None
         self._resting = 0
 
+    def start(self) -> None:
+        """Start the process and wait until it is ready, unless it runs already."""
+        self._started()
+
+    @property
+    def alive(self) -> bool:
+        """The process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def growth(self) -> int:
+        """Bytes that the process has taken since it started."""
+        process = self._process
+        return 0 if process is None else max(0, _memory(process.pid) - self._resting)
+
     def check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, or None.
+        """Compile a grammar on trial. Returns a complaint, or None if it can be used.
 
         Raises:
-            Busy: nobody knows.
+            Busy: it is not known.
         """
         try:
             self._ask(_CHECK, grammar)
