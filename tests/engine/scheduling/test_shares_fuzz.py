@@ -148,8 +148,8 @@ def test_every_wait_is_bounded(policy, schedule, tokens):
 @examples(100, 2000, print_blob=True)
 @given(st.sampled_from(("fcfs", "priority")), BACKLOGS, st.integers(2, 6))
 def test_places_are_shared(policy, schedule, places):
-    """Whoever waits with no place at all gets one within two steps of one that waits while another client has two or
-    more and is above its share."""
+    """A client that waits without a place gets one within a few steps while another client has several and more than
+    its share."""
     engine = Engine(policy, places, 16)
     hungry = defaultdict(int)
 
@@ -171,7 +171,10 @@ def test_places_are_shared(policy, schedule, places):
         for client in WEIGHTS:
             starved = client in waiting and not held.get(client) and rich and engine.scheduler.held_back == "places"
             hungry[client] = hungry[client] + 1 if starved else 0
-            assert hungry[client] <= 3 * len(WEIGHTS), f"{client} has no place, and {rich} have more than their shares"
+            assert hungry[client] <= places + 2 * len(WEIGHTS), (
+                f"{client} has no place, and {rich} have more than their shares"
+            )
 
-    engine.run([Coming(each.step, each.client, each.prompt, each.outputs, each.priority, 1) for each in schedule], look)
+    long = [Coming(each.step, each.client, each.prompt, each.outputs + 14, each.priority, 1) for each in schedule]
+    engine.run(long, look)
     assert len(engine.admitted) == len(engine.states)

@@ -28,8 +28,8 @@ def exchange(
         most: places that there are.
 
     Returns:
-        The first waiting sequence of a client below its share, and the newest sequence of the client that is furthest
-        above its share. None if there are no such two.
+        The first waiting sequence of a client without a place, else of one below its share; and the newest sequence of
+        the client that is furthest above its share. None if there are no such two.
     """
     front = list(waiting)
     weights = {seq.request.spec.client: seq.request.spec.weight for seq in front}
@@ -49,8 +49,8 @@ def exchange(
     loser = max(several, key=above.__getitem__, default=None)
     if loser is None or above[loser] <= 0:
         return None
-    for seq in front:
-        client = seq.request.spec.client
-        if client != loser and (above[client] + places_of(seq) <= 0 or not held.get(client)):
-            return seq, newest[loser]
-    return None
+    others = [seq for seq in front if seq.request.spec.client != loser]
+    below = (seq for seq in others if above[seq.request.spec.client] + places_of(seq) <= 0)
+    without = (seq for seq in others if not held.get(seq.request.spec.client))
+    seq = next(without, None) or next(below, None)
+    return None if seq is None else (seq, newest[loser])
