@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.tools.spec import ToolUse
-from .answers import AnswerReader, Answers, Piece
+from .answers import AnswerPiece, AnswerReader, Answers
 from .generation import Generation
 from .http.body import aside
 from .http.deadline import Deadline
@@ -56,7 +56,7 @@ class Blocks:
         self._open = False
         self._logprobs: list[dict[str, Any]] = []
 
-    def feed(self, piece: Piece, logprobs: Sequence[dict[str, Any]] = ()) -> list[News]:
+    def feed(self, piece: AnswerPiece, logprobs: Sequence[dict[str, Any]] = ()) -> list[News]:
         """Changes that a piece of the answer makes.
 
         Args:

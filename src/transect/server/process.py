@@ -25,8 +25,9 @@ from ..text.chat_template import ChatTemplate
 from .app import create_app
 from .http.connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
 from .http.gate import DRAINING
+from .options import ServerOptions
 from .rendering import RenderApart
-from .serving import Engine, ServerOptions, Serving
+from .serving import Engine, Serving
 
 log = logging.getLogger("transect.server")
 
@@ -165,16 +166,14 @@ async def serve(
     options: ServerOptions,
     sock: socket.socket,
     *,
-    grace_s: float = 30.0,
     ready: Callable[[Any], None],
 ) -> int:
     """Start the engine, serve until a signal or the engine's death, and clean up.
 
     Args:
         start_engine: returns an awaitable that gives the running engine.
-        options: names, keys and limits.
+        options: names, keys, limits, and the seconds that running requests get after SIGTERM.
         sock: from ``bind``.
-        grace_s: seconds that running requests get after SIGTERM.
         ready: called once with the engine, when requests are accepted.
 
     Returns:
@@ -189,7 +188,7 @@ async def serve(
             return _code(signals)
         engine = starting.result()
         try:
-            return await _serve(engine, options, sock, signals, grace_s, ready)
+            return await _serve(engine, options, sock, signals, ready)
         finally:
             await engine.shutdown()
 
@@ -203,7 +202,6 @@ async def _serve(
     options: ServerOptions,
     sock: socket.socket,
     signals: _Signals,
-    grace_s: float,
     ready: Callable[[Any], None],
 ) -> int:
     renderer = RenderApart()
@@ -255,7 +253,7 @@ async def _serve(
             code = _code(signals)
             serving.draining = True
             refuse_half_sent(server.server_state.connections, DRAINING)
-            settled = await _drain(serving, engine, signals, death, grace_s if code == DRAINED else 0.0)
+            settled = await _drain(serving, engine, signals, death, options.grace_s if code == DRAINED else 0.0)
             server.force_exit = not settled  # whoever has not read his answer by now is not waited for
         return code
     finally:

@@ -50,13 +50,13 @@ class GrammarQueue:
     def add(self, request: Request) -> None:
         """Queue a request now, or as soon as its grammar is there. Raises what ``EngineCore.add`` raises."""
         params = request.params.structured_outputs
+        if request.request_id in self._late:
+            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         if params is None:
             self._core.add(request)
             return
         scheduler = self._core.scheduler
         max_length = limits.max_length(request, scheduler.config)
-        if request.request_id in self._late:
-            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         claim, key = scheduler.arrivals.claim(request, max_length)
         scheduler.waiting.check_room(claim, key)
         if request.arrival_time is None:

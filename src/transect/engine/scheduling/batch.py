@@ -204,7 +204,7 @@ class StepResult:
 class Handle(Protocol):
     """A submitted batch. ``draw`` is called once, when the tokens that its sequences had drawn before are known and
     taken in: draws with a ``constraint`` must wait for it. Then ``result``, which blocks until the device is done and
-    may be called once or more."""
+    may be called once or more. A handle that knows without waiting if the device is done has an attribute ``over``."""
 
     def draw(self) -> None: ...
     def result(self) -> StepResult: ...

@@ -27,6 +27,8 @@ from .scheduler import Scheduler
 
 SHORTEST_LEAD = 3e-4
 """Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
+LOOK = 1e-3
+"""Seconds after which one who waits to plan looks again: predictions may be too long, and the step over."""
 LATE = 5e-5
 """Seconds: a step whose result was there this soon was over before the next was handed over."""
 
@@ -62,7 +64,7 @@ class EngineCore:
         self.decisions = decisions
         self.idle: Callable[[], object] | None = None
         """Takes part in a step without a batch, where other ranks may have one (``sharing.py``)."""
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
         self._learns = self._timed or scheduler.speculation is not None
@@ -118,12 +120,13 @@ class EngineCore:
         return stats
 
     def time_to_plan(self) -> float:
-        """Seconds until the next step should be planned; 0 for now. What is added until then is part of that step.
+        """Seconds until this should be asked again; 0: plan the next step now. What is added until then is part of that
+        step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
-        late counts as a large error, so that the next ones come earlier. There is nothing to wait for where the prompts
-        that are here fill the next step already.
+        late counts as a large error, so that the next ones come earlier. If the step in flight is over before, it is
+        time to plan at once. There is nothing to wait for where the prompts that are here fill the next step already.
         """
         if not self._timed or not self.lag or len(self._in_flight) != 1:
             return 0.0
@@ -131,12 +134,14 @@ class EngineCore:
         if coming.full:
             return 0.0
         running = self._in_flight[0]
+        if getattr(running.handle, "over", False):
+            return 0.0
         work = self._work_of(running.batch)
         end = max(running.submitted, self._ended) + self.scheduler.times.soonest(work)
         planning = self._planning[coming.tokens > self._graph]
         seconds = end - planning - SHORTEST_LEAD - self.scheduler.clock.now()
         self._waited = self._waited or seconds > 0
-        return max(seconds, 0.0)
+        return min(max(seconds, 0.0), LOOK)
 
     def step(self) -> list[EngineOutput]:
         """Submit at most one batch (in a pipeline another one, as soon as tokens have come, unless steps are sized by
@@ -209,7 +214,7 @@ class EngineCore:
         self.on_device = True
         handle = self.executor.submit(batch)
         self.on_device = False
-        self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
+        self._in_flight.append(StepInFlight(batch, handle, began, getattr(self.executor, "launched", "")))
         self._launched_large = large = not batch.again and batch.num_tokens > self._graph
         before = self._planning[large]
         self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
@@ -227,7 +232,7 @@ class EngineCore:
         log.planned(batch, began)
         return batch
 
-    def _draw(self, step: Step) -> None:
+    def _draw(self, step: StepInFlight) -> None:
         """Let a step draw: all tokens before its own are known."""
         now = self.scheduler.clock.now
         began = now()
@@ -259,7 +264,7 @@ class EngineCore:
         if self.decisions is not None:
             self.decisions.done(done.batch, result, asked, ended, learned, done.launched, done.drawn)
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         """Tell how long a step took. Returns what was told, in seconds."""
         times, work = self.scheduler.times, self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
@@ -267,7 +272,9 @@ class EngineCore:
             seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
         times.learn(work, seconds)
         if self.scheduler.speculation is not None and not work.pairs:
-            self.scheduler.speculation.timed(work, seconds)
+            drafted = any(row.drafts for row in done.batch.rows)
+            cycle = ended - self._ended  # with what the host did in between, unless it had nothing to do
+            self.scheduler.speculation.timed(work, cycle if cycle < 2 * seconds else seconds, drafted)
         self._waited = False
         return seconds
 
@@ -286,7 +293,7 @@ class EngineCore:
 
 
 @dataclass(slots=True)
-class Step:
+class StepInFlight:
     """A step in flight."""
 
     batch: ScheduledBatch

@@ -1,4 +1,4 @@
-"""Waiting sequences, their order, and the bounds of the queue."""
+"""The queue of sequences that wait for KV blocks and a place: its order, and its bound."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class WaitingQueue:
         self.push(seq)
 
     def grew(self, seq: Sequence, tokens: int) -> None:
-        """A sequence has so many more tokens. It may wait: preempted while its step was in flight."""
+        """Count more tokens of a sequence, which may wait if it was preempted while its step was in flight."""
         if seq.status is Status.WAITING:
             self.num_tokens += tokens
             self.num_felt += 0 if seq.request.spec.in_one_piece else tokens

@@ -13,7 +13,7 @@ def of(client, name, weight=1.0, **options):
 
 def test_under_fcfs_a_priority_is_refused():
     core = make()
-    with pytest.raises(ValueError, match="priority is 3, .* --scheduling-policy priority"):
+    with pytest.raises(ValueError, match=r"priority is 3, .* --scheduling-policy priority"):
         core.add(request("a", priority=3))
     core.add(request("a"))
     assert order_of_ends(recorded_batches(core)[1]) == ["a"]
