@@ -52,5 +52,5 @@ def exchange(
     others = [seq for seq in front if seq.request.spec.client != loser]
     below = (seq for seq in others if above[seq.request.spec.client] + places_of(seq) <= 0)
     without = (seq for seq in others if not held.get(seq.request.spec.client))
-    seq = next(without, None) or next(below, None)
-    return None if seq is None else (seq, newest[loser])
+    newcomer = next(without, None) or next(below, None)
+    return None if newcomer is None else (newcomer, newest[loser])
