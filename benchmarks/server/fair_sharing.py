@@ -33,7 +33,7 @@ PATIENCE_S = 300
 SETTLE_S = 3.0
 """From the beginning of heavy work to the newcomer."""
 LOOK_S = 6.0
-"""How long the stream alone is looked at."""
+"""Seconds for which the stream alone is measured."""
 WORDS = "the sea is wide and the harbour lies behind the old town where boats come home at night with fish and nets "
 CROWDS = {
     "128 prompts x 100 tokens": {"prompt": [f"Number {n} of many" for n in range(128)], "max_tokens": 100},
@@ -52,7 +52,7 @@ HOSTILE = {
 
 
 class Stream(threading.Thread):
-    """A stream that goes on until it is told to end; it writes down when tokens come."""
+    """A stream that continues until ``over`` is set, and keeps the times of its tokens."""
 
     def __init__(self, url: str, headers: dict[str, str]) -> None:
         super().__init__(daemon=True)
@@ -115,7 +115,7 @@ def newcomer(url: str, crowd: dict[str, Any]) -> float:
 
 
 def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[str, float]:
-    """What a stream feels alone and beside a request, in seconds."""
+    """Gaps between tokens of a stream, alone and beside a request, in seconds."""
     began = time.perf_counter()
     time.sleep(LOOK_S)
     alone = statistics.median(stream.gaps(began, time.perf_counter()))

@@ -1,4 +1,4 @@
-"""Ordinary users beside attackers, for minutes or hours: what users feel, and what memory does.
+"""Latencies of ordinary users beside attackers, and memory of the server, for minutes or hours.
 
 Users ask short questions one after another, in a stream. After a while attackers join: large bodies, crowds that leave
 at once, requests of many long answers, long prompts, schemas that are refused late, paths that nobody serves. The

@@ -1,4 +1,4 @@
-"""Threads that work for many clients: whoever has had the least of their time comes next.
+"""Threads that work for many clients: the client that has had the least of their time comes next.
 
 A client whose work takes long, again and again, waits behind everybody else, and holds up others by the piece of work
 that runs, not by its backlog.
