@@ -1,9 +1,11 @@
-"""A process that compiles grammars on trial. A grammar from a request can keep the compiler busy for minutes and take
-gigabytes; here that can be ended, and nobody else waits for it.
+"""Compile grammars on trial in a separate process.
+
+A grammar from a request can keep the compiler busy for minutes and take gigabytes; a separate process can be ended, and
+no other request waits for it.
 
 ``Checker`` is the near side. EBNF is translated here too. The far side is ``python -m transect.text.grammar.checker``:
-it reads a vocabulary, then grammars, and answers each with what is wrong with it. It draws some tokens under a grammar,
-too: one whose masks take long would hold up the steps of everybody.
+it reads a vocabulary, then grammars, and answers each with what is wrong with it. It also
+draws some tokens under a grammar, because slow masks would delay the steps of all requests.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ PATIENCE_S = 30.0
 """For the process to start and take in the vocabulary."""
 POLL_S = 0.02
 BUSY = 6
-"""How much longer than its processor time compiling may take."""
+"""Largest ratio of wall time to CPU time of compiling."""
 LENGTH_BYTES = 8
 _CHECK, _TRANSLATE, _RIGHT, _WRONG = b"c", b"t", b"+", b"-"
-"""How messages and answers begin."""
+"""First bytes of messages and answers."""
 
 
 def limits() -> Any:
-    """What a grammar may cost: symbols, states and time, in llguidance's units."""
+    """Return the limits on a grammar: symbols, states and time, in llguidance's units."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -98,10 +100,10 @@ class Checker:
         return 0 if process is None else max(0, _memory(process.pid) - self._resting)
 
     def check(self, grammar: str) -> str | None:
-        """Compile a grammar on trial. Returns a complaint, or None if it can be used.
+        """Return the error of a grammar, or None if it is valid.
 
         Raises:
-            Busy: it is not known.
+            Busy: the check took too long to decide.
         """
         try:
             self._ask(_CHECK, grammar)
@@ -115,7 +117,7 @@ class Checker:
         """EBNF in Lark.
 
         Raises:
-            ValueError: what is wrong with it.
+            ValueError: the grammar is invalid; the message gives the reason.
         """
         return self._ask(_TRANSLATE, grammar)
 
@@ -193,7 +195,7 @@ def _memory(pid: int) -> int:
 
 
 def _processor_seconds(pid: int) -> float:
-    """What a process has used; 0 where that is not told."""
+    """Return the CPU seconds that a process has used; 0 if the system does not report them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -53,7 +53,7 @@ class GrammarCompiler:
         return self._pool.submit(client, functools.partial(self.compile, params))
 
     def compile(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """The constraint at the beginning of an answer.
+        """Return the constraint at the beginning of an answer.
 
         Raises:
             Busy: it is not known whether it can be used.
