@@ -126,7 +126,7 @@ def main() -> None:
 
     engines = {
         policy: LLM(
-            options.model, policy=policy, threads=options.threads, max_num_seqs=16, num_kv_blocks=1024,
+            options.model, batching=policy, threads=options.threads, max_num_seqs=16, num_kv_blocks=1024,
             max_num_batched_tokens=512, enable_prefix_caching=False,
         )
         for policy in POLICIES

@@ -15,7 +15,7 @@ from benchmarks.server import chats, generators, load, long_among_short, request
 from transect.bench.levels import run_levels
 from transect.bench.load import Record
 from transect.bench.target import Target
-from transect.engine.scheduling.decisions import Added, Done, Header, Planned, _framed
+from transect.engine.scheduling.decisions import FORMAT, Added, Done, Header, Planned, _framed
 from transect.text.tokenizer import Tokenizer
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -53,7 +53,7 @@ def test_parts_of_a_gap_add_up_and_name_its_cause(modules, tmp_path):
     step_timeline = modules.step_timeline
     decode = rows((1, 10, 1), (2, 20, 1))
     records = [
-        Header(1, {}, 1, 0.0),
+        Header(FORMAT, {}, 1, 0.0),
         Added(0.0, "a", 1, 10, 1, 9, 0, 0.0, False, False),
         Planned(1, 0.000, 0.001, decode, 0, "", 0, 2, 9),
         Planned(2, 0.002, 0.003, None, 0, "", 0, 2, 9),
@@ -79,7 +79,7 @@ def test_the_stages_of_a_request_add_up_to_its_first_token(modules, tmp_path):
     """A request sent at 1.002 (due at 1.0) is in the engine at 1.010, and its prompt takes two steps. Another one of
     the same length comes behind it, and one of another length."""
     records = [
-        Header(1, {}, 1, 0.0),
+        Header(FORMAT, {}, 1, 0.0),
         Added(1.010, "a", 1, 300, 1, 9, 0, 1.009, False, False),
         Added(1.011, "b", 2, 40, 1, 9, 0, 1.010, False, False),
         Planned(1, 1.015, 1.016, rows((1, 0, 200)), 0, "", 0, 2, 9),

@@ -68,7 +68,7 @@ def test_one_setting_limits_steps_by_tokens_by_time_or_by_when_all_ends():
         made = EngineConfig(model="x", mixed_step_limit=text)
         assert made.step_limit == limit
         assert made.for_server().mixed_step_limit == (text or "auto")
-    assert EngineConfig(model="x", policy="static").for_server().mixed_step_limit is None
+    assert EngineConfig(model="x", batching="static").for_server().mixed_step_limit is None
     for wrong in ("soon", "-1ms", "0ms", "infms", "nanms", "0tokens", "1.5tokens", "", 512, 12.5, True):
         with pytest.raises(ValueError, match="mixed_step_limit must be full, fill, auto, a time such as 30ms"):
             EngineConfig(model="x", mixed_step_limit=wrong)

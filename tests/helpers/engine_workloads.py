@@ -17,12 +17,12 @@ from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.request import Request, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.engine.scheduling.sequence_blocks import SequenceBlocks
-from transect.engine.scheduling.waiting_queue import QueueFull
 
 _EOS = 0
 
@@ -41,6 +41,7 @@ class Arrival:
     prompt: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
+    client: int = 0
     fail: tuple[int, int] | None = None
     grammar: tuple[int, int, int | None] | None = None
     """Seed, length, and after how many tokens it cannot go on (``grammar_fakes.Steps``)."""
@@ -81,7 +82,7 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
     """Prompts begin with a piece of one of two documents, so that prefixes are shared; in a storm outputs are long and
     all come at once, in a crowd some prompts are long."""
 
-    def build(step, document, head, tail, n, max_tokens, min_tokens, stop, bits, priority, seed, fail, grammar):  # type: ignore[no-untyped-def]
+    def build(step, document, head, tail, n, max_tokens, min_tokens, stop, bits, priority, client, seed, fail, grammar):  # type: ignore[no-untyped-def]
         prompt = _DOCUMENTS[document][:head] + tuple(tail)
         params = SamplingParams(
             n=n,
@@ -95,7 +96,7 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
         )
         if grammar is not None:  # min_tokens would hide the end where the grammar allows nothing else
             params = params.with_(min_tokens=0)
-        return Arrival(step, prompt or (1,), params, priority, fail, grammar)
+        return Arrival(step, prompt or (1,), params, priority, client, fail, grammar)
 
     return st.builds(
         build,
@@ -109,6 +110,7 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
         st.just([]) if storm else st.lists(st.integers(0, VOCAB - 1), max_size=1),
         st.integers(0, 15),
         st.integers(-1, 1),
+        st.sampled_from((0, 0, 1, 2)),
         st.integers(0, 2),
         st.one_of(st.none(), st.none(), st.none(), st.tuples(st.integers(-1, 1), st.integers(0, 20))),
         st.one_of(
@@ -135,7 +137,7 @@ def workloads(
     draw: st.DrawFn,
     *,
     lag: int,
-    policy: str = "continuous",
+    batching: str = "continuous",
     storm: bool = False,
     crowd: bool = False,
     depth: int = 1,
@@ -162,7 +164,8 @@ def workloads(
         graph_prompts=draw(st.sampled_from((None, None, 1, 2))),
         max_model_len=max_model_len,
         enable_prefix_caching=draw(st.booleans()),
-        policy=policy,  # type: ignore[arg-type]
+        batching=batching,  # type: ignore[arg-type]
+        scheduling_policy=draw(st.sampled_from(("fcfs", "priority"))),
         longest_first=draw(st.booleans()),
         max_queue=draw(st.sampled_from((None, None, 1, 3))),
         max_prefill_chunk=draw(st.sampled_from((None, None, 1, 3, 7))),
@@ -315,7 +318,9 @@ class Run:
         if arrival.grammar is not None:
             seed, length, fails_at = arrival.grammar
             grammar = Steps(seed, VOCAB, length, fails_at=fails_at)
-        request = Request(name, arrival.prompt, arrival.params, arrival.priority, None, (_EOS,), grammar)
+        priority = arrival.priority if self.workload.config.scheduling_policy == "priority" else 0
+        client = f"c{arrival.client}", 1.0 + arrival.client
+        request = Request(name, arrival.prompt, arrival.params, priority, None, (_EOS,), grammar, None, *client)
         try:
             self.core.add(request)
         except QueueFull as full:

@@ -16,7 +16,7 @@ import uvicorn
 
 from transect.engine.frontends.async_engine import EngineDeadError
 from transect.engine.scheduling.outputs import EngineOutput, RequestTimes, SchedulerStats
-from transect.engine.scheduling.waiting_queue import QueueFull
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.server.app import create_app
 from transect.server.options import ServerOptions
 from transect.server.process import bind, url_of
@@ -85,18 +85,22 @@ class FakeEngine:
     state: str = "ok"
     running: dict[str, object] = field(default_factory=dict)
     seen: list = field(default_factory=list)
+    clients: list = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def stream(
-        self, prompt_token_ids, params, request_id, *, prompt=None, priority=0, pooling=None
+        self, prompt_token_ids, params, request_id, *, prompt=None, priority=0, pooling=None, client="", weight=1.0
     ) -> AsyncIterator:
         text = bytes(each for each in prompt_token_ids if each < 256).decode(errors="replace")
         if "FULL" in text:
             raise QueueFull(7, 3.0)
+        if "OWN LIMIT" in text:
+            raise QueueFull(7, 3.0, "this client has enough", own=True)
         if "REFUSE" in text:
             raise ValueError("max_tokens is not what this engine likes: use less")
         self.seen.append((request_id, params, priority))
+        self.clients.append((client, weight))
         pooled = None if pooling is None else vector_of(prompt_token_ids, pooling).tobytes()
         self.running[request_id] = params
         processor = OutputProcessor(self.tokenizer)

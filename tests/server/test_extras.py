@@ -223,6 +223,22 @@ async def test_lines_of_text_of_a_level(client, engine, logged):
     assert re.fullmatch(r"transect: \S+Z error POST /reset_prefix_cache 503 seconds=\S+ id=mine", line)
 
 
+FORGED = "/a%0atransect: 2026-01-01T00:00:00.000Z info GET /forged 200 id=x%1b[31m%c2%85%e2%80%a8%ff status=200"
+
+
+@pytest.mark.parametrize("kind", ["text", "json"])
+async def test_paths_forge_no_lines_fields_or_colours(client, logged, kind):
+    request_log.configure(kind, "info")
+    response = await client.get(FORGED)
+    assert response.status_code == 404
+    (line,) = logged()
+    assert all(0x20 <= ord(letter) < 0x7F for letter in line)
+    if kind == "json":
+        assert json.loads(line)["path"].startswith("/a%0Atransect:%20")
+    else:
+        assert line.split()[3:6] == ["GET", line.split()[4], "404"] and line.split()[4].startswith("/a%0Atransect:%20")
+
+
 async def test_words_that_may_come_and_that_must_not(client, engine):
     body = {**PROMPT, "allowed_token_ids": [72, 101], "bad_words": ["no", "never"]}
     for path, more in (("/v1/completions", body), ("/v1/chat/completions", {**CHAT, **body})):

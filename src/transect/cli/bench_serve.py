@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .bench_shared import Json, show, write
-from .serve import keys_in
 from .settings import output_file
 
 if TYPE_CHECKING:
@@ -93,8 +92,9 @@ def command(
     from ..bench.levels import WorkSource, concurrency_levels, rate_levels, records_table, run_levels, trace_level
     from ..bench.objectives import Objectives
     from ..bench.target import Target, served_model
+    from ..server.http.clients import keys_in
 
-    key = api_key or next(iter(keys_in(api_key_file)), None)
+    key = api_key or (None if api_key_file is None else keys_in(api_key_file)[0].key)
     objectives = None if slo is None else Objectives.parse(slo)
     if sum(given is not None for given in (request_rate, concurrency, trace)) > 1:
         raise ValueError("give one of --request-rate, --concurrency and --trace")

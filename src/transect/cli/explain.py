@@ -89,7 +89,9 @@ def replay(
     source: Log,
     setting: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A change: max_num_batched_tokens=512, num_blocks=900, policy=static, preset=h200."),
+        typer.Option(
+            "--set", help="A change: max_num_batched_tokens=512, num_blocks=900, batching=static, preset=h200."
+        ),
     ] = None,
     preset: Preset = None,
     as_json: Json = False,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 NO_OPTIONS = (
-    *("eos_token_ids", "policy", "longest_first", "first_device", "decisions", "max_prompts"),
+    *("eos_token_ids", "batching", "longest_first", "first_device", "decisions", "max_prompts"),
     *(each.name for each in settings_of(GPUOptions) if each.name not in HOW_IT_RUNS),
 )
 """Settings for programs, tests and benchmarks."""
@@ -29,13 +29,15 @@ ENGINE = engine_settings(without=("model", *NO_OPTIONS))
 SERVER = tuple(each for each in settings_of(ServerOptions) if each.name not in NO_OPTIONS)
 
 
-@takes(*SERVER, *ENGINE, max_queue=256)
+@takes(*SERVER, *ENGINE, max_queue_bytes=512 * 2**20, max_queue_wait=120.0)
 def command(
     model: ModelArgument = BUILTIN,
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Demand one of the keys in this file, one a line (`ps` does not show them).", rich_help_panel="Server"
+            help="Demand one of the keys in this file, one a line (`ps` does not show them); or JSON lines with key, "
+            "name, weight, requests_per_minute, tokens_per_minute, parallel.",
+            rich_help_panel="Server",
         ),
     ] = None,
     enable_lora: Annotated[
@@ -55,6 +57,7 @@ def command(
 
     from ..engine.frontends.replicas import start_engines
     from ..parallel.gathering import under_torchrun
+    from ..server.http.clients import keys_in
     from ..server.operations.request_log import configure
     from ..server.process import bind, bind_unix, serve, url_of
 
@@ -63,10 +66,10 @@ def command(
     given = {each.name: settings.pop(each.name) for each in SERVER if each.name in settings}
     given = {name: value for name, value in given.items() if value is not None}
     options = ServerOptions(
-        **given | {"api_keys": (*given.get("api_keys", ()), *keys_in(api_key_file))},
+        **given | {"api_keys": (*given.get("api_keys", ()), *(keys_in(api_key_file) if api_key_file else ()))},
         model_names=names or (adapted_as or model,),
         # More prompts than may wait would never fit, however often they came back.
-        max_prompts=min(settings["max_queue"], ServerOptions.max_prompts),
+        max_prompts=min(settings["max_queue"] or ServerOptions.max_prompts, ServerOptions.max_prompts),
     )
     configure(options.request_log, options.log_level)
     follows = under_torchrun() and os.environ["RANK"] != "0"
@@ -134,22 +137,3 @@ def lora_module(
             "out, or give --adapter in place of --lora-modules"
         )
     return name, path
-
-
-def keys_in(path: Path | None) -> list[str]:
-    """The API keys in a file, one a line; none without a file.
-
-    Raises:
-        ValueError: it cannot be read, or holds none.
-    """
-    if path is None:
-        return []
-    try:
-        keys = [line.strip() for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--api-key-file {path} cannot be read ({error}): give a text file with one key a line"
-        ) from None
-    if not keys:
-        raise ValueError(f"--api-key-file {path} holds no key: write one a line, or leave the option out")
-    return keys

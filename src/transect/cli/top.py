@@ -13,7 +13,9 @@ def command(
     every: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Key of the server.", envvar="TRANSECT_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="The operator's key of the server.", envvar="TRANSECT_API_KEY")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")] = False,
 ) -> None:
     """Live view of a server: where the time of its steps goes, MBU and MFU, the queue, KV blocks, who waits and why.

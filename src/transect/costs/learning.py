@@ -2,11 +2,12 @@
 
 A step's time is a sum of parts:
 
-    seconds = base + f(tokens) + a * keys + b * pairs
+    seconds = base + f(tokens) + a * keys + b * pairs + c * scored
 
 ``base`` is the time of any step: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
 (1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
-the positions of the cache that rows of one token attend to, ``pairs`` those of all tokens of prompts.
+the positions of the cache that rows of one token attend to, ``pairs`` those of all tokens of prompts. ``scored`` are
+tokens of prompts whose log-probabilities are wanted: their logits are computed and ranked.
 
 The parts are the state of a Kalman filter (Kalman 1960). Every measured step corrects the parts that it consists of, in
 proportion to their uncertainty. Nothing is assumed of the device: the first step sets the scale, and a token of a part
@@ -41,7 +42,7 @@ seen too late.
 
 Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
-_BASE, _KEYS, _PAIRS = 0, len(KNOTS), len(KNOTS) + 1
+_BASE, _KEYS, _PAIRS, _SCORED = 0, len(KNOTS), len(KNOTS) + 1, len(KNOTS) + 2
 """Places of the parts; those of the tokens lie between, one for each stretch between two knots."""
 _WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
 """``base`` and whole stretches."""
@@ -57,12 +58,12 @@ class StepTimes:
         """Smoothed mean of the relative errors of predictions."""
         self.measured = self.predicted = 0.0
         """Seconds of those steps in all, measured and as predicted before each."""
-        self._parts = [0.0] * (_PAIRS + 1)
-        self._unknown = [[0.0] * (_PAIRS + 1) for _ in self._parts]
+        self._parts = [0.0] * (_SCORED + 1)
+        self._unknown = [[0.0] * (_SCORED + 1) for _ in self._parts]
         """Covariance of ``_parts``."""
         self._short = False
         """The last step took less time than is possible by what was learned."""
-        self._first = [0.0] * (_PAIRS + 1)
+        self._first = [0.0] * (_SCORED + 1)
         """First uncertainty of each part."""
         self._ends = [0.0] * len(KNOTS)
         """Predicted seconds of a step without attention, at each knot."""
@@ -122,19 +123,21 @@ class StepTimes:
             self._unknown[part][part] += (DRIFT * self._first[part]) ** 2
         self._sum_up()
 
-    def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int) -> int:
+    def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int, *, scored: bool = False) -> int:
         """Return the most tokens that a step may have to end within ``seconds``.
 
         Args:
             beside: the part of the step that is fixed; its tokens are part of the answer.
             context: positions that each token beyond those attends to.
             limit: the largest answer.
+            scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are wanted.
         """
         least = beside.tokens
 
         def fits(tokens: int) -> bool:
             more = tokens - least
-            return self.predict(StepLoad(tokens, beside.keys, beside.pairs + more * context)) <= seconds
+            pairs = beside.pairs + more * context
+            return self.predict(StepLoad(tokens, beside.keys, pairs, scored=more if scored else 0)) <= seconds
 
         low, high = least, max(limit, least)
         if fits(high):
@@ -180,8 +183,8 @@ class StepTimes:
         each = seconds / load.tokens
         widths = [each * (after - before) for before, after in pairwise(KNOTS)]
         attention = [0.1 * seconds / max(load.keys, 4096), 0.1 * seconds / max(load.pairs, 1 << 20)]
-        self._first = [seconds, *widths, *attention]
-        self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0]
+        self._first = [seconds, *widths, *attention, each]
+        self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0, 0.5 * each]
         for part, first in enumerate(self._first):
             self._unknown[part][part] = first**2
 
@@ -197,4 +200,6 @@ def _parts_of(load: StepLoad) -> list[Part]:
         parts.append((_KEYS, load.keys))
     if load.pairs:
         parts.append((_PAIRS, load.pairs))
+    if load.scored:
+        parts.append((_SCORED, load.scored))
     return parts

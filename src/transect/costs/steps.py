@@ -16,7 +16,7 @@ LAUNCH_SECONDS, PRODUCT_RATE = 150e-6, 600e12
 class StepLoad(NamedTuple):
     """The work of a step of prefill chunks and decodes.
 
-    ``learning.py`` learns times over the first three numbers, ``fitting.py`` over all.
+    ``learning.py`` learns times over the first three numbers and ``scored``, ``fitting.py`` over all but that.
     """
 
     tokens: int
@@ -33,9 +33,11 @@ class StepLoad(NamedTuple):
     """Least seconds on the device; 0 if not known."""
     flops: float = 0.0
     bytes: float = 0.0
+    scored: int = 0
+    """Tokens of prompts whose logits are computed and ranked."""
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[int, int]]) -> StepLoad:
+    def of(cls, rows: Iterable[tuple[int, int]], scored: int = 0) -> StepLoad:
         """Count the work of rows of (first position, tokens), without padding and floors."""
         tokens = keys = pairs = count = chunks = 0
         for start, new in rows:
@@ -46,7 +48,7 @@ class StepLoad(NamedTuple):
             else:
                 chunks += 1
                 pairs += new * start + new * (new + 1) // 2
-        return cls(tokens, keys, pairs, count, chunks, tokens)
+        return cls(tokens, keys, pairs, count, chunks, tokens, scored=scored)
 
 
 def launch_bound_tokens(config: ModelConfig) -> int:

@@ -15,7 +15,8 @@ from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_nam
 from ..spec.settings import About, changed_fields, check_values
 from .executors.gpu.options import GPUOptions
 from .scheduling.drafters.registry import SpeculativeConfig
-from .scheduling.scheduler_config import Policy
+from .scheduling.policies.order import SchedulingPolicy
+from .scheduling.scheduler_config import Batching
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
 """Tokens in a step. Decoding streams wait for the prefill chunks of others: this many take a small CPU 0.15 s, and an
@@ -91,7 +92,10 @@ class EngineConfig:
             max_num_seqs sequences of max_model_len, in at most a quarter of the free memory and 2 GiB; on a GPU all
             memory that gpu_memory_utilization leaves.
         enable_prefix_caching: Keep the KV of finished prompts for later prompts that begin alike.
-        policy: Batch continuously, or in fixed batches (``static``) to compare with.
+        batching: Batch continuously, or in fixed batches (``static``) to compare with.
+        scheduling_policy: Serve requests in the order of arrival (``fcfs``), or the more urgent ones first
+            (``priority``). Under ``priority`` lower numbers run earlier, and waiting raises the rank; under ``fcfs`` a
+            priority is an error. In both, the clients of a server share it by their weights.
         longest_first: Begin with the requests that may draw the most tokens; default: in ``LLM``, not in a server. Work
             that is all there ends sooner; in a server short requests would wait for long ones.
         scheduler_cls: A scheduler of your own, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
@@ -100,7 +104,10 @@ class EngineConfig:
             Names are vLLM's: ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The
             number of drafts of each step is chosen by expected gain.
         jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
-        max_queue: Requests that may wait; a server answers more with 429. Default: no limit in ``LLM``.
+        max_queue: Requests that may wait; a server answers more with 503. Default: no limit.
+        max_queue_bytes: Memory in bytes of requests that wait; one client may have half of it. Default: no limit in
+            ``LLM``.
+        max_queue_wait: Predicted wait in seconds beyond which a server answers with 503. Default: no limit in ``LLM``.
         async_scheduling: Plan a step before the tokens of the last one are known; default: on a GPU.
         threads: CPU threads of the model; default: the cores that this process may use. torch gets as many threads in
             this process, or 1 where the C++ kernels run, which have their own.
@@ -134,6 +141,7 @@ class EngineConfig:
         "max_mixed_tokens": "mixed_step_limit, such as 512tokens",
         "fill_steps": "mixed_step_limit, fill or full",
         "itl_target": "mixed_step_limit, such as 30ms, auto or full",
+        "policy": "batching (continuous, static), or scheduling_policy (fcfs, priority)",
     }
     """Settings of earlier versions, and what to give in their place."""
 
@@ -161,12 +169,15 @@ class EngineConfig:
     kv_cache_bytes: Annotated[int | None, About(least=1, also=("kv_cache_memory_bytes",))] = None
     kv_cache_tokens: Annotated[int | None, ONE_OR_MORE] = None
     enable_prefix_caching: Annotated[bool, About(option="prefix-caching", also=("enable_prefix_caching",))] = True
-    policy: Policy = "continuous"
+    batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "fcfs"
     longest_first: bool | None = None
     scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
     max_queue: Annotated[int | None, ONE_OR_MORE] = None
+    max_queue_bytes: Annotated[int | None, ONE_OR_MORE] = None
+    max_queue_wait: Annotated[float | None, About(above=0)] = None
     async_scheduling: bool | None = None
     threads: Annotated[int | None, ONE_OR_MORE] = None
     native: bool | None = None
@@ -299,7 +310,7 @@ class EngineConfig:
 
     def for_server(self) -> EngineConfig:
         """This configuration with a server's defaults: a time limits steps."""
-        if self.mixed_step_limit is not None or self.policy == "static":
+        if self.mixed_step_limit is not None or self.batching == "static":
             return self
         return dataclasses.replace(self, mixed_step_limit="auto")
 

@@ -12,6 +12,7 @@ from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
 from .scheduling.core import EngineCore, StepInFlight
 from .scheduling.outputs import EngineOutput
+from .scheduling.policies.admission import Admission
 from .scheduling.request import Request
 
 
@@ -99,6 +100,7 @@ class FollowingCore(EngineCore):
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core.scheduler, core.executor, lag=core.lag)
         self.idle = core.idle
+        self.scheduler.waiting.admission = Admission()  # rank 0 has refused what is refused
 
     def learned(self, load: StepLoad, seconds: float) -> None:
         """Learn the time of a step, as measured on rank 0."""

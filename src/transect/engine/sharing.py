@@ -26,9 +26,9 @@ from .scheduling import limits
 from .scheduling.arrivals import seed_of
 from .scheduling.core import EngineCore, StepInFlight
 from .scheduling.outputs import EngineOutput, SchedulerStats
+from .scheduling.policies.admission import QueueFull
 from .scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from .scheduling.request import Request
-from .scheduling.waiting_queue import QueueFull
 
 TAG = 1 << 30
 """The tag of reports; steps have theirs."""
@@ -77,9 +77,13 @@ class SharingCore(LeadingCore):
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         config, params = self.scheduler.config, request.params
         longest = limits.max_length(request, config)
-        room = [group for group in range(len(self._new)) if self._has_room(group)]
-        if not room:
-            raise QueueFull(self.scheduler.waiting.num_new, self.scheduler.waiting.retry_after())
+        room = [group for group in range(1, len(self._new)) if self._has_room(group)]
+        try:
+            self.scheduler.check_room(request, longest)
+            room.insert(0, 0)
+        except QueueFull:
+            if not room:
+                raise
         if params.seed is None:  # of all requests together, so that it does not matter which group gets one
             params = dataclasses.replace(params, seed=seed_of(self._seed, self._count))
             request = msgspec.structs.replace(request, params=params)
@@ -94,9 +98,7 @@ class SharingCore(LeadingCore):
 
     def _has_room(self, group: int) -> bool:
         most = self.scheduler.config.max_queue
-        own = self.scheduler.waiting
-        waiting = own.num_new + own.num_promised if not group else self._stats[group - 1].waiting + self._new[group]
-        return most is None or waiting < most
+        return most is None or self._stats[group - 1].waiting + self._new[group] < most
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         running = self._running.get(request_id)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel
 
 from .. import __version__
@@ -16,7 +19,7 @@ from .anthropic.messages import error_event as message_error
 from .anthropic.protocol import CountRequest, MessagesRequest
 from .generation import Prompt
 from .http import errors
-from .http.body import JsonRoute
+from .http.body import JsonRoute, aside
 from .http.deadline import Deadline
 from .http.disconnect import ClientGone, unless_disconnected
 from .http.errors import ApiError, ErrorBody
@@ -52,12 +55,13 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "something in the request must be changed",
         401: "a valid API key is needed",
+        403: "for the operator's key",
         404: "no such model",
         413: "the body is too long",
         415: "the body is not JSON",
-        429: "the queue is full; Retry-After says when to come back",
+        429: "this client is at a limit of its own; Retry-After says when to come back",
         500: "this request failed inside the server",
-        503: "draining, or the engine has stopped",
+        503: "the queue is full (Retry-After says when to come back), draining, or the engine has stopped",
         504: "the request took too long",
     }.items()
 }
@@ -76,12 +80,15 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
         options: names, keys and limits.
         renderer: of chat templates; None renders in this process.
     """
-    app = FastAPI(
+    app = FastAPIOffline(  # /docs with files of its own, for machines without internet
         title="Transect",
         version=__version__,
         description="An OpenAI-compatible API. Extra sampling fields have the names that vLLM gave them.",
         redoc_url=None,
+        static_url="/docs/files",
     )
+    if options.api_keys or options.admin_api_keys:
+        _describe_keys(app)
     serving = Serving(engine, options, renderer)
     app.state.serving = serving
     app.state.responses = ResponseStore()
@@ -105,6 +112,19 @@ def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None
     return app
 
 
+def _describe_keys(app: FastAPI) -> None:
+    """Let the API's description say that keys are bearer tokens, so that /docs can send one."""
+    describe = app.openapi
+
+    def described() -> dict[str, Any]:
+        schema = describe()
+        schema.setdefault("components", {})["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"key": []}]
+        return schema
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
 def _serving(request: Request, model: str | None = None) -> Serving:
     serving: Serving = request.app.state.serving
     serving.check_model(model)
@@ -115,13 +135,21 @@ def _deadline(request: Request) -> Deadline:
     return Deadline(_serving(request).options.request_timeout_s, request.state.arrival)
 
 
-async def _answer(request: Request, work: Chat | Completion | Messages | Responses, **stream: Any) -> Response:
-    """Run the request as a stream (``stream``: what ``EventStream`` is to do otherwise) or in one piece, for as long as
-    the client is there."""
+async def _answer(
+    request: Request, make: Callable[[Deadline], Chat | Completion | Messages | Responses], **stream: Any
+) -> Response:
+    """Run the request as a stream or in one piece, for as long as the client is there.
+
+    Args:
+        make: the work; checks the whole body, in a thread where that is large.
+        stream: arguments of ``EventStream``.
+    """
+    turns = _serving(request).turns
+    work = await aside(make, _deadline(request))
     try:
         if work.body.stream:
-            return EventStream(await unless_disconnected(request.receive, work.begin()), **stream)
-        reply: BaseModel | Raw = await unless_disconnected(request.receive, work.whole())
+            return EventStream(await unless_disconnected(request.receive, work.begin(), turns), turns=turns, **stream)
+        reply: BaseModel | Raw = await unless_disconnected(request.receive, work.whole(), turns)
     except ClientGone:
         return GONE
     return Response(await json_of(reply), media_type="application/json")
@@ -130,20 +158,20 @@ async def _answer(request: Request, work: Chat | Completion | Messages | Respons
 @api.post("/v1/completions", response_model=CompletionResponse, tags=["OpenAI"])
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue one prompt or several."""
-    return await _answer(request, Completion(_serving(request, body.model), body, _deadline(request)))
+    return await _answer(request, functools.partial(Completion, _serving(request, body.model), body))
 
 
 @api.post("/v1/chat/completions", response_model=ChatResponse, tags=["OpenAI"])
 async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
     """The next message of a conversation."""
-    return await _answer(request, Chat(_serving(request, body.model), body, _deadline(request)))
+    return await _answer(request, functools.partial(Chat, _serving(request, body.model), body))
 
 
 @api.post("/v1/responses", tags=["OpenAI"])
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """An answer to a conversation, which is kept for the next request (``previous_response_id``)."""
-    work = Responses(_serving(request, body.model), request.app.state.responses, body, _deadline(request))
-    return await _answer(request, work, done=b"", failed=response_error)
+    make = functools.partial(Responses, _serving(request, body.model), request.app.state.responses, body)
+    return await _answer(request, make, done=b"", failed=response_error)
 
 
 @api.get("/v1/responses/{response_id}", tags=["OpenAI"])
@@ -162,8 +190,8 @@ async def forget_response(request: Request, response_id: str) -> dict[str, Any]:
 @api.post("/v1/messages", tags=["Anthropic"])
 async def messages(request: Request, body: MessagesRequest) -> Response:
     """The next message of a conversation, as Anthropic's API has it."""
-    work = Messages(_serving(request, body.model), body, _deadline(request))
-    return await _answer(request, work, done=b"", failed=message_error)
+    make = functools.partial(Messages, _serving(request, body.model), body)
+    return await _answer(request, make, done=b"", failed=message_error)
 
 
 @api.post("/v1/messages/count_tokens", tags=["Anthropic"])
@@ -240,5 +268,5 @@ async def health(request: Request) -> JSONResponse:
 
 @plain.get("/metrics", response_class=Response, tags=["operations"])
 async def metrics(request: Request) -> Response:
-    """Prometheus metrics. Needs no API key."""
+    """Prometheus metrics. Needs no API key, unless the server was started with --protect-metrics."""
     return Response(await scrape(_serving(request)), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -3,19 +3,24 @@ answers so, whole and as they come."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.tools.spec import ToolUse
 from .answers import AnswerPiece, AnswerReader, Answers
 from .generation import Generation
+from .http.body import aside
 from .http.deadline import Deadline
 from .http.errors import bad_value
+from .openai.logprobs import chat_logprobs
 from .openai.protocol import FIELDS, ChatMessage
 from .prompts import chat_prompt
 from .serving import Serving
+
+if TYPE_CHECKING:
+    from ..text.output_processor import Update
 
 Kind = Literal["thoughts", "text", "call"]
 
@@ -29,6 +34,8 @@ class Block:
     content: str = ""
     id: str = ""
     name: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """Of the tokens of a text, as OpenAI's API has them, where they are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class News:
     what: Literal["begin", "more", "end"]
     block: Block
     text: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Blocks:
@@ -46,14 +54,24 @@ class Blocks:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self._open = False
+        self._logprobs: list[dict[str, Any]] = []
 
-    def feed(self, piece: AnswerPiece) -> list[News]:
-        """Add a piece of the answer; return the events of blocks that follow."""
+    def feed(self, piece: AnswerPiece, logprobs: Sequence[dict[str, Any]] = ()) -> list[News]:
+        """Changes that a piece of the answer makes.
+
+        Args:
+            logprobs: of the tokens that came with it. Those of tokens that are no text yet wait for it.
+        """
+        self._logprobs += logprobs
         news: list[News] = []
         if piece.thoughts:
             news += self._more("thoughts", piece.thoughts)
         if piece.text:
             news += self._more("text", piece.text)
+            self.blocks[-1].logprobs += self._logprobs
+            news[-1].logprobs.extend(self._logprobs)
+        if piece.text or piece.thoughts or piece.calls:
+            self._logprobs = []
         for call in piece.calls:
             if call.name is not None:
                 news += [*self.close(), *self._begin(Block("call", len(self.blocks), "", call.id or "", call.name))]
@@ -119,9 +137,14 @@ class Conversation:
         Raises:
             ApiError: the conversation or the parameters are at fault, or the engine refuses.
         """
+        await self.prepare(template_kwargs, goes_on=goes_on)
+        return await self.submit(self.messages[-1].text if goes_on else "")
+
+    async def prepare(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> None:
+        """Make the prompt; arguments and errors as of ``start``."""
         async with self.deadline:
             room = self.params.max_tokens or 1
-            prompt = await chat_prompt(
+            self.prompt = await chat_prompt(
                 self.serving,
                 self.messages,
                 add_generation_prompt=not goes_on,
@@ -130,13 +153,15 @@ class Conversation:
                 template_kwargs=template_kwargs,
                 use=self.use,
             )
-        said = self.messages[-1].text if goes_on else ""
-        self._answers = Answers(self.serving, self.use, prompt.text or "", said)
+
+    async def submit(self, said: str = "") -> Generation:
+        """Submit the prompt that ``prepare`` has made; ``said``: the beginning of the answer, if the prompt has one."""
+        self._answers = Answers(self.serving, self.use, self.prompt.text or "", said)
         try:
-            params = self._answers.params(self.params)
+            params = await aside(self._answers.params, self.params)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
-        self.generation = Generation(self.serving, [prompt], params, 0, self.deadline)
+        self.generation = Generation(self.serving, [self.prompt], params, 0, self.deadline)
         await self.generation.start()
         return self.generation
 
@@ -146,7 +171,8 @@ class Conversation:
         async with self.generation:
             async for event in self.generation:
                 update = event.update
-                news = self.blocks.feed(reader.feed(update.text, update.finish_reason, update.stop_reason))
+                piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
+                news = self.blocks.feed(piece, self._logprobs(update))
                 if update.finish_reason is not None:
                     news += self.blocks.close()
                     reason = self._answers.finish_reason(update.finish_reason, reader)
@@ -154,6 +180,12 @@ class Conversation:
                 if update.final is not None:
                     self.thought_tokens = self._answers.thought_tokens(reader, update.final.outputs[0].token_ids)
                 yield news
+
+    def _logprobs(self, update: Update) -> list[dict[str, Any]]:
+        if self.params.logprobs is None or not update.logprobs:
+            return []
+        tokenizer = self.serving.engine.tokenizer
+        return chat_logprobs(update.logprobs, update.token_ids, self.params.logprobs, tokenizer).model_dump()["content"]
 
     async def whole(self) -> list[Block]:
         """All blocks, when the answer has ended."""

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Self
 from ..engine.executors.pooling import Pooling
 from ..engine.frontends.async_engine import EngineDeadError
 from ..engine.frontends.mailbox import Mailbox
+from ..engine.scheduling.policies.admission import QueueFull
 from ..engine.scheduling.sampling_params import SamplingParams
-from ..engine.scheduling.waiting_queue import QueueFull
+from .http.clients import current_client
 from .http.deadline import Deadline
 from .http.errors import ApiError, bad_value
 from .openai.protocol import FIELDS
@@ -87,8 +88,11 @@ class Generation:
         self._reasons: list[str] = []
         self._times: RequestTimes | None = None
         """Those of the choice that ended last."""
+        self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
+        self._client = current_client()
+        serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
     def usage(self) -> Usage:
@@ -106,7 +110,7 @@ class Generation:
         """Submit everything and wait for the first update, so that a refusal still has a status code of its own.
 
         Raises:
-            ApiError: the engine refused (400, 429), is gone (503) or took too long (504). Nothing is left running.
+            ApiError: the engine refused (400, 429, 503), is gone (503) or took too long (504). Nothing is left running.
         """
         try:
             self._source = self._traced(0, self.prompts[0]) if len(self.prompts) == 1 else self._merged()
@@ -157,6 +161,9 @@ class Generation:
         if self._source is not None:
             await self._source.aclose()
         usage = self.usage()
+        if not self._counted:
+            self._counted = True
+            self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -194,6 +201,8 @@ class Generation:
             prompt=prompt.text,
             priority=self._priority,
             pooling=self._pooling,
+            client=self._client.name,
+            weight=self._client.weight,
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]
@@ -202,8 +211,9 @@ class Generation:
             timer.request_finished(time.monotonic())
         except QueueFull as error:
             seconds = max(1, round(error.retry_after))
-            message = f"the queue is full: send the request again in about {seconds} s"
-            raise ApiError(429, message, code="queue_full", headers={"Retry-After": str(seconds)}) from None
+            status, code = (429, "client_limit") if error.own else (503, "queue_full")
+            message = f"{error.reason}: send the request again in about {seconds} s"
+            raise ApiError(status, message, code=code, headers={"Retry-After": str(seconds)}) from None
         except EngineDeadError as error:
             raise ApiError(503, f"the engine has stopped: {error}", code="engine_dead") from None
         except ValueError as error:

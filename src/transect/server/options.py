@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ipaddress
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from ..spec.settings import About, check_values
+
+if TYPE_CHECKING:
+    from .http.clients import ApiKey
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,10 @@ class ServerOptions:
         port: Port to listen on; 0 for any free one.
         uds: Listen on this Unix socket, not on host and port.
         api_keys: Demand this key; may be given again. ``/v1`` and the tokenizer routes want a key as a bearer token.
+        admin_api_keys: Key of the operator, for routes that change state or show all requests; may be given again.
+            Without it these routes are shut if there are other keys, and open if there are none.
+        protect_metrics: Demand a key for ``/metrics`` too.
+        trusted_proxies: Address or network of a proxy whose ``X-Forwarded-For`` is believed; may be given again.
         max_body_bytes: Longest request body in bytes.
         request_timeout_s: Seconds from a request's arrival to its last token, rendering and encoding included. Then the
             answer is a 504. Default: no limit.
@@ -56,6 +64,10 @@ class ServerOptions:
     port: Annotated[int, About(least=0, most=65535)] = 8000
     uds: str | None = None
     api_keys: Annotated[tuple[str, ...], About(option="api-key", variable="TRANSECT_API_KEY")] = ()
+    """Keys as text, or with their clients (``ApiKey``)."""
+    admin_api_keys: Annotated[tuple[str, ...], About(option="admin-api-key", variable="TRANSECT_ADMIN_API_KEY")] = ()
+    protect_metrics: bool = False
+    trusted_proxies: tuple[str, ...] = ()
     max_body_bytes: Annotated[int, About(least=1024)] = 8 * 1024 * 1024
     request_timeout_s: Annotated[float | None, About(above=0)] = None
     max_prompts: Annotated[int, About(least=1)] = 256
@@ -83,8 +95,13 @@ class ServerOptions:
         check_values(self)
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names must hold at least one non-empty name")
-        if any(not key or not key.isascii() for key in self.api_keys):
+        keys = [*(each.key for each in self.keys), *self.admin_api_keys]
+        if any(not key or not key.isascii() for key in keys):
             raise ValueError("api keys must be non-empty and plain ASCII")
+        if self.protect_metrics and not keys:
+            raise ValueError("protect_metrics needs keys: give api_keys or admin_api_keys")
+        for proxy in self.trusted_proxies:
+            _check_network(proxy)
         if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
             raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
         _check_tls(self.ssl_certfile, self.ssl_keyfile)
@@ -94,6 +111,23 @@ class ServerOptions:
             from .operations.tracing import exporter_for
 
             exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """``api_keys`` with the clients that they stand for; those that are text alone are ``key-1`` and so on."""
+        from .http.clients import ApiKey, Client
+
+        return tuple(
+            each if isinstance(each, ApiKey) else ApiKey(each, Client(f"key-{number}"))
+            for number, each in enumerate(self.api_keys, 1)
+        )
+
+
+def _check_network(text: str) -> None:
+    try:
+        ipaddress.ip_network(text, strict=False)
+    except ValueError:
+        raise ValueError(f"trusted_proxies must hold addresses or networks such as 10.0.0.0/8, got {text!r}") from None
 
 
 def _check_tls(certificate: str | None, key: str | None) -> None:

@@ -35,6 +35,10 @@ WATCH_S = 0.5
 """Seconds between checks that the engine process is alive."""
 SETTLE_S = 5.0
 """Seconds for the last answers to leave after the engine has ended."""
+BACKLOG = 2048
+"""Connections that wait to be accepted."""
+ACCEPTED_AT_ONCE = 32
+"""Connections that are accepted in one pass of the event loop."""
 RED_S = 1.0
 """Seconds that /health stays up, and red, after the engine's death, so that a probe can see it."""
 
@@ -211,13 +215,16 @@ async def _serve(
         access_log=False,
         log_config=None,
         server_header=False,
+        proxy_headers=bool(options.trusted_proxies),
+        forwarded_allow_ips=list(options.trusted_proxies),
         timeout_keep_alive=options.keep_alive_s,
         timeout_graceful_shutdown=int(SETTLE_S),
+        backlog=ACCEPTED_AT_ONCE,
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
     )
     try:
-        sock.listen(config.backlog)
+        sock.listen(BACKLOG)
     except OSError as error:
         host, port = sock.getsockname()[:2]
         raise _bind_error(host, port, error) from None
@@ -231,6 +238,7 @@ async def _serve(
             await asyncio.sleep(0.005)
             if running.done():
                 running.result()
+        sock.listen(BACKLOG)  # uvicorn has lowered it
         if isinstance(engine.chat_template, ChatTemplate):
             renderer.start(engine.chat_template)
         keep_from_collector()

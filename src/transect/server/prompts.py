@@ -15,6 +15,7 @@ from ..text.tools.registry import with_tools
 from ..text.tools.spec import ToolUse
 from .encoding import TooManyTokens
 from .generation import Prompt
+from .http.body import aside
 from .http.errors import ApiError
 from .openai import unsupported
 from .openai.protocol import ChatMessage
@@ -176,20 +177,10 @@ async def chat_prompt(
     if template is None:
         message = "this model brings no chat template: use /v1/completions"
         raise ApiError(400, message, param="messages", code="no_chat_template")
-    shape = serving.shape if use is not None else serving.shape_without_tools
-    plain, variables = with_tools(shape, [message.plain() for message in messages], use)
-    extra = {**(template_kwargs or {}), **variables}
-    reserved = sorted(RESERVED & extra.keys())
-    if reserved:
-        raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")
+    chat = await aside(_rendering, serving, messages, template_kwargs or {}, use, goes_on=continue_final_message)
     try:
-        chat = ChatRendering(serving.engine.tokenizer, plain, extra, continue_final_message=continue_final_message)
-    except ValueError as error:
-        raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
-    try:
-        text = chat.finish(
-            await serving.renderer.render(template, chat.messages, add_generation_prompt, chat.variables)
-        )
+        rendered = await serving.renderer.render(template, chat.messages, add_generation_prompt, chat.variables)
+        text = await aside(chat.finish, rendered)
     except ValueError as error:
         raise ApiError(400, chat.shown(str(error)), param="messages", code="chat_template_error") from None
     token_ids = await encode(
@@ -204,6 +195,22 @@ async def chat_prompt(
     prompt = truncated(serving, Prompt(chat.shown(text), token_ids), truncate, room)
     check_length(serving, prompt.token_ids, "messages")
     return prompt
+
+
+def _rendering(
+    serving: Serving, messages: Sequence[ChatMessage], kwargs: dict[str, Any], use: ToolUse | None, *, goes_on: bool
+) -> ChatRendering:
+    """Messages and variables as the template gets them; arguments and errors as of ``chat_prompt``."""
+    shape = serving.shape if use is not None else serving.shape_without_tools
+    plain, variables = with_tools(shape, [message.plain() for message in messages], use)
+    extra = {**kwargs, **variables}
+    reserved = sorted(RESERVED & extra.keys())
+    if reserved:
+        raise ApiError(400, f"chat_template_kwargs must not hold {reserved[0]!r}", param="chat_template_kwargs")
+    try:
+        return ChatRendering(serving.engine.tokenizer, plain, extra, continue_final_message=goes_on)
+    except ValueError as error:
+        raise ApiError(400, str(error), param="messages", code="chat_template_error") from None
 
 
 def effort_kwargs(serving: Serving, effort: str | None) -> dict[str, Any]:

@@ -12,7 +12,10 @@ from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.reasoning import thoughts_of
 from ..text.tools.registry import shape_of
 from .encoding import Encoder
+from .http.accounts import Accounts
 from .http.errors import ApiError, nearest
+from .http.owners import Owners
+from .http.turns import Turns
 from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
 from .options import ServerOptions
@@ -57,6 +60,8 @@ class Engine(Protocol):
         prompt: str | None = None,
         priority: int = 0,
         pooling: Pooling | None = None,
+        client: str = "",
+        weight: float = 1.0,
     ) -> AsyncIterator[Update]:
         """Deltas of all choices until each had its terminal update; closing the iterator early aborts the request."""
         ...
@@ -76,6 +81,9 @@ class Serving:
         self.options = options
         self.metrics = Metrics(options.model_names[0])
         self.encoder = Encoder()
+        self.turns = Turns()
+        self.owners = Owners()
+        self.accounts = Accounts(self.metrics.registry)
         self.renderer = renderer or RenderHere()
         endpoint = options.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])

@@ -22,7 +22,7 @@ from transect import LLM, AsyncEngine, SamplingParams
 from transect.engine.frontends import wire
 from transect.engine.frontends.async_engine import EngineDeadError
 from transect.engine.scheduling.outputs import EngineOutput, RequestTimes, first_tokens_first
-from transect.engine.scheduling.waiting_queue import QueueFull
+from transect.engine.scheduling.policies.admission import QueueFull
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}

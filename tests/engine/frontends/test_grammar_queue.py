@@ -8,7 +8,7 @@ from kv_checker import VOCAB
 from small_engine import make, request, tokens_of
 
 from transect.engine.frontends.grammar_queue import GrammarQueue
-from transect.engine.scheduling.waiting_queue import QueueFull
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.text.grammar.params import StructuredOutputsParams
 
 FORM = StructuredOutputsParams(regex="a")
@@ -20,7 +20,7 @@ class Compiler:
     def __init__(self):
         self.futures = []
 
-    def submit(self, params):
+    def submit(self, params, client):
         assert params is FORM
         self.futures.append(Future())
         return self.futures[-1]
@@ -92,6 +92,19 @@ def test_an_abort_takes_it_out(compiler):
     queue.add(request("free"))
     queue.abort("free")
     assert [output.finish_reason for output in core.step()] == ["abort"]
+
+
+def test_a_request_that_was_taken_is_not_refused_when_its_grammar_is_there(compiler):
+    core = make(max_queue=1, max_num_seqs=1)
+    queue = GrammarQueue(core, compiler)
+    queue.add(request("a", structured_outputs=FORM, max_tokens=9))
+    with pytest.raises(QueueFull):
+        queue.add(request("b"))
+    compiler.futures[0].set_result(Steps(1, VOCAB, 3))
+    assert queue.admit() == [] and core.scheduler.waiting.num_new == 1 and not core.scheduler.waiting.let_in
+    with pytest.raises(QueueFull):
+        queue.add(request("c"))
+    assert core.scheduler.waiting.elsewhere.requests == 0
 
 
 def test_a_request_that_was_taken_is_not_refused_by_those_that_came_later(compiler):

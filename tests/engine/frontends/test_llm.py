@@ -72,7 +72,7 @@ def alone(llm):
         {"async_scheduling": True},
         {"block_size": 4, "num_kv_blocks": 40, "max_model_len": 128},  # so few blocks that sequences are preempted
         {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
-        {"policy": "static", "max_num_seqs": 3},
+        {"batching": "static", "max_num_seqs": 3},
         {"async_scheduling": True, "block_size": 4, "num_kv_blocks": 40, "max_model_len": 128},
     ],
 )

@@ -14,9 +14,9 @@ from transect.engine.config import EngineConfig
 from transect.engine.frontends.async_engine import EngineDeadError, EngineHealth
 from transect.engine.frontends.replicas import Replicas, config_of, start_engines
 from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
-from transect.engine.scheduling.waiting_queue import QueueFull
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 64, "max_num_seqs": 8}
 

@@ -86,20 +86,20 @@ class TestOrder:
         assert order_of_ends(recorded_batches(core)[1]) == ["a", "b", "c"]
 
     def test_lower_priority_numbers_run_earlier(self):
-        core = make(max_num_seqs=1)
+        core = make(max_num_seqs=1, scheduling_policy="priority")
         for name, priority in (("a", 1), ("b", 0), ("c", -5), ("d", 0)):
             core.add(request(name, priority=priority))
         assert order_of_ends(recorded_batches(core)[1]) == ["c", "b", "d", "a"]
 
     def test_longest_first_begins_with_what_may_draw_most(self):
-        core = make(max_num_seqs=1, longest_first=True)
+        core = make(max_num_seqs=1, longest_first=True, scheduling_policy="priority")
         for name, tokens, prompt in (("a", 2, 9), ("b", 7, 3), ("c", 7, 12), ("d", 30, 4)):
             core.add(request(name, prompt=prompt, max_tokens=tokens))
         core.add(request("urgent", max_tokens=1, priority=-1))
         assert order_of_ends(recorded_batches(core)[1]) == ["urgent", "d", "b", "c", "a"]
 
     def test_static_batches_are_taken_in_the_order_of_arrival_always(self):
-        core = make(max_num_seqs=1, longest_first=True, policy="static")
+        core = make(max_num_seqs=1, longest_first=True, batching="static")
         for name, tokens in (("a", 2), ("b", 7)):
             core.add(request(name, max_tokens=tokens))
         assert order_of_ends(recorded_batches(core)[1]) == ["a", "b"]
@@ -127,7 +127,7 @@ class TestOrder:
         assert tokens_of(outputs, "late") == want
 
     def test_priority_beats_arrival_when_somebody_must_go(self):
-        core = make(num_blocks=6)
+        core = make(num_blocks=6, scheduling_policy="priority")
         core.add(request("early", prompt=8, max_tokens=12, priority=1))
         core.add(request("urgent", prompt=8, first=2, max_tokens=12, priority=0))
         assert order_of_ends(recorded_batches(core)[1]) == ["urgent", "early"]
@@ -146,7 +146,7 @@ class TestOrder:
 
 class TestStaticPolicy:
     def test_a_batch_runs_to_its_end_before_the_next_begins(self):
-        core = make(policy="static", max_num_seqs=2)
+        core = make(batching="static", max_num_seqs=2)
         for i, max_tokens in enumerate((2, 6, 3, 1)):
             core.add(request(f"r{i}", prompt=3, first=i + 1, max_tokens=max_tokens))
         batches, outputs = recorded_batches(core)
@@ -154,7 +154,7 @@ class TestStaticPolicy:
         assert order_of_ends(outputs) == ["r0", "r1", "r3", "r2"]
 
     def test_arrivals_and_priorities_do_not_change_a_running_batch(self):
-        core = make(policy="static", max_num_seqs=2)
+        core = make(batching="static", scheduling_policy="priority", max_num_seqs=2)
         core.add(request("a", max_tokens=5))
         core.step()
         core.add(request("b", first=2))
@@ -164,7 +164,7 @@ class TestStaticPolicy:
         assert order_of_ends(recorded_batches(core)[1]) == ["a", "b", "c"]
 
     def test_a_batch_takes_only_what_surely_fits_to_the_end(self):
-        core = make(policy="static", num_blocks=6)
+        core = make(batching="static", num_blocks=6)
         for i in range(3):
             core.add(request(f"r{i}", prompt=4, first=i + 1, max_tokens=9))
         core.step()
@@ -175,7 +175,7 @@ class TestStaticPolicy:
     def test_continuous_needs_fewer_steps_for_the_same_work(self):
         steps = {}
         for policy in ("static", "continuous"):
-            core = make(policy=policy, max_num_seqs=2)
+            core = make(batching=policy, max_num_seqs=2)
             for i in range(8):
                 core.add(request(f"r{i}", prompt=3, first=i % 7, max_tokens=2 if i % 2 else 12))
             steps[policy] = len(recorded_batches(core)[0])

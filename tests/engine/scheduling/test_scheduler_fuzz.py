@@ -33,13 +33,13 @@ def test_preemption_storm_with_tokens_one_step_late(workload: Workload):
 
 
 @examples(40, 150, print_blob=True)
-@given(workloads(lag=0, policy="static"))
+@given(workloads(lag=0, batching="static"))
 def test_static_batches_with_tokens_at_once(workload: Workload):
     run(workload)
 
 
 @examples(40, 150, print_blob=True)
-@given(workloads(lag=1, policy="static"))
+@given(workloads(lag=1, batching="static"))
 def test_static_batches_with_tokens_one_step_late(workload: Workload):
     run(workload)
 

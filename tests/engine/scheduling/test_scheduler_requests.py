@@ -12,9 +12,9 @@ from small_engine import make, order_of_ends, recorded_batches, request, tokens_
 
 from transect.engine.scheduling.batch import StepResult
 from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
-from transect.engine.scheduling.waiting_queue import QueueFull
 
 
 class TestRefusals:
@@ -87,7 +87,8 @@ class TestRefusals:
             ({"max_queue": 0}, "max_queue must be at least 1, or None"),
             ({"max_model_len": 1}, "room for a prompt and an output token, got 1"),
             ({"watermark": 1.0}, "watermark must be in [0, 1), got 1.0"),
-            ({"policy": "random"}, 'policy must be "continuous" or "static"'),
+            ({"batching": "random"}, 'batching must be "continuous" or "static"'),
+            ({"scheduling_policy": "random"}, 'scheduling_policy must be "fcfs" or "priority"'),
         ],
     )
     def test_impossible_limits(self, change: dict[str, Any], message: str):

@@ -6,8 +6,8 @@ import random
 import pytest
 from small_engine import make, order_of_ends, recorded_batches, request
 
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.request import RequestState
-from transect.engine.scheduling.waiting_queue import QueueFull
 
 
 def test_nothing_of_an_aborted_request_stays_while_the_engine_is_busy():
@@ -27,7 +27,7 @@ def test_nothing_of_an_aborted_request_stays_while_the_engine_is_busy():
 
 def test_order_of_the_others_is_kept():
     rng = random.Random(3)
-    core = make(max_num_seqs=1)
+    core = make(max_num_seqs=1, max_num_batched_tokens=64, scheduling_policy="priority")
     core.add(request("first"))
     core.step()
     names = [f"{priority}{number:02}" for number, priority in enumerate(rng.choices("012", k=30))]

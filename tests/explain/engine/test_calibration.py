@@ -11,7 +11,7 @@ from transect.costs.floors import Rates, step_floor
 from transect.costs.model import Row
 from transect.costs.storage import Storage
 from transect.engine.executors.gpu.step_sizes import row_bucket, token_bucket
-from transect.engine.scheduling.decisions import Done, Header, Planned
+from transect.engine.scheduling.decisions import FORMAT, Done, Header, Planned
 from transect.explain.engine.calibration import calibrated, followed, known_steps, measured_steps, spread
 from transect.explain.engine.log import build
 from transect.explain.engine.work import StepWork, padding_of
@@ -23,7 +23,7 @@ RATES = Rates(4e12, 7e14)
 
 
 def header(lag=1):
-    return Header(1, LIMITS, lag, 0.0, {}, {}, DEVICE)
+    return Header(FORMAT, LIMITS, lag, 0.0, {}, {}, DEVICE)
 
 
 def step(chance, decodes, chunk):
@@ -123,7 +123,7 @@ def test_floors_are_those_of_the_cost_model(window):
 
 
 def test_a_processor_pads_nothing():
-    assert padding_of(Header(1, LIMITS, 0, 0.0)) is None
+    assert padding_of(Header(FORMAT, LIMITS, 0, 0.0)) is None
     assert StepWork(None, Storage(), None).load([(0, 5, 1), (1, 0, 77)]).padded == 78
     large = StepWork(None, Storage(), None, padding_of(header()))
     assert large.load([(0, 5, 1), (1, 0, 1500)]).padded == 1504

@@ -10,7 +10,7 @@ from planted_faults import ceilings
 
 from transect.costs.storage import Storage
 from transect.engine.decision_setup import _plain
-from transect.engine.scheduling.decisions import DecisionRing, Done, Header, Planned, _framed
+from transect.engine.scheduling.decisions import FORMAT, DecisionRing, Done, Header, Planned, _framed
 from transect.explain.program.doing import doing_of
 from transect.explain.program.explain import Explain
 from transect.explain.program.sampler import Frame
@@ -40,7 +40,7 @@ def test_floors_of_steps_divide_what_has_no_shapes(least, floor):
 def test_only_the_steps_inside_count():
     """Two steps of the log end while it is explained, one did before."""
     config = dataclasses.replace(PRESETS["llama-3.1-8b"], n_layers=2)
-    header = Header(1, LIMITS, 0, 0.0, _plain(config), _plain(Storage()), {"dtype": "float32"})
+    header = Header(FORMAT, LIMITS, 0, 0.0, _plain(config), _plain(Storage()), {"dtype": "float32"})
     ring = DecisionRing()
     ring.put(_framed(header))
 

@@ -6,7 +6,7 @@ import pytest
 from decision_logs import log_for
 from small_engine import make, request
 
-from transect.engine.scheduling.decisions import Added, Done, Header, Planned
+from transect.engine.scheduling.decisions import FORMAT, Added, Done, Header, Planned
 from transect.explain.engine.bill import PARTS, bill
 from transect.explain.engine.live import view
 from transect.explain.engine.log import build
@@ -29,7 +29,7 @@ CONFIG = {"num_blocks": 8}
 
 def log_of(*steps, lag=1):
     """Steps of 10 ms, one after the other, each with the fields of its ``Done``."""
-    records = [Header(1, CONFIG, lag, 0.0), Added(0.0, "a", 0, 4, 1, 8, 0, 0.0, False, False)]
+    records = [Header(FORMAT, CONFIG, lag, 0.0), Added(0.0, "a", 0, 4, 1, 8, 0, 0.0, False, False)]
     for number, fields in enumerate(steps, 1):
         at = 0.01 * number
         rows = array("I", [0, 3 + number, 1] if number > 1 else [0, 0, 4]).tobytes()

@@ -53,7 +53,7 @@ def test_every_decision_again_in_a_preemption_storm(workload: Workload):
 
 
 @examples(8, 50)
-@given(workloads(lag=0, policy="static"))
+@given(workloads(lag=0, batching="static"))
 def test_every_decision_of_static_batches_again(workload: Workload):
     check(workload)
 

@@ -110,7 +110,7 @@ def on_a_gpu(log):
         ("preset=b200", 1.2),
         ("quantization=int4", 1.5),
         ("quantization=fp8", 1.2),
-        ("policy=static", 0.0),
+        ("batching=static", 0.0),
     ],
 )
 def test_another_device_format_or_policy(log, change, faster):

@@ -6,6 +6,7 @@ import pytest
 
 from transect.server.app import create_app
 from transect.server.http import errors
+from transect.server.http.bounds import MAX_DEPTH
 from transect.server.openai.protocol import CompletionRequest
 from transect.server.options import ServerOptions
 
@@ -60,12 +61,12 @@ async def test_long_texts_may_hold_many_of_those_characters(client, engine):
         (
             "/v1/chat/completions",
             {"messages": [{}] * MANY},
-            "hold 20000 messages and parts: give at most 10000",
+            "hold 20000 messages, parts and calls: give at most 10000",
         ),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{}] * MANY}]},
-            "hold 20001 messages and parts",
+            "hold 20001 messages, parts and calls",
         ),
         ("/v1/chat/completions", {"messages": [{}] * 9000}, "messages[0].role is required"),
         (
@@ -73,7 +74,7 @@ async def test_long_texts_may_hold_many_of_those_characters(client, engine):
             {"messages": [{"role": "user", "content": [5] * 9000}]},
             "messages[0].content must be",
         ),
-        ("/tokenize", {"messages": [{}] * MANY}, "hold 20000 messages and parts: give at most 10000"),
+        ("/tokenize", {"messages": [{}] * MANY}, "hold 20000 messages, parts and calls: give at most 10000"),
         ("/detokenize", {"tokens": ["a"] * MANY}, "tokens[0]"),
     ],
 )
@@ -133,3 +134,49 @@ def test_prompts_are_what_they_were():
         assert CompletionRequest(prompt=prompt).prompt == prompt
     schema = CompletionRequest.model_json_schema()["properties"]["prompt"]
     assert len(schema["anyOf"]) == 4
+
+
+BEYOND = 2**64
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": BEYOND}}}
+HI = [{"role": "user", "content": "hi"}]
+FORMAT = {"type": "json_schema", "name": "x", "schema": SCHEMA}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a", "guided_json": SCHEMA}, "guided_json"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"json": SCHEMA}}, "structured_outputs"),
+        ("/v1/chat/completions", {"messages": HI, "response_format": FORMAT}, "response_format"),
+        ("/v1/chat/completions", {"messages": HI, "tools": [{"name": "f", "parameters": SCHEMA}]}, "tools"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 5, "tools": [{"name": "f", "input_schema": SCHEMA}]}, "tools"),
+        ("/v1/responses", {"input": "a", "text": {"format": FORMAT}}, "text"),
+        ("/v1/completions", {"prompt": "a", "seed": -(2**63) - 1}, "seed"),
+    ],
+)  # fmt: skip
+async def test_numbers_beyond_64_bits(client, path, body, param):
+    error = await refused(client, path, body)
+    assert error["param"] == param and "64 bits" in error["message"]
+
+
+async def test_the_largest_numbers_of_64_bits_and_digits_in_texts(client):
+    body = {"prompt": "9" * 40, "max_tokens": 1, "seed": 2**64 - 1}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    body = {"prompt": "a", "max_tokens": 1, "guided_json": {"type": "number", "minimum": 12345678901234567890.5}}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+def nested(levels):
+    return b'{"prompt": "a", "max_tokens": 1, "guided_json": ' + b'{"a":' * levels + b"{}" + b"}" * levels + b"}"
+
+
+async def test_deep_bodies(client, engine):
+    response = await client.post("/v1/completions", content=nested(MAX_DEPTH - 2), headers=JSON)
+    assert response.status_code == 200, response.text
+    for levels in (MAX_DEPTH, 10_000, 100_000):
+        error = await refused(client, "/v1/completions", nested(levels))
+        assert error["code"] == "nested_too_deeply" and str(MAX_DEPTH) in error["message"]
+    error = await refused(client, "/v1/completions", nested(300)[:-1])
+    assert error["code"] == "invalid_json"
+    error = await refused(client, "/v1/completions", nested(300).replace(b'"a",', b'"\xff",'))
+    assert error["code"] == "invalid_utf8"

@@ -172,12 +172,19 @@ async def test_unknown_route_and_wrong_method(client):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_full_queue_says_when_to_come_back(client, stream):
     response = await client.post("/v1/completions", json={**PROMPT, "prompt": ["ok", "FULL"], "stream": stream})
+    error = detail(response, 503)
+    assert error["type"] == "service_unavailable_error" and response.headers["retry-after"] == "3"
+
+
+async def test_a_limit_of_the_client_s_own_is_a_429(client):
+    response = await client.post("/v1/completions", json={**PROMPT, "prompt": "OWN LIMIT"})
     error = detail(response, 429)
     assert error["type"] == "rate_limit_error" and response.headers["retry-after"] == "3"
+    assert error["message"].startswith("this client has enough")
 
 
 async def test_full_queue_ends_the_other_prompts_of_the_request(client, engine):
-    detail(await client.post("/v1/completions", json={**PROMPT, "prompt": ["HANG", "FULL"]}), 429)
+    detail(await client.post("/v1/completions", json={**PROMPT, "prompt": ["HANG", "FULL"]}), 503)
     assert not engine.running
 
 

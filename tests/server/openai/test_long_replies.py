@@ -95,7 +95,11 @@ async def test_others_have_their_turns(client, engine, monkeypatch, path, body):
 
     seen = []
     monkeypatch.setattr(long_replies, "PIECE", 4)
-    for module, name in (("chat", "all_chat_logprobs"), ("completions", "all_completion_logprobs"), ("app", "json_of")):
+    for module, name in (
+        ("openai.chat", "all_chat_logprobs"),
+        ("openai.completions", "all_completion_logprobs"),
+        ("app", "json_of"),
+    ):
         monkeypatch.setattr(f"transect.server.{module}.{name}", noted(getattr(long_replies, name)))
     counting = asyncio.create_task(count())
     response = await client.post(path, json=body)

@@ -78,7 +78,9 @@ async def test_each_prompt_has_a_span_and_requests_do_not_share_a_trace(client, 
     assert len({span.attributes["gen_ai.request.id"] for span in requests}) == 4
 
 
-@pytest.mark.parametrize(("word", "said"), [("FULL", "queue is full"), ("DIE", "it is gone"), ("NAN", "not finite")])
+@pytest.mark.parametrize(
+    ("word", "said"), [("FULL", "requests wait already"), ("DIE", "it is gone"), ("NAN", "not finite")]
+)
 async def test_what_fails_is_an_error_of_its_span(client, traced, word, said):
     await client.post("/v1/completions", json={"prompt": word})
     request = by_name(traced())["llm_request"]

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from transect.engine.scheduling.waiting_queue import QueueFull
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.server.app import create_app
 from transect.server.options import ServerOptions
 from transect.server.retrieval import routes as retrieval
@@ -104,7 +104,7 @@ async def test_one_request_does_not_fill_the_queue_by_itself(engine, monkeypatch
 async def test_what_cannot_be_embedded(client, changes, words, param):
     assert (await refused(client, "/v1/embeddings", {"input": "Hi", **changes}, words))["param"] == param
     full = await client.post("/v1/embeddings", json={"input": ["Hi", "FULL"]})
-    assert full.status_code == 429 and "Retry-After" in full.headers
+    assert full.status_code == 503 and "Retry-After" in full.headers
 
 
 async def test_scores_and_ranks(client, engine):

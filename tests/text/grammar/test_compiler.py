@@ -40,7 +40,7 @@ def test_a_grammar_that_takes_too_long_is_ended_and_the_next_one_is_checked(chec
     first = checker._process.pid
     assert "takes longer than 1.25 s" in checker.check(grammar(json=ENDLESS))
     assert checker.check(grammar(json={"type": "integer"})) is None and checker._process.pid != first
-    assert "invalid type" in checker.check(grammar(json={"type": "strange"})).lower()
+    assert "the type strange" in checker.check(grammar(json={"type": "strange"})).lower()
 
 
 def test_a_grammar_that_takes_too_much_memory_is_ended(checker):
@@ -78,8 +78,9 @@ def test_a_mask_is_slow_by_the_work_that_it_is_and_not_by_what_else_runs(monkeyp
 def test_a_grammar_is_not_refused_for_good_because_the_machine_was_busy(monkeypatch):
     compiler = GrammarCompiler(vocabulary)
     try:
+        compiler._threads = 0  # no process beside the spare
         compiler.compile(StructuredOutputsParams(regex="a"))
-        (checker,) = compiler._checkers
+        (checker,) = compiler._checkers._all
         monkeypatch.setattr(checking, "BUSY", 0.01)
         checker._process.send_signal(signal.SIGSTOP)
         with pytest.raises(ValueError, match="guided_regex cannot be used: the machine is too busy"):
@@ -92,7 +93,7 @@ def test_a_grammar_is_not_refused_for_good_because_the_machine_was_busy(monkeypa
 
 def test_ebnf_is_translated_where_it_can_be_ended(checker):
     assert 'start: "x"' in checker.translate('root ::= "x"')
-    with pytest.raises(ValueError, match="Failed to convert"):
+    with pytest.raises(ValueError, match="cannot be compiled"):
         checker.translate("root ::= (")
     many = "".join(f'a{n} ::= "x" a{n + 1}\n' for n in range(200_000))
     with pytest.raises(ValueError, match="takes longer than"):

@@ -3,7 +3,7 @@
 import pytest
 from byte_grammar import END, accepts, allowed, constraint
 
-from transect.text.grammar.params import MAX_REGEX_BYTES, StructuredOutputsParams
+from transect.text.grammar.params import MAX_CHOICES, MAX_REGEX_BYTES, StructuredOutputsParams
 from transect.text.grammar.sources import tidy
 
 
@@ -65,7 +65,7 @@ def test_the_end_is_allowed_when_the_answer_is_complete_and_not_earlier():
         ({"json": '{"a":' * 5000 + "1" + "}" * 5000}, "nested too deeply"),
         ({"json": {"type": "object", "dependentRequired": {"a": ["b"]}}}, "dependentRequired"),
         ({"json": {"oneOf": [{}, {"type": "integer"}]}}, "anyOf"),
-        ({"regex": "("}, "regex"),
+        ({"regex": "("}, "a regular expression cannot be read"),
         ({"regex": "(?=a)b"}, "look"),
         ({"regex": "a" * (MAX_REGEX_BYTES + 1)}, "characters"),
         ({"choice": []}, "1 to"),
@@ -80,6 +80,20 @@ def test_what_cannot_be_used_says_why(form, words):
     with pytest.raises(ValueError, match=words) as caught:
         constraint(**form, field="here")
     assert str(caught.value).startswith("here ")
+
+
+def test_as_many_choices_as_the_bound_says():
+    grammar = constraint(choice=[f"{n * 7919} is a choice" for n in range(MAX_CHOICES)])
+    assert accepts(grammar, f"{9999 * 7919} is a choice") and not accepts(grammar, "8 is a choice")
+    with pytest.raises(ValueError, match=f"1 to {MAX_CHOICES} strings"):
+        constraint(choice=["a"] * (MAX_CHOICES + 1))
+
+
+def test_choices_that_begin_alike():
+    grammar = constraint(choice=["a", "ab", "abc d"])
+    for text in ("a", "ab", "abc d"):
+        assert accepts(grammar, text)
+    assert not accepts(grammar, "abc")
 
 
 def test_tidy_leaves_properties_alone_that_have_the_names_of_keywords():

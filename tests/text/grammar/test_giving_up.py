@@ -47,7 +47,7 @@ class Matcher:
 def test_a_failed_grammar_is_not_complete():
     constraint = GrammarConstraint(Matcher(), "json")
     assert [constraint.accept(token) for token in (1, 7, 8, 9)] == [None] * 4
-    complaint = "the answer cannot go on under the grammar of json: too many items"
+    complaint = "the answer cannot go on under the grammar of json: it is too large or too complex: make it simpler"
     assert constraint.accept(10) == complaint and not constraint.terminated
     assert constraint.accept(11) == complaint
 

@@ -35,8 +35,8 @@ from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams,
 from ..scheduling.decisions import DecisionRing
 from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
+from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
-from ..scheduling.waiting_queue import QueueFull
 from . import wire
 from .inputs import (
     check_params,
@@ -53,6 +53,8 @@ from .socket_folder import NAME, make_socket_folder
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
+MOST_UNREAD = 4096
+"""Requests that the engine has not read, at the most."""
 UNREAD_RETRY_S = 5.0
 """When to come back to an engine that does not read its messages, in seconds."""
 
@@ -285,11 +287,11 @@ class AsyncEngine:
         prompt: str | None = None,
         priority: int = 0,
         pooling: Pooling | None = None,
+        client: str = "",
+        weight: float = 1.0,
     ) -> AsyncGenerator[Update, None]:
-        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
-
-        A caller that falls behind gets what came meanwhile of a choice in one delta.
-        """
+        """Deltas of all choices until each has had its terminal update; a caller that falls behind gets what came of a
+        choice in one. Clients share the engine by their weights. Raises as ``generate`` does."""
         self._check_alive()
         ids = checked_submit(request_id, prompt_token_ids, priority)
         params = with_token_ids(check_params(params), self.tokenizer)
@@ -306,7 +308,7 @@ class AsyncEngine:
         left = params.n
         try:
             fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-            await self._send(wire.Submit(request_id, ids, fields, self._submitted, priority, pooling))
+            await self._send(wire.Submit(request_id, ids, fields, self._submitted, priority, pooling, client, weight))
             while left:
                 for item in together(await mailbox.take()):
                     if isinstance(item, Exception):
@@ -391,11 +393,10 @@ class AsyncEngine:
             raise EngineDeadError(self._death)
 
     def _check_room(self) -> None:
-        """The engine bounds its queue by ``max_queue``. While it does not read, what lies in the socket is bounded here
-        by what it could take at the most; a client that leaves does not take its message back."""
-        unread = self._submitted - self._taken
-        if self.config.max_queue is not None and unread >= self.config.max_queue + self.info.max_num_seqs:
-            raise QueueFull(unread, UNREAD_RETRY_S)
+        """The engine bounds its queue. While it does not read, messages in the socket are bounded here."""
+        unread, most = self._submitted - self._taken, self.config.max_queue
+        if unread >= (MOST_UNREAD if most is None else most + self.info.max_num_seqs):
+            raise QueueFull(unread, UNREAD_RETRY_S, f"the engine has not read {unread} requests yet")
 
     async def _send(self, message: wire.ToEngine) -> None:
         sending = asyncio.ensure_future(self._socket.send(wire.encode(message)))
@@ -403,8 +404,7 @@ class AsyncEngine:
         try:
             await sending
         except (asyncio.CancelledError, zmq.ZMQError):  # nobody is there to take it, or the caller is cancelled
-            task = asyncio.current_task()
-            if self._death is None or (task is not None and task.cancelling()):
+            if self._death is None or ((task := asyncio.current_task()) is not None and task.cancelling()):
                 raise
             raise EngineDeadError(self._death) from None
         finally:
@@ -473,11 +473,10 @@ class AsyncEngine:
             mailbox.put(update)
 
     def _refuse(self, message: wire.Refused) -> None:
-        mailbox = self._waiter(message.request_id)
-        if mailbox is not None:
+        if (mailbox := self._waiter(message.request_id)) is not None:
             self._processor.finish(message.request_id)
-            full = message.queue_full
-            mailbox.put(ValueError(message.message) if full is None else QueueFull(*full))
+            reason, full = message.message, message.queue_full
+            mailbox.put(ValueError(reason) if full is None else QueueFull(full[0], full[1], reason, full[2]))
 
     async def _watch(self) -> None:
         code = await self._process.wait()

@@ -4,6 +4,7 @@ it."""
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -11,13 +12,23 @@ import msgspec
 from ...text.grammar.params import StructuredOutputsParams
 from ..scheduling import limits
 from ..scheduling.core import EngineCore
+from ..scheduling.policies.admission import Claim
 from ..scheduling.request import Request
 
 
 class Compiler(Protocol):
     """``text.grammar.compiler.GrammarCompiler``."""
 
-    def submit(self, params: StructuredOutputsParams) -> Future[Any]: ...
+    def submit(self, params: StructuredOutputsParams, client: str) -> Future[Any]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Late:
+    """A request whose grammar is being compiled."""
+
+    request: Request
+    claim: Claim
+    future: Future[Any]
 
 
 class GrammarQueue:
@@ -30,7 +41,7 @@ class GrammarQueue:
 
     def __init__(self, core: EngineCore, compiler: Compiler) -> None:
         self._core, self._compiler = core, compiler
-        self._late: dict[str, tuple[Request, Future[Any]]] = {}
+        self._late: dict[str, _Late] = {}
 
     def __len__(self) -> int:
         """Requests that wait for their grammars."""
@@ -45,35 +56,40 @@ class GrammarQueue:
             self._core.add(request)
             return
         scheduler = self._core.scheduler
-        limits.max_length(request, scheduler.config)
-        scheduler.waiting.check_room()
+        max_length = limits.max_length(request, scheduler.config)
+        claim, key = scheduler.arrivals.claim(request, max_length)
+        scheduler.waiting.check_room(claim, key)
         if request.arrival_time is None:
             request = msgspec.structs.replace(request, arrival_time=scheduler.clock.now())
-        self._late[request.request_id] = request, self._compiler.submit(params)
-        scheduler.waiting.num_promised += 1
+        self._late[request.request_id] = _Late(request, claim, self._compiler.submit(params, request.client))
+        scheduler.waiting.elsewhere.add(claim)
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Do what ``EngineCore.abort`` does; a request that waits here goes without another word."""
         late = self._late.get(request_id)
         if late is None:
             self._core.abort(request_id, choice)
-        elif choice is None or late[0].params.n == 1:
+        elif choice is None or late.request.params.n == 1:
             self._take_out(request_id)
-            late[1].cancel()
+            late.future.cancel()
 
     def admit(self) -> list[tuple[str, Exception]]:
         """Give the engine the requests whose grammars are there. Returns those that it cannot have, by their ids."""
         refused: list[tuple[str, Exception]] = []
-        for request_id, (request, future) in list(self._late.items()):
-            if not future.done():
+        for request_id, late in list(self._late.items()):
+            if not late.future.done():
                 continue
             self._take_out(request_id)
+            let_in = self._core.scheduler.waiting.let_in
+            let_in.add(request_id)
             try:
-                self._core.add(msgspec.structs.replace(request, constraint=future.result()))
-            except Exception as error:  # of the grammar, the queue, or a compiler that has failed
+                self._core.add(msgspec.structs.replace(late.request, constraint=late.future.result()))
+            except Exception as error:  # of the grammar, or a compiler that has failed
                 refused.append((request_id, error))
+            finally:
+                let_in.discard(request_id)
         return refused
 
     def _take_out(self, request_id: str) -> None:
-        del self._late[request_id]
-        self._core.scheduler.waiting.num_promised -= 1
+        late = self._late.pop(request_id)
+        self._core.scheduler.waiting.elsewhere.add(late.claim, -1)

@@ -21,13 +21,14 @@ import zmq
 
 from ...parallel.children import starting
 from ...parallel.gathering import under_torchrun
+from ...text.grammar.checker import Busy
 from ..config import EngineConfig
 from ..executors.gpu.compilers import compiling
 from ..executors.gpu.options import GPUOptions
 from ..scheduling.core import EngineCore
+from ..scheduling.policies.admission import QueueFull
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
-from ..scheduling.waiting_queue import QueueFull
 from . import wire
 from .collector import keep_from_collector
 from .grammar_queue import GrammarQueue
@@ -39,6 +40,8 @@ JOB = "transect.engine.ranks"
 """The module of what other ranks do."""
 STUCK_S = 3.0
 """For the loop to notice that a rank has ended."""
+BUSY_RETRY_S = 5.0
+"""When to come back to a compiler of grammars that is busy, in seconds."""
 GRAMMAR_POLL_MS = 5
 """While nothing runs, how often grammars that are being compiled are looked at."""
 
@@ -201,6 +204,8 @@ class _Loop:
                     priority=message.priority,
                     eos_token_ids=self._eos,
                     pooling=message.pooling,
+                    client=message.client,
+                    weight=message.weight,
                 )
             )
         except (QueueFull, ValueError) as error:
@@ -208,10 +213,13 @@ class _Loop:
             self._refuse(message.request_id, error)
 
     def _refuse(self, request_id: str, error: Exception) -> None:
-        full = (error.waiting, error.retry_after) if isinstance(error, QueueFull) else None
+        full = (error.waiting, error.retry_after, error.own) if isinstance(error, QueueFull) else None
+        if isinstance(error, Busy):
+            full = len(self._grammars), BUSY_RETRY_S, False
         if full is None and not isinstance(error, ValueError):
             traceback.print_exception(error)
-        self._send(wire.Refused(request_id, str(error), full))
+        message = error.reason if isinstance(error, QueueFull) else str(error)
+        self._send(wire.Refused(request_id, message, full))
 
     def _send(self, message: wire.FromEngine) -> None:
         with self._sending:

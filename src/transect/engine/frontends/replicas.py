@@ -18,9 +18,9 @@ from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..executors.pooling import EmbeddingOutput
 from ..scheduling.outputs import SchedulerStats
+from ..scheduling.policies.admission import QueueFull
 from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router
 from ..scheduling.sampling_params import SamplingParams
-from ..scheduling.waiting_queue import QueueFull
 from .async_engine import AsyncEngine, EngineDeadError, EngineHealth
 from .vllm_arguments import engine_settings
 

@@ -24,7 +24,6 @@ MEANS_NOTHING = frozenset(
         "max_cpu_loras",
         "max_lora_rank",
         "max_seq_len_to_capture",
-        "scheduling_policy",
         "swap_space",
         "trust_remote_code",
         "use_v2_block_manager",

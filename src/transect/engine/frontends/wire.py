@@ -20,6 +20,8 @@ class Submit(msgspec.Struct, tag="submit"):
     """Counts the submits of the sender, from 1 on."""
     priority: int = 0
     pooling: str | None = None
+    client: str = ""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -70,12 +72,12 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait) if only that stood in
-    the way."""
+    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait, true for
+    a limit of the client's own) if the same request may be taken later."""
 
     request_id: str
     message: str
-    queue_full: tuple[int, float] | None = None
+    queue_full: tuple[int, float, bool] | None = None
 
 
 class Taken(msgspec.Struct, tag="taken"):
@@ -111,6 +113,22 @@ HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8
 """On its standard input the engine process first gets the length of its configuration, in this many bytes."""
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def encode(message: ToEngine | FromEngine) -> bytes:
+    """A message as bytes.
+
+    Raises:
+        ValueError: a caller's value cannot be sent: a whole number beyond 64 bits, or one that is nested too deeply.
+    """
+    try:
+        return _encode(message)
+    except OverflowError:
+        raise ValueError("a whole number of the request has more than 64 bits: give a smaller one") from None
+    except RecursionError:
+        raise ValueError("a value of the request is nested too deeply: give one with fewer levels") from None
+
+
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
 decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from hashlib import blake2b
 
+from .policies.admission import Claim
+from .policies.order import PATIENCE_STEPS, Key, Order
 from .request import Request, RequestState, Sequence
 from .scheduler_config import SchedulerConfig
 
@@ -23,10 +25,18 @@ class Arrivals:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._ranked = config.policy != "static"
-        self._longest_first = config.longest_first
+        patience = float(PATIENCE_STEPS * config.max_num_batched_tokens)
+        static = config.batching == "static"
+        policy, longest_first = config.scheduling_policy, config.longest_first
+        self.order = Order(policy, patience=patience, longest_first=longest_first, arrival=static)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._requests = self._sequences = 0
+
+    def claim(self, request: Request, max_length: int) -> tuple[Claim, Key]:
+        """What a request would hold while it waits, and its place in the order, if it came now."""
+        prompt, n = len(request.prompt_token_ids), request.params.n
+        key = self.order.key(request.client, request.priority, max_length - prompt)
+        return Claim(request.client, request.nbytes, self.order.tokens(prompt, max_length - prompt, n)), key
 
     def state(self, request: Request, max_length: int, now: float) -> RequestState:
         """The state of a request that arrives, with a sequence for each choice.
@@ -39,10 +49,11 @@ class Arrivals:
         seed = request.params.seed
         if seed is None:
             seed = seed_of(self._seed, self._requests)
-        priority = request.priority if self._ranked else 0
-        order = len(request.prompt_token_ids) - max_length if self._longest_first and self._ranked else 0
-        for index in range(request.params.n):
-            rank = (priority, order, self._requests, index)
+        prompt, n = len(request.prompt_token_ids), request.params.n
+        turn = self.order.enter(request.client, request.weight, request.priority, prompt, max_length - prompt, n)
+        state.turn, state.claim = turn, Claim(request.client, request.nbytes, turn.tokens)
+        for index in range(n):
+            rank = (*turn.key, self._requests, index)
             state.choices.append(Sequence(state, self._sequences, index, rank, seed))
             self._sequences += 1
         self._requests += 1

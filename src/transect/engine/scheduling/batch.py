@@ -148,6 +148,11 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
+    @property
+    def scored(self) -> int:
+        """Tokens of prompts whose log-probabilities are wanted."""
+        return sum(row.num_tokens for row in self.rows if row.prompt_logprobs is not None)
+
     def spans(self) -> Iterator[tuple[int, int]]:
         """(first position, tokens) of each row as an executor computes it: drafts are rows of one token."""
         for row in self.rows:

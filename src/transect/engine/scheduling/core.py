@@ -288,7 +288,7 @@ class EngineCore:
             if goes_on:
                 work = work._replace(keys=work.keys + work.tokens)
             else:
-                work = StepLoad.of(batch.spans())
+                work = StepLoad.of(batch.spans(), batch.scored)
             self._work = batch.step, work
         return work
 

@@ -26,7 +26,7 @@ from .batch import ScheduledBatch, StepResult
 from .request import Request, Sequence
 from .scheduler import Scheduler
 
-FORMAT = 1
+FORMAT = 2
 RING_BYTES = 16 * 2**20
 """Records that are kept in memory: some ten thousand steps of a busy engine, far more of one that only decodes."""
 FLUSH_S = 1.0
@@ -64,6 +64,9 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     grammar: bool
     prompt_logprobs: bool
     """Or something else for which every token of the prompt must be computed."""
+    client: str = ""
+    weight: float = 1.0
+    pooling: str | None = None
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -248,6 +251,9 @@ class DecisionLog:
                 state.arrival,
                 request.constraint is not None,
                 request.whole_prompt,
+                request.client,
+                request.weight,
+                request.pooling,
             )
         )
 

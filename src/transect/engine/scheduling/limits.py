@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .policies.order import check_priority
 from .request import Request
 from .scheduler_config import SchedulerConfig
 
@@ -11,8 +12,10 @@ def max_length(request: Request, config: SchedulerConfig) -> int:
 
     Raises:
         ValueError: there is no room for output in the context, for the choices among the running sequences, or for one
-            choice's KV in the whole pool; the message has the numbers and what to change.
+            choice's KV in the whole pool; or it has a priority, and nobody looks at those. The message has the numbers
+            and what to change.
     """
+    check_priority(request.priority, config.scheduling_policy)
     prompt, params = len(request.prompt_token_ids), request.params
     if prompt >= config.max_model_len:
         raise ValueError(

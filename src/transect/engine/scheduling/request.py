@@ -11,12 +11,18 @@ from ...text.grammar.bad_words import WithoutSequences
 from .batch import Draw, ScheduledRow, StepResult, TokenLogprobs
 from .constraint import Constraint
 from .outputs import EngineOutput, RequestTimes
+from .policies.admission import Claim
+from .policies.order import Turn
 from .sampling_params import SamplingParams
 
 _MASK64 = 2**64 - 1
 
-Rank = tuple[int, int, int, int]
-"""Priority, less the tokens that the request may draw (0 unless ``longest_first``), order of arrival, choice."""
+Rank = tuple[float, int, int, int, int]
+"""``policies.order.Key``, then the order of arrival, then the choice."""
+
+
+BYTES, NUMBER_BYTES = 4096, 36
+"""Estimates of the memory of a request, and of a number in a list of it."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -26,14 +32,15 @@ class Request(msgspec.Struct, frozen=True):
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token; any sequence of non-negative ints is taken and kept as a tuple.
         params: parameters of drawing and stopping. Stop *strings* are checked by the ``OutputProcessor``.
-        priority: whole number, lower runs earlier (as in vLLM); equal ones run first come, first served, unless
-            ``longest_first`` asks for another order. It is strict: while more urgent requests keep the engine full,
-            less urgent ones wait.
+        priority: whole number, lower runs earlier (as in vLLM), where the scheduling policy is "priority"; else 0.
+            Waiting raises the rank (``policies/order.py``).
         arrival_time: seconds on the engine's clock; None for the moment of ``Scheduler.add``. For metrics only, the
             order is the order of ``add``.
         eos_token_ids: the model's end-of-sequence tokens.
         constraint: form of the answers, in its initial state; each choice gets a fork of it.
         pooling: "last" or "mean": a vector of the prompt is wanted (``pooling.py``).
+        client: name of who asks. Clients share the engine by their weights.
+        weight: of that client, above 0.
 
     Raises:
         ValueError: the prompt is empty or holds something that is not a token id.
@@ -47,6 +54,21 @@ class Request(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     constraint: Constraint | None = None
     pooling: str | None = None
+    client: str = ""
+    weight: float = 1.0
+
+    @property
+    def in_one_piece(self) -> bool:
+        """Its result is for a program that waits for all of it: a vector, log-probabilities of the prompt."""
+        return self.pooling is not None or self.params.prompt_logprobs is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the memory that it holds while it waits."""
+        params = self.params
+        numbers = len(self.prompt_token_ids) + len(params.allowed_token_ids or ()) + 4 * len(params.logit_bias or ())
+        form = 0 if params.structured_outputs is None else params.structured_outputs.nbytes
+        return BYTES + NUMBER_BYTES * numbers + form
 
     @property
     def whole_prompt(self) -> bool:
@@ -69,6 +91,8 @@ class Request(msgspec.Struct, frozen=True):
                 raise ValueError(f"prompt_token_ids must be whole numbers in [0, 2**31), got {token!r}")
         if isinstance(self.priority, bool) or not isinstance(self.priority, int):
             raise ValueError(f"priority must be a whole number (lower runs earlier), got {self.priority!r}")
+        if not 0 < self.weight < float("inf"):
+            raise ValueError(f"weight must be a number above 0, got {self.weight!r}")
         msgspec.structs.force_setattr(self, "prompt_token_ids", prompt)
         msgspec.structs.force_setattr(self, "eos_token_ids", tuple(self.eos_token_ids))
 
@@ -214,6 +238,7 @@ class RequestState:
     __slots__ = (
         "arrival",
         "choices",
+        "claim",
         "eos",
         "first_scheduled",
         "max_length",
@@ -224,6 +249,7 @@ class RequestState:
         "prompt_logprobs",
         "spec",
         "stop_ids",
+        "turn",
     )
 
     def __init__(self, spec: Request, arrival: float, max_length: int) -> None:
@@ -240,12 +266,24 @@ class RequestState:
         """The last chunk of the prompt is scheduled (or done), and the choices go their own ways."""
         self.first_scheduled: float | None = None
         self.num_cached_tokens = 0
+        self.turn: Turn
+        """Its place in the order of service, set on arrival."""
+        self.claim: Claim
+        """Its part of what waits, set on arrival."""
         self.pooled: Any = None
         """The sum so far of what steps brought for ``Request.pooling``."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         """Collected by position, None in front; None altogether when not asked for or already sent."""
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(spec.prompt_token_ids)
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that were computed and drawn so far, for the client's account."""
+        if self.first_scheduled is None:
+            return 0
+        prompt = len(self.spec.prompt_token_ids) - self.num_cached_tokens
+        return prompt + sum(len(choice.output_token_ids) for choice in self.choices)
 
     def begin_anew(self) -> list[Sequence]:
         """Forget KV blocks and draws in flight of all choices. Returns the sequences that have tokens to compute."""

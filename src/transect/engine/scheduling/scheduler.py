@@ -1,13 +1,14 @@
 """Schedule requests by continuous batching: plan the next step, and apply the tokens that it draws.
 
 Every step is one ragged batch under a budget of tokens. The budget is smaller if sequences decode, because they wait
-for the whole step (``step_budget``). Sequences that hold KV blocks are served in the order of their ranks (priority,
-then arrival; with ``longest_first`` those with the most tokens to draw come first). Each is guaranteed one token of the
-budget. The rest of the budget goes to the prompts, again by rank, and cuts them into chunks (Sarathi-Serve, Agrawal et
-al. 2024). So decodes never wait behind prompts, and prompts always progress. Then the queue's head is admitted while
-there are places, budget and KV blocks for all its tokens. No request overtakes the head, so every request is served
-eventually (with ``longest_first``: once no longer ones arrive). One exception: if prompts of its length have used their
-share of the step, others go first, as long as places and blocks for the head are left (backfilling, Lifka 1995).
+for the whole step (``policies/budget``). Sequences that hold KV blocks are served in the order of their ranks
+(``policies/order``: shares of clients, priority, arrival; with ``longest_first`` those with the most tokens to draw
+come first). Each is guaranteed one token of the budget. The rest of the budget goes to the prompts, again by rank, and
+cuts them into chunks (Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always
+progress. Then the queue's head is admitted while there are places, budget and KV blocks for all its tokens. No request
+overtakes the head, so every request is served eventually (with ``longest_first``: once no longer ones arrive). One
+exception: if prompts of its length have used their share of the step, others go first, as long as places and blocks for
+the head are left (backfilling, Lifka 1995).
 
 When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it returns its
 blocks, keeps its output tokens, and recomputes prompt and output at its next turn. Draws depend on positions, not on
@@ -40,7 +41,9 @@ from .jump_ahead import JumpAhead
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .plan import Plan
+from .policies.admission import Admission
 from .policies.budget import Coming, StepBudget
+from .policies.places import LOOKED_AT, exchange
 from .policies.speculation import Speculation
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
@@ -49,6 +52,8 @@ from .waiting_queue import WaitingQueue
 
 _by_rank = attrgetter("rank")
 
+BEHIND = 2**32
+"""Added to the choice in a rank: behind all choices of that request. Taken from it: before them."""
 BARRED = ("kv", "places")
 """Reasons that hold back the queue's head however large the step is."""
 
@@ -57,7 +62,7 @@ class Scheduler:
     """Bookkeeping of all requests of an engine. Not thread-safe: one loop owns it.
 
     Args:
-        config: limits and policy.
+        config: limits and policies.
         clock: for the requests' times.
     """
 
@@ -66,7 +71,7 @@ class Scheduler:
         self.clock = clock
         self.cache = KVCache(config.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
         self.blocks = SequenceBlocks(self.cache, config.block_size)
-        self.waiting = WaitingQueue(config.max_queue)
+        self.waiting = WaitingQueue(Admission(config.max_queue, config.max_queue_bytes, config.max_queue_wait))
         self.running: list[Sequence] = []
         """Sequences with blocks, best rank first."""
         self.times = StepTimes()
@@ -82,7 +87,7 @@ class Scheduler:
         """If set, finished choices are appended to this list."""
         self._cut = False
         """True if the last step left a prompt unfinished."""
-        self._static = config.policy == "static"
+        self._static = config.batching == "static"
         self._watermark = int(config.watermark * config.num_blocks)
         self.arrivals = Arrivals(config)
         self.requests: dict[str, RequestState] = {}
@@ -119,16 +124,25 @@ class Scheduler:
 
         Raises:
             ValueError: it can never fit, or its id is in use; the message has the numbers.
-            QueueFull: ``max_queue`` requests wait already.
+            QueueFull: the queue is at one of its bounds.
         """
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
-        self.waiting.check_room()
+        if request.request_id not in self.waiting.let_in:
+            self.check_room(request, max_length)
         state = self.arrivals.state(request, max_length, self.clock.now())
         self.requests[request.request_id] = state
         state.leader.cached = len(self.blocks.find_prefix(state.leader)) * self.config.block_size
         self.waiting.push(state.leader)
+
+    def check_room(self, request: Request, max_length: int) -> None:
+        """Raises QueueFull where the queue takes no such request now.
+
+        Args:
+            max_length: see ``limits.max_length``.
+        """
+        self.waiting.check_room(*self.arrivals.claim(request, max_length))
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;
@@ -151,6 +165,8 @@ class Scheduler:
         must come back through ``commit``, in order."""
         block_size = self.config.block_size
         running, depth = self.running, self.config.pipeline_depth
+        if self.held_back == "places" and self.arrivals.order.shared:
+            self._yield_places()
         most = -(-len(running) // depth)
         budget = self.budget.of_next(running, self.waiting, self._cut, self.held_back in BARRED)
         spare = budget.tokens - len(running)
@@ -326,10 +342,27 @@ class Scheduler:
             if victim is seq:
                 return False
 
+    def _yield_places(self) -> None:
+        """Let clients below their share of places have some of clients above (``policies/places``). The next sequence
+        that gets one comes to the head of the queue, and the one that loses its place waits right behind."""
+        most, front = self.config.max_num_seqs, self.waiting.in_order()[:LOOKED_AT]
+        found = exchange(self.running, front, self._places_of, most)
+        if found is None:
+            return
+        newcomer, loser = found
+        if newcomer is not front[0]:
+            self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
+        while self._places + self._places_of(newcomer) > most:
+            loser.rank = (*newcomer.rank[:4], BEHIND + loser.seq_id)
+            self._preempt(loser)
+            found = exchange(self.running, front, self._places_of, most)
+            if found is None or found[0] is not newcomer:
+                return
+            loser = found[1]
+
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of the running sequence of the worst rank, and queue it to be recomputed."""
-        assert self.running[-1] is seq
-        self.running.pop()
+        """Take the blocks of a running sequence; it queues up to be computed anew."""
+        self.running.remove(seq)
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
         self._last.clear()  # when it comes back, its blocks are others
@@ -395,6 +428,7 @@ class Scheduler:
         seq.status = Status.RUNNING
         insort(self.running, seq, key=_by_rank)
         if state.first_scheduled is None:
+            self.arrivals.order.admitted(state.turn)
             state.first_scheduled = self.clock.now()
             state.num_cached_tokens = seq.scheduled
             self._prompt_tokens += seq.prompt_len
@@ -590,6 +624,9 @@ class Scheduler:
             self._leave(choice)
         if not state.num_live:
             del self.requests[state.spec.request_id]
+            self.arrivals.order.ended(state.turn, state.computed_tokens)
+            if not self.requests:
+                self.arrivals.order.reset()
             if state.leader.status is not Status.GONE:
                 self._leave(state.leader)
 

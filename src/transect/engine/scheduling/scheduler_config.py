@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .drafters.registry import SpeculativeConfig
+from .policies.order import SCHEDULING_POLICIES, SchedulingPolicy
 
-Policy = Literal["continuous", "static"]
+Batching = Literal["continuous", "static"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits and policy of a ``Scheduler``.
+    """Limits and policies of a ``Scheduler``.
 
     Attributes:
         num_blocks: KV blocks in the pool.
@@ -33,15 +34,18 @@ class SchedulerConfig:
         graph_prompts: most prompts in such a graph; a step with more prompts counts as larger. None for no bound.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
-        policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
+        batching: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
             with: admit in order of arrival (priorities are not looked at) up to ``max_num_seqs``, as far as the pool
             surely holds them to their ends, run all of them to the end, then admit the next batch.
         longest_first: of requests of the same priority, begin with those that may draw the most tokens, not with those
             that came first. Work that is all there at the start ends sooner so (the rule of the longest processing
             time, Graham 1969); where requests keep coming, short ones would wait for all longer ones. Not looked at
-            by the static policy.
-        max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None for no
-            bound.
+            where batches are static.
+        scheduling_policy: "fcfs" serves a client's requests in the order of arrival, and takes no priorities;
+            "priority" the more urgent ones first. Between clients tokens are shared in both (``policies/order.py``).
+        max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None: no bound.
+        max_queue_bytes: bytes that these may hold together, one client half of them; max_queue_wait: seconds that a new
+            request may have to wait, as far as can be predicted (``policies/admission.py``). None: no bound.
         max_prefill_chunk: prompt tokens of one sequence per step at the most, so that short prompts can run beside a
             long one and steps stay short; None for as many as the token budget leaves.
         watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that
@@ -69,9 +73,12 @@ class SchedulerConfig:
     graph_prompts: int | None = None
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
-    policy: Policy = "continuous"
+    batching: Batching = "continuous"
+    scheduling_policy: SchedulingPolicy = "fcfs"
     longest_first: bool = False
     max_queue: int | None = None
+    max_queue_bytes: int | None = None
+    max_queue_wait: float | None = None
     max_prefill_chunk: int | None = None
     speculation: SpeculativeConfig | Mapping[str, Any] | None = None
     jump_ahead: bool = True
@@ -92,7 +99,7 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queue", "max_prefill_chunk", "graph_prompts"):
+        for name in ("max_queue", "max_queue_bytes", "max_prefill_chunk", "graph_prompts"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None for no bound, got {value}")
@@ -109,12 +116,16 @@ class SchedulerConfig:
                 )
         if self.itl_target is not None and not 0.0 <= self.itl_target < float("inf"):
             raise ValueError(f"itl_target must be a number of seconds, 0 for automatic, or None, got {self.itl_target}")
-        if self.speculation is not None and (self.pipeline_depth > 1 or self.policy == "static"):
+        if self.max_queue_wait is not None and not self.max_queue_wait > 0:
+            raise ValueError(f"max_queue_wait must be a number of seconds, or None, got {self.max_queue_wait}")
+        if self.speculation is not None and (self.pipeline_depth > 1 or self.batching == "static"):
             raise ValueError(
                 "speculative decoding works without pipeline stages and with continuous batching: leave out "
                 "speculative_config, or the other setting"
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
-        if self.policy not in ("continuous", "static"):
-            raise ValueError(f'policy must be "continuous" or "static", got {self.policy!r}')
+        if self.batching not in ("continuous", "static"):
+            raise ValueError(f'batching must be "continuous" or "static", got {self.batching!r}')
+        if self.scheduling_policy not in SCHEDULING_POLICIES:
+            raise ValueError(f'scheduling_policy must be "fcfs" or "priority", got {self.scheduling_policy!r}')

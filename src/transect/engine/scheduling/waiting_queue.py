@@ -5,59 +5,71 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from operator import attrgetter
 
-from .request import Sequence, Status
+from .policies.admission import LEAST_RETRY_S, MOST_RETRY_S, Admission, Claim, Ledger
+from .policies.order import Key
+from .request import Rank, Sequence, Status
 
 _SMOOTHING = 0.2
-_MIN_RETRY, _MAX_RETRY = 1.0, 60.0
 _by_rank = attrgetter("rank")
-
-
-class QueueFull(RuntimeError):
-    """The queue has no place for another request. ``retry_after``: seconds after which another try may succeed."""
-
-    def __init__(self, waiting: int, retry_after: float) -> None:
-        super().__init__(
-            f"{waiting} requests wait already, the most that max_queue allows; try again in {retry_after:.0f} s"
-        )
-        self.waiting = waiting
-        self.retry_after = retry_after
 
 
 class WaitingQueue:
     """Sequences in the order of their ranks: new requests (by their leaders) and preempted ones.
 
     Args:
-        max_new: bound on the new requests, None for none. Preempted sequences always come back.
+        admission: bounds on the new requests; None for none. Preempted sequences always come back.
     """
 
-    def __init__(self, max_new: int | None = None) -> None:
-        self.max_new = max_new
-        self.num_promised = 0
-        """New requests that will come and have been given a place (``GrammarQueue``)."""
+    def __init__(self, admission: Admission | None = None) -> None:
+        self.admission = admission or Admission()
+        self.elsewhere = Ledger()
+        """Requests that have been let in, and wait for something else before they come here."""
+        self.let_in: set[str] = set()
+        """Ids of those of them that come now."""
         self._last_admission: float | None = None
         self._interval: float | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget all that wait."""
-        self.num_new = 0
         self.num_preempted = 0
         self.num_tokens = 0
         """To be computed of all that wait."""
+        self.num_felt = 0
+        """The same without requests that are answered in one piece."""
+        self.new = Ledger()
+        """Requests that wait for their first step."""
         self._sequences: list[Sequence] = []
         """In the order of their ranks, each of which is one sequence's alone."""
 
-    def check_room(self) -> None:
-        """Raises QueueFull when another new request would be one too many."""
-        if self.max_new is not None and self.num_new + self.num_promised >= self.max_new:
-            raise QueueFull(self.num_new + self.num_promised, self.retry_after())
+    @property
+    def num_new(self) -> int:
+        """Requests that wait for their first step."""
+        return self.new.requests
+
+    def check_room(self, claim: Claim, key: Key) -> None:
+        """Raises QueueFull where another new request would be one too many.
+
+        Args:
+            key: its place in the order.
+        """
+        if self.elsewhere.requests:
+            both = Ledger(*(getattr(self.new, n) + getattr(self.elsewhere, n) for n in ("requests", "nbytes", "work")))
+            for ledger in (self.new, self.elsewhere):
+                for client, counts in ledger.by_client.items():
+                    both.by_client[client] = [a + b for a, b in zip(both.by_client[client], counts, strict=True)]
+        else:
+            both = self.new
+        place = bisect_left(self._sequences, key, key=lambda seq: seq.rank[:3])
+        ahead = place / len(self._sequences) if self._sequences else 0.0
+        self.admission.check(claim, both, ahead, self.retry_after())
 
     def retry_after(self) -> float:
         """Seconds, 1 to 60: an estimate of the time in which half of the queue gets its turn, from the smoothed time
         between admissions while others waited."""
         if self._interval is None:
-            return _MIN_RETRY
-        return min(max(self._interval * self.num_new / 2, _MIN_RETRY), _MAX_RETRY)
+            return LEAST_RETRY_S
+        return min(max(self._interval * self.num_new / 2, LEAST_RETRY_S), MOST_RETRY_S)
 
     def push(self, seq: Sequence) -> None:
         """Queue a new request's leader or a preempted sequence."""
@@ -85,16 +97,24 @@ class WaitingQueue:
                 old = interval if self._interval is None else self._interval
                 self._interval = old + _SMOOTHING * (interval - old)
             self._last_admission = now if self.num_new else None
+            self.admission.pace.left(seq.request.claim.work, now, self.num_new > 0)
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out for good; nothing of it stays here."""
         self._take_out(seq)
         seq.status = Status.GONE
 
+    def move(self, seq: Sequence, rank: Rank) -> None:
+        """Give a sequence that waits another place."""
+        self._take_out(seq)
+        seq.rank = rank
+        self.push(seq)
+
     def grew(self, seq: Sequence, tokens: int) -> None:
         """Count more tokens of a sequence, which may wait if it was preempted while its step was in flight."""
         if seq.status is Status.WAITING:
             self.num_tokens += tokens
+            self.num_felt += 0 if seq.request.spec.in_one_piece else tokens
 
     def _take_out(self, seq: Sequence) -> None:
         index = bisect_left(self._sequences, seq.rank, key=_by_rank)
@@ -104,7 +124,8 @@ class WaitingQueue:
 
     def _count(self, seq: Sequence, change: int) -> None:
         self.num_tokens += change * seq.to_compute
+        self.num_felt += 0 if seq.request.spec.in_one_piece else change * seq.to_compute
         if seq.request.first_scheduled is None:
-            self.num_new += change
+            self.new.add(seq.request.claim, change)
         else:
             self.num_preempted += change

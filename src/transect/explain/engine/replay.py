@@ -72,10 +72,20 @@ class Script:
             ignore_eos=True,
             stop_token_ids=stops,
             seed=0,
-            prompt_logprobs=0 if added.prompt_logprobs else None,
+            prompt_logprobs=0 if added.prompt_logprobs and added.pooling != "mean" else None,
         )
         grammar = _AnyAnswer() if added.grammar else None
-        return Request(name or added.request_id, prompt, params, added.priority, arrival, constraint=grammar)
+        return Request(
+            name or added.request_id,
+            prompt,
+            params,
+            added.priority,
+            arrival,
+            constraint=grammar,
+            client=added.client,
+            weight=added.weight,
+            pooling=added.pooling,
+        )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:
         """Yield the tokens that a choice draws; those after its end are what a step under way would have drawn."""
@@ -238,7 +248,7 @@ class _Replay:
             raise ValueError(f"{DAMAGED}: step {event.step} ended and was not planned")
         batch = self.batches.pop(event.step)
         if event.learned:
-            self.scheduler.times.learn(StepLoad.of(batch.spans()), event.learned)
+            self.scheduler.times.learn(StepLoad.of(batch.spans(), batch.scored), event.learned)
         result = StepResult({})
         jumps = dict(event.jumps)
         self.scheduler.jumps.forced = lambda seq, token, least, most: [  # type: ignore[method-assign]

@@ -20,9 +20,9 @@ from ...costs.fitting import FittedSteps
 from ...costs.floors import Rates
 from ...costs.storage import Storage, storage_for
 from ...engine.scheduling.batch import ScheduledBatch
+from ...engine.scheduling.policies.admission import QueueFull
 from ...engine.scheduling.scheduler_config import SchedulerConfig
 from ...engine.scheduling.simulation import SimulatedEngine
-from ...engine.scheduling.waiting_queue import QueueFull
 from ...spec.numbers.registry import roundings
 from .log import Life, RunLog
 from .replay import Script
@@ -110,7 +110,7 @@ def simulate(
     Raises:
         ValueError: a request does not fit under ``config``.
     """
-    limits = dataclasses.replace(config, max_queue=None)
+    limits = dataclasses.replace(config, max_queue=None, max_queue_bytes=None, max_queue_wait=None)
     engine = SimulatedEngine(limits, _Seconds(model, work, other), lag=log.header.lag, host=model.host)
     script = Script(log)
     lives = sorted((life for life in log.lives if life.ends), key=lambda life: life.added.at)

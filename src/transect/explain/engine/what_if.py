@@ -100,7 +100,7 @@ def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
 
 
 def parse(settings: Sequence[str]) -> dict[str, Any]:
-    """``["max_num_seqs=8", "policy=static"]`` as names and values; values are JSON where they can be, else text.
+    """``["max_num_seqs=8", "batching=static"]`` as names and values; values are JSON where they can be, else text.
 
     Raises:
         ValueError: one has no ``=``.

@@ -2,7 +2,11 @@
 
 * ``connections``: limits on clients and on the time that a request takes to arrive.
 * ``gate``: counting, draining and API keys, before every route. ``deadline``: time limits of answers.
+* ``clients``: who asks, by API key or address, and what each may do.
+* ``accounts``: limits of clients, and their use.
+* ``owners``: whose requests are whose.
 * ``body``: bounded JSON bodies. ``bounds``: limits on the number of values in a body.
 * ``errors``: error bodies of the APIs.
+* ``turns``: crowds of requests pass a few at a time.
 * ``sse``: server-sent events that always end well. ``disconnect``: cancels work whose client has left.
 """

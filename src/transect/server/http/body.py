@@ -5,20 +5,31 @@ The route class below is FastAPI's documented way to put an own ``Request`` unde
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, TypeVar, get_type_hints
 
+import msgspec
 import pydantic_core
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
 
-from .bounds import check_values
-from .errors import ApiError
+from .bounds import LONG_NUMBER, TOO_DEEP, check_depth, check_numbers, check_values
+from .errors import ApiError, from_validation
 
 # A client that is still sending cannot read the answer, so an oversized body is read on and thrown away up to this
 # many times the limit; beyond that the connection is simply closed.
 PATIENCE = 8
+LARGE = 64 * 1024
+"""Bytes of a body that is checked in a thread: meanwhile the event loop serves others."""
+MODEL = "transect.body"
+"""The key of the body's model in a request's scope."""
+T = TypeVar("T")
+_large: ContextVar[bool] = ContextVar("transect_large_body", default=False)
+"""True in the task of a request with a large body."""
 
 
 class BoundedRequest(Request):
@@ -49,18 +60,65 @@ class BoundedRequest(Request):
         """The body as JSON: UTF-8 only, no NaN or Infinity, no lone surrogates.
 
         Raises:
-            ApiError: 400 with the place where it breaks; 413 where it holds too many values.
+            ApiError: 400 with the place where it breaks, for more than MAX_DEPTH levels, and for whole numbers beyond
+                64 bits; 413 where it holds too many values.
         """
         body = await self.body()
         check_values(body)
-        try:
-            return pydantic_core.from_json(body, allow_inf_nan=False)
-        except ValueError as error:
-            reason = str(error)
-        with contextlib.suppress(UnicodeDecodeError):
-            body.decode()
-            raise ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
-        raise ApiError(400, "the body is not valid UTF-8: send JSON encoded as UTF-8", code="invalid_utf8")
+        _large.set(len(body) > LARGE)
+        if _large.get():  # FastAPI takes an instance of the model as it is
+            return await asyncio.to_thread(_checked, body, self.scope.get(MODEL))
+        return _parsed(body)
+
+
+async def aside(work: Callable[..., T], *arguments: Any, **options: Any) -> T:
+    """The result of ``work``, which looks at all of this request's body: in a thread, where that is large."""
+    return await asyncio.to_thread(work, *arguments, **options) if _large.get() else work(*arguments, **options)
+
+
+def _checked(body: bytes, model: type[BaseModel] | None) -> Any:
+    """A body as an instance of the model; as plain values where there is no model. Raises ApiError, 400."""
+    value = _parsed(body)
+    if model is None:
+        return value
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(RequestValidationError(error.errors(include_url=False))) from None
+
+
+def _parsed(body: bytes) -> Any:
+    """A body as plain values. Raises ApiError as ``BoundedRequest.json`` does."""
+    try:
+        value = pydantic_core.from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        if "recursion limit" not in str(error):
+            raise _refusal(body, str(error)) from None
+        value = _nested(body)
+    if LONG_NUMBER.search(body):
+        check_numbers(value)
+    return value
+
+
+def _nested(body: bytes) -> Any:
+    """JSON with more levels than pydantic's parser reads. Raises ApiError as ``BoundedRequest.json`` does."""
+    try:
+        value = msgspec.json.decode(body)
+    except RecursionError:
+        raise TOO_DEEP from None
+    except ValueError as error:
+        raise _refusal(body, str(error)) from None
+    check_depth(value)
+    return value
+
+
+def _refusal(body: bytes, reason: str) -> ApiError:
+    """The error for a body that no parser reads."""
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return ApiError(400, "the body is not valid UTF-8: send JSON encoded as UTF-8", code="invalid_utf8")
+    return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
 
 
 class JsonRoute(APIRoute):
@@ -69,12 +127,14 @@ class JsonRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler with the request replaced."""
         handler = super().get_route_handler()
+        model = get_type_hints(self.endpoint).get("body")
 
         async def handle(request: Request) -> Response:
             kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
             if request.method == "POST" and not (kind == "application/json" or kind.endswith("+json")):
                 message = f"send the body as JSON with the header Content-Type: application/json, not {kind or 'none'}"
                 raise ApiError(415, message, code="unsupported_media_type")
+            request.scope[MODEL] = model
             return await handler(BoundedRequest(request.scope, request.receive))
 
         return handle

@@ -7,13 +7,14 @@ ids is checked as a whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, FailFast, ValidatorFunctionWrapHandler, WrapValidator
 from pydantic_core import PydanticCustomError
 
-from .errors import ApiError
+from .errors import MAX_NAME, ApiError
 
 T = TypeVar("T")
 
@@ -29,8 +30,18 @@ Listed = Annotated[list[T], _FirstFault()]
 
 MAX_CONTAINERS = 2**17
 MAX_COMMAS = 2**20
+MAX_STRINGS = 2**17
 MAX_MESSAGES = 10_000
 MAX_TEMPLATE_ARGUMENTS = 1_000
+MAX_DEPTH = 400
+"""Levels of lists and objects within each other; a schema has two for each level of its objects."""
+LONG_NUMBER = re.compile(rb"[0-9]{19}")
+"""A body without a match holds no whole number beyond 64 bits."""
+TOO_DEEP = ApiError(
+    400,
+    f"the JSON of the body is nested too deeply: send at most {MAX_DEPTH} levels of lists and objects",
+    code="nested_too_deeply",
+)
 TOO_MANY = "the body holds more than {} {}: send fewer values in one request"
 PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a list of lists of token ids"
 
@@ -47,6 +58,44 @@ def check_values(body: bytes) -> None:
         raise ApiError(413, TOO_MANY.format(MAX_CONTAINERS, "lists and objects"), code="request_too_large")
     if body.count(b",") > MAX_COMMAS:
         raise ApiError(413, TOO_MANY.format(MAX_COMMAS, "commas"), code="request_too_large")
+    if body.count(b'"') - body.count(b'\\"') > 2 * MAX_STRINGS:
+        raise ApiError(413, TOO_MANY.format(MAX_STRINGS, "strings and names"), code="request_too_large")
+
+
+def check_depth(value: Any) -> None:
+    """Refuse lists and objects within each other, more than MAX_DEPTH levels deep.
+
+    Raises:
+        ApiError: 400.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [inner for each in level for inner in _inside(each) if isinstance(inner, (dict, list))]
+        if not level:
+            return
+    raise TOO_DEEP
+
+
+def check_numbers(value: Any) -> None:
+    """Refuse whole numbers beyond 64 bits, which neither the engine's messages nor grammars can hold.
+
+    Raises:
+        ApiError: 400 that names the field.
+    """
+    left: list[tuple[str, Any]] = [("", value)]
+    while left:
+        field, each = left.pop()
+        if isinstance(each, int) and not -(2**63) <= each < 2**64:
+            message = "holds a whole number of more than 64 bits: give one from -2**63 to 2**64 - 1"
+            raise ApiError(400, f"{field or 'the body'} {message}", param=field or None, code="invalid_value")
+        if isinstance(each, dict):
+            left += [(field or str(name)[:MAX_NAME], inner) for name, inner in each.items()]
+        elif isinstance(each, list):
+            left += [(field, inner) for inner in each]
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def at_most(count: int) -> BeforeValidator:
@@ -62,13 +111,13 @@ def at_most(count: int) -> BeforeValidator:
 
 
 def _count_parts(value: Any) -> Any:
-    """Refuse more than MAX_MESSAGES messages and parts of messages together."""
+    """Refuse more than MAX_MESSAGES messages, their parts and their calls together."""
     if isinstance(value, list):
-        contents = [each.get("content") for each in value if isinstance(each, dict)]
-        found = len(value) + sum(len(each) for each in contents if isinstance(each, list))
+        inner = [each.get(name) for each in value if isinstance(each, dict) for name in ("content", "tool_calls")]
+        found = len(value) + sum(len(each) for each in inner if isinstance(each, list))
         if found > MAX_MESSAGES:
             context = {"found": found, "most": MAX_MESSAGES}
-            raise PydanticCustomError("shape", "hold {found} messages and parts: give at most {most}", context)
+            raise PydanticCustomError("shape", "hold {found} messages, parts and calls: give at most {most}", context)
     return value
 
 

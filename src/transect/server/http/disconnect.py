@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from .turns import Turns
+
 T = TypeVar("T")
 
 
@@ -15,10 +17,11 @@ class ClientGone(Exception):
     """The client closed the connection before its answer was complete; there is no one to report to."""
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], turns: Turns | None = None) -> T:
     """Run ``work`` and watch the connection at the same time.
 
     Args:
+        turns: clients that leave in crowds wait for their turns; None: nobody waits.
         receive: the ASGI channel; the request's body must have been read already.
         work: cancelled, and awaited to its end, where the client goes away first.
 
@@ -33,6 +36,8 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
     async def watch() -> None:
         nonlocal gone
         await _disconnected(receive)
+        if turns is not None:
+            await turns.wait()
         gone = True
         task.cancel()
 

@@ -26,6 +26,7 @@ MAX_MESSAGE = 1000
 
 TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     408: "timeout_error",
     404: "not_found_error",
     429: "rate_limit_error",

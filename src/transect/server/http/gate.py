@@ -6,7 +6,6 @@ Plain ASGI, without buffering.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from uuid import uuid4
 
@@ -14,10 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..operations import request_log
 from ..serving import Serving
+from .clients import Client, Clients
 from .errors import ApiError
 
 OPEN = ("/health", "/metrics", "/ping")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
+METRICS = "/metrics"
+PAGES = ("/docs", "/openapi.json")
+"""The description of the API: a browser sends no key, and it says nothing about anybody."""
 MOST_ID = 128
 """Letters of an X-Request-Id."""
 
@@ -36,12 +39,20 @@ DRAINING = ApiError(
 )
 
 
+UNKNOWN = ApiError(
+    401,
+    "a valid API key is needed: send it as 'Authorization: Bearer <key>'",
+    code="invalid_api_key",
+    headers={"WWW-Authenticate": "Bearer"},
+)
+
+
 class Gate:
     """ASGI middleware in front of the whole app."""
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self.app, self.serving = app, serving
-        self._keys = tuple(key.encode() for key in serving.options.api_keys)
+        self._clients = Clients(serving.options.keys, serving.options.admin_api_keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it here."""
@@ -65,40 +76,44 @@ class Gate:
                     message["headers"].append((b"server-timing", timing))
             await send(message)
 
-        if scope["path"].removeprefix(root) in OPEN:
+        path = scope["path"].removeprefix(root)
+        client = self._clients.of(scope)
+        shut = path == METRICS and self.serving.options.protect_metrics
+        if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)
             return
         self.serving.enter()
-        began, facts = time.monotonic(), request_log.begin()
+        began, facts, entered = time.monotonic(), request_log.begin(), False
+        if client is not None and client.has_key:
+            request_log.note(client=client.name)
         if self.serving.tracing is not None:
             self.serving.tracing.begin(scope["headers"])
         try:
-            refusal = self._refusal(scope)
+            refusal = DRAINING if self.serving.draining else None
+            if client is None and not path.startswith(PAGES):
+                refusal = refusal or UNKNOWN
+            if refusal is None and client is not None and scope["method"] == "POST":
+                refusal = self._enter(client)
+                entered = refusal is None
             if refusal is None:
+                await self.serving.turns.wait()
                 await self.app(scope, receive, counted)
             else:
                 await refusal.response()(scope, receive, counted)
         finally:
             self.serving.leave()
+            if entered and client is not None:
+                self.serving.accounts.leave(client)
             # The route's own path is the label, never the client's text: labels must stay few.
             route = getattr(scope.get("route"), "path", "other")
             self.serving.metrics.responses.labels(route, str(status)).inc()
             seconds = time.monotonic() - began
             request_log.end(scope["method"], scope["path"][:200], status, seconds, name.decode(), facts)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
-        headers = dict(scope["headers"])
-        if self.serving.draining:
-            return DRAINING
-        known = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
-        if self._keys and not self._known(known):
-            message = "a valid API key is needed: send it as 'Authorization: Bearer <key>'"
-            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+    def _enter(self, client: Client) -> ApiError | None:
+        """Count a request of a client; the error if it is at a limit."""
+        try:
+            self.serving.accounts.enter(client)
+        except ApiError as error:
+            return error
         return None
-
-    def _known(self, authorization: bytes) -> bool:
-        scheme, _, given = authorization.partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        # Every key is compared, each in constant time, so that the time taken tells nothing about them.
-        return sum(hmac.compare_digest(given.strip(), key) for key in self._keys) > 0

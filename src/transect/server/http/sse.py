@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from .disconnect import ClientGone, unless_disconnected
 from .errors import ApiError
+from .turns import Turns
 
 log = logging.getLogger("transect.server")
 
@@ -76,16 +77,17 @@ class EventStream(Response):
         *,
         done: bytes = DONE,
         failed: Callable[[ApiError], bytes] | None = None,
+        turns: Turns | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._done, self._failed = done, failed or _error_event
+        self._done, self._failed, self._turns = done, failed or _error_event, turns
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
         try:
-            await unless_disconnected(receive, self._send(send))
+            await unless_disconnected(receive, self._send(send), self._turns)
         except (ClientGone, OSError):
             log.debug("the client went away in the middle of a stream")
 

@@ -9,6 +9,7 @@ from ...text.tools.spec import tool_use
 from ..answers import AnswerPiece, AnswerReader, Answers
 from ..beams import Beams, beam_params
 from ..generation import Event, Generation, Prompt
+from ..http.body import aside
 from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
 from ..http.sse import PLACE, TextEvents, event
@@ -97,7 +98,7 @@ class Chat:
         said = self.body.messages[-1].text if self.body.continue_final_message else ""
         self.answers = Answers(self.serving, self.use, prompt.text or "", said)
         try:
-            self.params = self.answers.params(self.params)
+            self.params = await aside(self.answers.params, self.params)
         except ValueError as error:
             raise bad_value(str(error), FIELDS) from None
         return prompt

@@ -55,7 +55,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (None, "medium"),
     "web_search_options": (None,),
     "suffix": (None, ""),
-    "refusal": (None, ""),
     "annotations": (None, []),
 }
 
@@ -124,8 +123,20 @@ class TextPart(Body):
     text: str
 
 
+class RefusalPart(Body):
+    """A part of an earlier answer in which the model refused; the model reads it as its own text."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        """The refusal."""
+        return self.refusal
+
+
 Content = Annotated[
-    str | Listed[TextPart],
+    str | Listed[TextPart | RefusalPart],
     shape('a string or a list of {"type": "text", "text": ...} parts (text is all it can read)'),
 ]
 
@@ -156,6 +167,21 @@ class ChatMessage(Body):
     tool_calls: list[MessageCall] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
+
+    @model_validator(mode="after")
+    def _refusals_are_answers(self) -> ChatMessage:
+        """A refusal is what the assistant said: it becomes the message's text."""
+        if self.role == "assistant":
+            if self.refusal and not self.content:
+                self.content = self.refusal
+            if isinstance(self.content, list) and any(part.type == "refusal" for part in self.content):
+                self.content = [TextPart(type="text", text=part.text) for part in self.content]
+        elif self.refusal or (isinstance(self.content, list) and any(p.type == "refusal" for p in self.content)):
+            context = {"sentence": "refusal belongs to messages of the assistant", "name": "refusal"}
+            raise PydanticCustomError("unsupported_field", "{sentence}", context)
+        self.refusal = None
+        return self
 
     @property
     def text(self) -> str:
@@ -165,7 +191,8 @@ class ChatMessage(Body):
     def plain(self) -> dict[str, Any]:
         """The message as the chat template takes it; thoughts under the name that templates know."""
         role = "system" if self.role == "developer" else self.role
-        fields = {**self.model_dump(exclude_none=True), "role": role, "content": self.model_dump()["content"]}
+        fields = {**self.model_dump(exclude_none=True), "role": role}
+        fields.setdefault("content", None)
         thoughts = fields.pop("reasoning", None)
         return {"reasoning_content": thoughts, **fields} if thoughts is not None else fields
 

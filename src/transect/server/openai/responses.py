@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ...text.reasoning import effort_variables
 from ..blocks import Block, Conversation, News
+from ..generation import Prompt
+from ..http.clients import current_client
 from ..http.deadline import Deadline
 from ..http.errors import ApiError
 from ..http.sse import Raw, named_event
@@ -23,38 +26,48 @@ MOST_BYTES = 32 * 1024 * 1024
 """The limit of all answers and conversations that are kept, together, as JSON."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """An answer as JSON, the conversation up to and including it, their bytes, and the client's name."""
+
+    answer: bytes
+    messages: list[ChatMessage]
+    size: int
+    owner: str
+
+
 class ResponseStore:
     """Answers and the conversations that led to them; the oldest go first."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[str, tuple[bytes, list[ChatMessage], int]] = OrderedDict()
+        self._kept: OrderedDict[str, _Kept] = OrderedDict()
         self._bytes = 0
 
     def keep(self, response: dict[str, Any], messages: list[ChatMessage]) -> None:
         """Remember an answer, with the whole conversation up to and including it."""
         answer = msgspec.json.encode(response)
         size = len(answer) + sum(len(message.model_dump_json()) for message in messages)
-        self._kept[response["id"]] = (answer, messages, size)
+        self._kept[response["id"]] = _Kept(answer, messages, size, current_client().name)
         self._bytes += size
         while len(self._kept) > MOST_KEPT or self._bytes > MOST_BYTES:
-            self._bytes -= self._kept.popitem(last=False)[1][2]
+            self._bytes -= self._kept.popitem(last=False)[1].size
 
     def find(self, response_id: str) -> tuple[bytes, list[ChatMessage]]:
         """An answer as JSON, and the conversation up to and including it.
 
         Raises:
-            ApiError: 404 where it is not remembered.
+            ApiError: 404 where it is not remembered, or is another client's.
         """
-        found = self._kept.get(response_id)
-        if found is None:
+        found, client = self._kept.get(response_id), current_client()
+        if found is None or not (client.operator or found.owner == client.name):
             message = f"the response {response_id[:80]!r} is not kept by this server: send the conversation as input"
             raise ApiError(404, message, param="previous_response_id", code="previous_response_not_found")
-        return found[0], found[1]
+        return found.answer, found.messages
 
     def forget(self, response_id: str) -> None:
-        """Raises ApiError, 404, where it is not remembered."""
+        """Raises ApiError as ``find`` does."""
         self.find(response_id)
-        self._bytes -= self._kept.pop(response_id)[2]
+        self._bytes -= self._kept.pop(response_id).size
 
 
 class Responses:
@@ -86,7 +99,42 @@ class Responses:
         variables = None
         if template is not None and effort is not None:
             variables = effort_variables(effort, template.variables)
-        await self.conversation.start({**(variables or {}), **(self.body.chat_template_kwargs or {})})
+        variables = {**(variables or {}), **(self.body.chat_template_kwargs or {})}
+        try:
+            await self.conversation.start(variables)
+        except ApiError as error:
+            if error.code != "context_length_exceeded" or self.body.truncation != "auto":
+                raise
+            await self._start_shortened(variables, error)
+
+    async def _start_shortened(self, variables: dict[str, Any], error: ApiError) -> None:
+        """Start with as many of the newest turns as the context holds. Messages of the system stay.
+
+        Args:
+            error: raised if not even the newest turn fits.
+        """
+        messages = self.conversation.messages
+        turns = [number for number, message in enumerate(messages) if message.role == "user"]
+        kept: tuple[list[ChatMessage], Prompt] | None = None
+        low, high = 1, len(turns) - 1  # the turn to begin with lies in low ... high
+        while low <= high:
+            middle = (low + high) // 2
+            begin = turns[middle]
+            system = [message for message in messages[:begin] if message.role in ("system", "developer")]
+            self.conversation.messages = [*system, *messages[begin:]]
+            try:
+                await self.conversation.prepare(variables)
+            except ApiError as refusal:
+                if refusal.code != "context_length_exceeded":
+                    raise
+                low = middle + 1
+                continue
+            high = middle - 1
+            kept = self.conversation.messages, self.conversation.prompt
+        if kept is None:
+            raise error
+        self.conversation.messages, self.conversation.prompt = kept
+        await self.conversation.submit()
 
     async def _events(self) -> AsyncIterator[bytes]:
         begun = False
@@ -122,11 +170,13 @@ class Responses:
                 return self._event(f"response.{name}.delta", **place, delta=news.text)
             done = self._event(f"response.{name}.done", **place, name=block.name, arguments=block.content)
         else:
-            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            more: dict[str, Any] = {"logprobs": news.logprobs} if block.kind == "text" else {}
             if news.what == "more":
                 return self._event(f"response.{name}.delta", **part, delta=news.text, **more)
+            more = {"logprobs": block.logprobs} if block.kind == "text" else {}
             done = self._event(f"response.{name}.done", **part, text=block.content, **more)
-            done += self._event("response.content_part.done", **part, part=_part(block.kind, block.content))
+            part_done = _part(block.kind, block.content, block.logprobs)
+            done += self._event("response.content_part.done", **part, part=part_done)
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def _item(self, block: Block, status: str) -> dict[str, Any]:
@@ -134,7 +184,7 @@ class Responses:
         if block.kind == "call":
             call = {"call_id": block.id, "name": block.name, "arguments": block.content}
             return {"type": "function_call", "id": f"fc_{unique}", "status": status, **call}
-        content = [_part(block.kind, block.content)]
+        content = [_part(block.kind, block.content, block.logprobs)]
         if block.kind == "thoughts":
             return {"type": "reasoning", "id": f"rs_{unique}", "status": status, "summary": [], "content": content}
         return {"type": "message", "id": f"msg_{unique}", "status": status, "role": "assistant", "content": content}
@@ -177,16 +227,18 @@ class Responses:
             "tool_choice": body.tool_choice or "auto",
             "tools": body.tools or [],
             "top_p": self.conversation.params.top_p,
-            "truncation": "disabled",
+            "top_logprobs": body.logprobs or 0,
+            "max_tool_calls": body.max_tool_calls,
+            "truncation": body.truncation or "disabled",
             "usage": None,
             "metadata": body.metadata or {},
         }
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     if kind == "thoughts":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
 def error_event(error: ApiError) -> bytes:

@@ -40,13 +40,27 @@ class ResponsesRequest(Body):
     background: bool | None = None
     stream_options: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    top_logprobs: Whole | None = None
+    max_tool_calls: Whole | None = None
 
     def check(self) -> None:
         """Raises ApiError, 400, for what this server does not do."""
         if self.background:
             raise ApiError(400, "background is not supported by this server: leave it out", param="background")
-        if self.truncation not in (None, "disabled"):
-            raise ApiError(400, "truncation must be disabled: this server shortens no input", param="truncation")
+        if self.truncation not in (None, "disabled", "auto"):
+            raise ApiError(400, "truncation must be auto or disabled", param="truncation")
+        if self.max_tool_calls is not None and self.max_tool_calls < 1:
+            raise ApiError(400, "max_tool_calls must be at least 1", param="max_tool_calls")
+        unknown = sorted(set(self.reasoning or ()) - {"effort", "summary", "generate_summary"})
+        if unknown:
+            message = f"reasoning has no field {unknown[0][:40]!r}; it has effort and summary"
+            raise ApiError(400, message, param="reasoning")
+
+    @property
+    def logprobs(self) -> int | None:
+        """Likeliest tokens to show beside each token of the text; None for no log-probabilities."""
+        asked = "message.output_text.logprobs" in (self.include or ())
+        return self.top_logprobs if self.top_logprobs is not None else 0 if asked else None
 
     @property
     def effort(self) -> str | None:
@@ -102,10 +116,12 @@ class ResponsesRequest(Body):
             return SamplingParams(
                 **{**defaults.values, **{name: value for name, value in given.items() if value is not None}},
                 max_tokens=defaults.limit(self.max_output_tokens),
+                logprobs=self.logprobs,
                 structured_outputs=None if form is None else response_format(form),
             )
         except ValueError as error:
             message = str(error).replace("max_tokens", "max_output_tokens").replace("response_format", "text format")
+            message = f"top_{message}" if message.startswith("logprobs") else message
             raise bad_value(message, type(self).model_fields) from None
 
 
@@ -136,9 +152,10 @@ def _text(content: Any, where: str) -> str:
     texts = []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if kind not in ("input_text", "output_text", "text") or not isinstance(part.get("text"), str):
+        name = "refusal" if kind == "refusal" else "text"
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(name), str):
             raise ApiError(400, f"{where} holds {str(kind)[:40]!r}; text is all this model can read", param="input")
-        texts.append(part["text"])
+        texts.append(part[name])
     return "\n".join(texts)
 
 

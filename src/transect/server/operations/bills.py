@@ -13,9 +13,12 @@ from ...explain.engine.bill import bill
 from ...explain.engine.log import build
 from ...explain.engine.rates import rates_for
 from ...explain.engine.work import StepWork
+from ..http.clients import check_operator
 from ..http.errors import ApiError
 from ..serving import Serving
 
+NOT_YOURS = "this key has made no such request, or it ended too long ago; the operator's key sees all"
+FOR_OPERATORS: dict[int | str, dict[str, Any]] = {403: {"description": "for the operator's key"}}
 bills = APIRouter(tags=["operations"], responses={404: {"description": "no such request, or it ended too long ago"}})
 
 
@@ -33,6 +36,9 @@ def _rings(request: Request) -> list[DecisionRing]:
 @bills.get("/v1/requests/{request_id}/bill")
 async def request_bill(request: Request, request_id: str, choice: int = 0) -> dict[str, Any]:
     """The parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers."""
+    serving: Serving = request.app.state.serving
+    if not serving.owners.may_see(request_id):
+        raise ApiError(404, NOT_YOURS, param="request_id", code="request_not_found")
     rings = _rings(request)
 
     def work() -> dict[str, Any]:
@@ -54,13 +60,14 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
         raise ApiError(404, str(error), param="request_id", code="request_not_found") from None
 
 
-@bills.get("/v1/decisions")
+@bills.get("/v1/decisions", responses=FOR_OPERATORS)
 async def decisions(request: Request, engine: int = 0) -> Response:
     """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines.
 
     Headers: a flag that no record was dropped since the start, seconds since the newest record, and the number of
     engines.
     """
+    check_operator()
     rings = _rings(request)
     if not 0 <= engine < len(rings):
         raise ApiError(404, f"engine must be 0 to {len(rings) - 1}, got {engine}", param="engine")

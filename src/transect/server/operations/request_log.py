@@ -12,6 +12,7 @@ import sys
 import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import quote
 
 if TYPE_CHECKING:
     from ...engine.scheduling.outputs import RequestTimes
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("transect.requests")
 
 LogFormat = Literal["off", "text", "json"]
+IN_PATHS = "/:@!$&'()*+,;=~"
+"""Characters, beside letters, digits and ``_.-``, that a path may hold as they are (RFC 3986)."""
 GONE = 499
 """The status of a request whose client went away before an answer began."""
 
@@ -58,7 +61,9 @@ def server_timing(facts: dict[str, Any]) -> bytes | None:
 
 
 def end(method: str, path: str, status: int, seconds: float, request_id: str, facts: dict[str, Any]) -> None:
-    """Write the request's line."""
+    """Write the request's line. The path is percent-encoded, as in a URL: a client could otherwise forge lines and
+    fields of the log, or send commands to a terminal."""
+    path = quote(path, safe=IN_PATHS)
     level = logging.ERROR if status >= 500 else logging.WARNING if status >= 400 else logging.INFO
     if log.isEnabledFor(level):
         fields = {"method": method, "path": path, "status": status, "seconds": round(seconds, 4), "id": request_id}

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from ... import __version__
+from ..http.clients import check_operator
 from ..http.errors import ApiError
 from ..openai.replies import Load, TokenizerInfo, Version
 from ..serving import Serving
@@ -58,9 +59,10 @@ async def tokenizer_info(request: Request) -> TokenizerInfo:
     )
 
 
-@operations.post("/reset_prefix_cache")
+@operations.post("/reset_prefix_cache", responses={403: {"description": "for the operator's key"}})
 async def reset_prefix_cache(request: Request) -> JSONResponse:
-    """Forget the KV of finished prompts. Requests that run keep theirs."""
+    """Forget the KV of finished prompts. Requests that run keep theirs. For the operator's key."""
+    check_operator()
     try:
         await _serving(request).engine.reset_prefix_cache()
     except RuntimeError as error:

@@ -98,7 +98,7 @@ async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
     """A vector for each text."""
     work = _Work(request, body.model, body.priority)
     try:
-        return await unless_disconnected(request.receive, _embeddings(work, body))
+        return await unless_disconnected(request.receive, _embeddings(work, body), work.serving.turns)
     except ClientGone:
         return GONE
 
@@ -148,7 +148,7 @@ async def score(request: Request, body: ScoreRequest) -> ScoreResponse | Respons
         raise ApiError(400, str(error), param="text_1", code="invalid_value") from None
     _check_count(len(pairs), "text_2")
     try:
-        scores = await unless_disconnected(request.receive, work.scores(pairs, "text_1", "text_2"))
+        scores = await unless_disconnected(request.receive, work.scores(pairs, "text_1", "text_2"), work.serving.turns)
     except ClientGone:
         return GONE
     data = [ScoreObject(index=index, score=each) for index, each in enumerate(scores)]
@@ -168,7 +168,9 @@ async def rerank(request: Request, body: RerankRequest) -> RerankResponse | Resp
         raise ApiError(400, f"top_n must be at least 1, got {body.top_n}", param="top_n", code="invalid_value")
     pairs = [(body.query, text) for text in texts]
     try:
-        scores = await unless_disconnected(request.receive, work.scores(pairs, "query", "documents"))
+        scores = await unless_disconnected(
+            request.receive, work.scores(pairs, "query", "documents"), work.serving.turns
+        )
     except ClientGone:
         return GONE
     shown = body.return_documents is not False

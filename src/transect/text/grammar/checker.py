@@ -22,6 +22,7 @@ from typing import IO, Any
 
 import msgspec
 
+from .complaints import explain
 from .sources import from_ebnf
 from .vocabulary import Vocabulary
 
@@ -54,7 +55,7 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
     """llguidance's matcher for a grammar.
 
     Raises:
-        ValueError: the grammar cannot be compiled; the message is the library's, made shorter.
+        ValueError: the grammar cannot be compiled; see ``explain``.
     """
     import llguidance
 
@@ -62,18 +63,6 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
     if matcher.is_error():
         raise ValueError(explain(matcher.get_error()))
     return matcher
-
-
-def explain(error: str) -> str:
-    """Return the library's complaint in one line, with advice where there is some."""
-    line = " ".join(error.split())[:300]
-    if "Unimplemented keys" in line:
-        return f"the schema uses keywords that cannot be kept to ({line.partition(':')[2].strip()}): leave them out"
-    if "oneOf constraints" in line:
-        return "oneOf can be kept to only where its alternatives exclude each other (by a const, say): use anyOf"
-    if "too big" in line or "too large" in line or "fuel" in line or "too complex" in line.lower():
-        return f"it is too large or too complex ({line}): make it simpler"
-    return line
 
 
 class Busy(ValueError):
@@ -94,6 +83,21 @@ class Checker:
         self._seconds, self._nbytes = seconds, nbytes
         self._process: subprocess.Popen[bytes] | None = None
         self._resting = 0
+
+    def start(self) -> None:
+        """Start the process and wait until it is ready, unless it runs already."""
+        self._started()
+
+    @property
+    def alive(self) -> bool:
+        """The process runs."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def growth(self) -> int:
+        """Bytes that the process has taken since it started."""
+        process = self._process
+        return 0 if process is None else max(0, _memory(process.pid) - self._resting)
 
     def check(self, grammar: str) -> str | None:
         """Return the error of a grammar, or None if it is valid.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
-from .checker import Busy, Checker, compile_matcher
+from .checker import Busy, compile_matcher
+from .checkers import Checkers
 from .constraint import GrammarConstraint
+from .fair_pool import FairPool
 from .params import StructuredOutputsParams
 from .sources import from_ebnf, grammar_of, is_ebnf
 from .vocabulary import Vocabulary
@@ -38,22 +41,22 @@ class GrammarCompiler:
         self._known: OrderedDict[str, Any | str] = OrderedDict()
         """By grammar: llguidance's matcher, or why there is none."""
         self._known_bytes = 0
-        self._local = threading.local()
-        self._checkers: list[Checker] = []
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
+        self._checkers: Checkers | None = None
+        self._pool: FairPool | None = None
 
-    def submit(self, params: StructuredOutputsParams) -> Future[GrammarConstraint]:
-        """``compile`` in another thread."""
+    def submit(self, params: StructuredOutputsParams, client: str = "") -> Future[GrammarConstraint]:
+        """``compile`` in another thread; clients share the threads by time."""
         with self._lock:
             if self._pool is None:
-                threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
-                self._pool = ThreadPoolExecutor(threads, thread_name_prefix="grammar")
-        return self._pool.submit(self.compile, params)
+                self._pool = FairPool(self._threads, "grammar")
+        return self._pool.submit(client, functools.partial(self.compile, params))
 
     def compile(self, params: StructuredOutputsParams) -> GrammarConstraint:
         """Return the constraint at the beginning of an answer.
 
         Raises:
+            Busy: it is not known whether it can be used.
             ValueError: the grammar is at fault; the message begins with ``params.field`` and says what to change.
         """
         vocabulary, tokenizer = self._ready()
@@ -68,7 +71,7 @@ class GrammarCompiler:
             try:
                 found = self._compile(grammar, vocabulary, tokenizer)
             except Busy as error:
-                raise ValueError(f"{params.field} cannot be used: {error}") from None
+                raise Busy(f"{params.field} cannot be used: {error}") from None
             self._keep(grammar, found)
         if isinstance(found, str):
             raise ValueError(f"{params.field} cannot be used: {found}")
@@ -77,28 +80,29 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the threads and processes that check grammars."""
         if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
-        for checker in self._checkers:
-            checker.close()
+            self._pool.close()
+        if self._checkers is not None:
+            self._checkers.close()
 
     def _translate(self, grammar: str, field: str, vocabulary: Vocabulary) -> str:
         try:
-            return self._checker(vocabulary).translate(grammar) if self._checked else from_ebnf(grammar)
+            if not self._checked:
+                return from_ebnf(grammar)
+            with self._spares(vocabulary).one() as checker:
+                return checker.translate(grammar)
         except ValueError as error:
-            raise ValueError(f"{field} cannot be used: {error}") from None
+            raise type(error)(f"{field} cannot be used: {error}") from None
 
-    def _checker(self, vocabulary: Vocabulary) -> Checker:
-        """This thread's."""
-        checker: Checker | None = getattr(self._local, "checker", None)
-        if checker is None:
-            checker = self._local.checker = Checker(vocabulary)
-            with self._lock:
-                self._checkers.append(checker)
-        return checker
+    def _spares(self, vocabulary: Vocabulary) -> Checkers:
+        with self._lock:
+            if self._checkers is None:
+                self._checkers = Checkers(vocabulary, self._threads)
+            return self._checkers
 
     def _compile(self, grammar: str, vocabulary: Vocabulary, tokenizer: Any) -> Any | str:
         if self._checked:
-            problem = self._checker(vocabulary).check(grammar)
+            with self._spares(vocabulary).one() as checker:
+                problem = checker.check(grammar)
             if problem is not None:
                 return problem
         try:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from .bad_words import WithoutSequences
+from .complaints import explain
 
 ALONE_S = 0.002
 """Seconds for which masks are made one after another; if those that are left then would take as long again, several
@@ -63,8 +64,7 @@ class GrammarConstraint:
         return self._complaint() if self._matcher.is_error() else None
 
     def _complaint(self) -> str:
-        reason = self._matcher.get_error().split("\n")[0][:200]
-        return f"the answer cannot go on under the grammar of {self._field}: {reason}"
+        return f"the answer cannot go on under the grammar of {self._field}: {explain(self._matcher.get_error())}"
 
 
 class MaskFiller:

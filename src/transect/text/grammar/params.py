@@ -12,6 +12,8 @@ MAX_GRAMMAR_BYTES = 2**20
 MAX_REGEX_BYTES = 2**15
 MAX_CHOICES = 10_000
 
+OBJECT_BYTES = 2**16
+"""Estimate of the memory of a schema that is an object."""
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -97,6 +99,13 @@ class StructuredOutputsParams:
             raise ValueError(f"{self.field} choice must not hold an empty string")
         if sum(map(len, self.choice)) > MAX_GRAMMAR_BYTES:
             raise ValueError(f"{self.field} choice is longer than {MAX_GRAMMAR_BYTES} characters in all")
+
+    @property
+    def nbytes(self) -> int:
+        """Estimate of the memory that it holds."""
+        texts = (self.regex, self.grammar, self.lark, self.lead, self.json)
+        known = sum(len(text) for text in texts if isinstance(text, str)) + sum(map(len, self.choice or ()))
+        return known + OBJECT_BYTES * (isinstance(self.json, dict) + isinstance(self.structural_tag, dict))
 
     def schema(self) -> Any:
         """``json`` as an object.

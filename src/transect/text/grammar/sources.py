@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import lark
+from .complaints import explain
+from .nesting import shallow
 from .params import StructuredOutputsParams
 
 SHORT_SPACE = r"( |\r?\n[ \t]{0,40})"
@@ -52,7 +54,8 @@ def _answer(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> 
         if params.regex is not None:
             return _lark(f"start: ANSWER\nANSWER: {lark.regex(_without_anchors(params.regex))}")
         if params.choice is not None:
-            return _lark("start: " + " | ".join(map(lark.literal, params.choice)))
+            # One terminal: the parser would keep an item for each string, and 2,000 is its limit.
+            return _lark("start: ANSWER\nANSWER: " + " | ".join(map(lark.literal, params.choice)))
         if params.grammar is not None:
             return _lark(params.grammar)
         return _lark(structural_tag(params, special_ids))
@@ -93,7 +96,10 @@ def with_options(schema: dict[str, Any], space: str = SHORT_SPACE, *, lenient: b
     """A schema with what llguidance is to make of it: white space, escapes in strings (any letter may be written so),
     and whether keywords that it cannot keep to are refused."""
     options: dict[str, Any] = {"whitespace_pattern": space} if space else {"whitespace_flexible": False}
-    return {**schema, "x-guidance": {**options, "json_allow_general_unicode_escapes": True, "lenient": lenient}}
+    return {
+        **shallow(schema),
+        "x-guidance": {**options, "json_allow_general_unicode_escapes": True, "lenient": lenient},
+    }
 
 
 def tidy(schema: Any, *, close: bool = False) -> Any:
@@ -140,7 +146,10 @@ def from_ebnf(grammar: str) -> str:
     """
     from llguidance import grammar_from
 
-    return grammar_from("ebnf", grammar)
+    try:
+        return grammar_from("ebnf", grammar)
+    except ValueError as error:
+        raise ValueError(explain(str(error))) from None
 
 
 def structural_tag(params: StructuredOutputsParams, special_ids: Mapping[str, int]) -> str:

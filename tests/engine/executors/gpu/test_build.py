@@ -140,7 +140,7 @@ def test_steps_of_large_models_are_filled_up_where_that_is_asked_for() -> None:
         {},
         {"mixed_step_limit": "full"},
         {"mixed_step_limit": "1024tokens"},
-        {"mixed_step_limit": "fill", "policy": "static"},
+        {"mixed_step_limit": "fill", "batching": "static"},
         {"mixed_step_limit": "fill", "max_num_seqs": 64, "max_num_batched_tokens": 256},
     ):
         assert tokens("llama-3.1-8b", **settings) is None

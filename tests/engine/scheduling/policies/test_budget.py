@@ -192,12 +192,12 @@ def test_a_long_prompt_leaves_half_of_each_step_to_those_behind_it():
 
 
 def test_a_long_prompt_leaves_two_thirds_to_several_behind_it_also_in_longer_steps():
-    """Six more prompts wait, so steps are longer than the target; the long one would now fit into four of them."""
+    """More prompts wait, so steps are longer than the target; the long one would now fit into four of them."""
     core = taught(itl_target=12e-3)
     core.add(request("long", prompt=1700, first=7, max_tokens=2))
     sizes(core, 2)
     for index in range(6):
-        core.add(request(str(index), prompt=300, first=8 + index, max_tokens=2))
+        core.add(request(str(index), prompt=450, first=8 + index, max_tokens=2))
     (step,) = sizes(core, 1)
     room = sum(step[2:])
     assert room > 250 and 4 * room > 1700, "a longer step"
@@ -239,7 +239,7 @@ def test_a_long_conversation_that_is_cached_is_a_short_prompt():
     (alone,) = sizes(core, 1)
     core.add(request("turn 2", prompt=6050, first=5, max_tokens=2))
     (step,) = sizes(core, 1)
-    assert core.scheduler.waiting.num_tokens == 0 and 50 <= step[-1] <= 66, "a block is computed anew"
+    assert core.scheduler.waiting.num_tokens == 0 and 25 <= step[-1] <= 66, "at least half of its share"
     assert sum(step) == pytest.approx(sum(alone), rel=0.1)
 
 
@@ -286,7 +286,7 @@ def test_one_long_prompt_is_no_long_queue():
             core.add(request(str(index), prompt=prompt, first=7 + index, max_tokens=2))
         return sum(sizes(core, 1)[0])
 
-    assert first_step(300) < first_step(2048) == first_step(3500) < first_step(3500, 3500)
+    assert first_step(300) == first_step(2048) == first_step(3500) < first_step(3500, 3500)
 
 
 def test_outputs_are_the_same_however_steps_are_sized():

@@ -255,7 +255,7 @@ def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> i
     tokens = row_bucket(max(seqs, FILL_TOKENS))
     if storage.streamed:  # a step of many tokens takes no longer then
         return None
-    asked = config.step_limit.fill and config.policy == "continuous"
+    asked = config.step_limit.fill and config.batching == "continuous"
     asked = asked and config.layout.pipeline == 1  # stages have weights of different sizes
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 

@@ -34,8 +34,9 @@ full size, and a prompt that needs more than one step leaves room."""
 SHORTEST = 2
 """Shares of a step for the shortest prompts, if there are two or more; all other prompts get one share."""
 FELT = 2048
-"""Most tokens of one prompt that count as queue. A longer prompt does not lengthen steps further: one user waits for
-it, and longer steps would delay the streams of all others."""
+"""So many tokens of a prompt count as waiting. A longer one is no longer queue, and the longest prompt is none: one
+user waits for it, and the streams of all others would feel longer steps. Embeddings, scores and log-probabilities of
+prompts do not count: nobody reads along, and the sum of their times is the same."""
 FEW = 8
 """Number of waiting prompts above which all their tokens count."""
 LARGE = 4
@@ -143,22 +144,29 @@ class StepBudget:
     def _by_time(self, target: float, running: Listed[Sequence], waiting: WaitingQueue, barred: bool) -> Budget:
         left = [(seq.length - seq.scheduled, seq.scheduled) for seq in running]
         prompts = [(count, done) for count, done in left if count > 1]
+        felt = [
+            seq.length - seq.scheduled
+            for seq in running
+            if seq.length - seq.scheduled > 1 and not seq.request.spec.in_one_piece
+        ]
         rows = len(left)
         beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
         context = prompts[0][1] if prompts else 0
-        waits = sum(min(count, FELT) for count, _ in prompts) + _felt(waiting)
+        scored = _scored(running, waiting)
+        waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
         seconds = target or AUTO_RATIO * self.times.predict(beside)
-        tokens = even(self.times.most_tokens(seconds, beside, context, most), rows)
+        tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside)
             tokens = cheap if waits <= SHORT * (cheap - rows) else tokens  # more that waits would wait too long
         usual = tokens - rows
-        steps = waits / max(usual, 1)
+        steps = (waits - longest) / max(usual, 1)
         if steps > PATIENCE:
-            tokens = even(self.times.most_tokens(seconds * steps / PATIENCE, beside, context, most), rows)
+            longer = seconds * steps / PATIENCE
+            tokens = even(self.times.most_tokens(longer, beside, context, most, scored=scored), rows)
         if tokens <= rows:  # the decodes alone take longer than the target: prompts must not wait until they end
-            tokens = max(rows, min(rows + -(-waits // PATIENCE), most))
+            tokens = max(rows, min(rows + max(-(-waits // PATIENCE), 1), most))
         room = tokens - rows
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
@@ -221,11 +229,26 @@ class StepBudget:
         )
 
 
-def _felt(waiting: WaitingQueue) -> int:
-    """Tokens of prompts that wait, as far as they make steps longer."""
+def _felt(prompts: Listed[int], waiting: WaitingQueue) -> tuple[int, int]:
+    """Tokens of prompts as far as they make steps longer, without what is answered in one piece; and those of the
+    longest prompt, where few are there.
+
+    Args:
+        prompts: tokens left of those that have begun.
+    """
+    counts = [min(count, FELT) for count in prompts]
     if len(waiting) > FEW:
-        return waiting.num_tokens
-    return sum(min(seq.to_compute, FELT) for seq in waiting.in_order())
+        return sum(counts) + waiting.num_felt, max(counts, default=0)
+    counts += [min(seq.to_compute, FELT) for seq in waiting.in_order() if not seq.request.spec.in_one_piece]
+    return sum(counts), max(counts, default=0)
+
+
+def _scored(running: Listed[Sequence], waiting: WaitingQueue) -> bool:
+    """Log-probabilities are wanted of a prompt that may be part of the next step."""
+    head = waiting.head()
+    if head is not None and head.request.spec.params.prompt_logprobs is not None:
+        return True
+    return any(seq.request.spec.params.prompt_logprobs is not None and not seq.request.prompt_done for seq in running)
 
 
 def even(tokens: int, rows: int) -> int:

@@ -1,0 +1,189 @@
+"""Latencies of ordinary users beside attackers, and memory of the server, for minutes or hours.
+
+Users ask short questions one after another, in a stream. After a while attackers join: large bodies, crowds that leave
+at once, requests of many long answers, long prompts, schemas that are refused late, paths that nobody serves. The
+users' times to the first token and between tokens are compared with and without attackers, and the memory of the
+server's processes at the beginning with that at the end.
+
+    python benchmarks/server/soak.py [--minutes 60] [--users 4] [--out benchmarks/results/cpu/soak.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+import _paths  # noqa: F401
+from benchmarks import record
+from benchmarks.server.clients import BUILTIN, server
+from benchmarks.server.fair_sharing import HOSTILE, WORDS, of
+
+PATIENCE_S = 300
+QUIET_SHARE = 0.3
+"""The share of the time without attackers, which comes first."""
+SAMPLE_S = 5.0
+"""Between two looks at memory."""
+SETTLED = 0.2
+"""Memory is compared from this share of the attackers' time on: before, caches fill."""
+
+
+class Times:
+    """Seconds that users felt, with and without attackers."""
+
+    def __init__(self) -> None:
+        self.attacked = False
+        self.first: dict[bool, list[float]] = {False: [], True: []}
+        self.between: dict[bool, list[float]] = {False: [], True: []}
+        self.refused: dict[str, int] = {}
+
+
+def user(url: str, key: str, times: Times, over: threading.Event) -> None:
+    """Ask until the end."""
+    chance = random.Random(key)
+    with httpx.Client(timeout=PATIENCE_S) as client:
+        while not over.is_set():
+            body = {"model": BUILTIN, "prompt": f"User {chance.random()} asks", "max_tokens": 24, "stream": True}
+            attacked, began, last = times.attacked, time.perf_counter(), None
+            with client.stream("POST", f"{url}/v1/completions", json=body, headers=of(key)) as answer:
+                if answer.status_code != 200:
+                    name = str(answer.status_code)
+                    times.refused[name] = times.refused.get(name, 0) + 1
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        now = time.perf_counter()
+                        (times.first if last is None else times.between)[attacked].append(now - (last or began))
+                        last = now
+            time.sleep(0.2)
+
+
+def attacks(url: str) -> list[Callable[[httpx.Client, int], None]]:
+    """Each makes one attack; all are of one client with a key of its own."""
+    host, port = url.removeprefix("http://").split(":")
+
+    def post(client: httpx.Client, path: str, **fields: Any) -> None:
+        client.post(f"{url}{path}", json={"model": BUILTIN, **fields}, headers=of("attacker"))
+
+    def leave(client: httpx.Client, number: int) -> None:
+        body = json.dumps({"prompt": f"{number}", "max_tokens": 500, "stream": True}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer attacker\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode()
+        with contextlib.ExitStack() as stack:
+            for _ in range(50):
+                stack.enter_context(socket.create_connection((host, int(port)))).sendall(head + body)
+            time.sleep(1.0)
+
+    return [
+        leave,
+        lambda client, number: post(client, "/v1/completions", prompt="a", bad_words=[f"w{n}" for n in range(100_000)]),
+        lambda client, number: post(
+            client, "/v1/chat/completions", messages=[{"role": "user", "content": f"{number} hi"}] * 5000
+        ),
+        lambda client, number: post(
+            client, "/v1/completions", prompt=[f"{number} {n}" for n in range(64)], max_tokens=30, ignore_eos=True
+        ),
+        lambda client, number: post(client, "/v1/completions", prompt=f"{number} " + WORDS * 100, max_tokens=1),
+        lambda client, number: post(
+            client, "/v1/completions", prompt="x", guided_json={**HOSTILE, "title": str(number)}, max_tokens=4
+        ),
+        lambda client, number: post(client, "/v1/embeddings", input=[f"{number} {n} " + WORDS for n in range(64)]),
+        lambda client, number: post(client, f"/nowhere/{number}%0aforged"),
+    ]
+
+
+def attacker(attack: Callable[[httpx.Client, int], None], times: Times, over: threading.Event) -> None:
+    """Attack until the end, from when it is time on."""
+    with httpx.Client(timeout=PATIENCE_S) as client:
+        for number in itertools.count():
+            while not times.attacked and not over.is_set():
+                time.sleep(0.1)
+            if over.is_set():
+                return
+            with contextlib.suppress(httpx.HTTPError, OSError):
+                attack(client, number)
+            time.sleep(0.2)
+
+
+def memory(process: psutil.Process) -> int:
+    """Resident bytes of a process and of all below it."""
+    total = 0
+    for each in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            total += each.memory_info().rss
+    return total
+
+
+def percentiles(values: list[float]) -> dict[str, float | int]:
+    """p50 and p99, in seconds, and their number."""
+    ordered = sorted(values)
+    return {"p50": ordered[len(ordered) // 2], "p99": ordered[len(ordered) * 99 // 100], "count": len(ordered)}
+
+
+def soak(minutes: float, users: int) -> dict[str, Any]:
+    """Run, and sum up."""
+    times, over = Times(), threading.Event()
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys"
+        keys.write_text("\n".join(["attacker", *(f"user-{number}" for number in range(users))]) + "\n")
+        with server("--api-key-file", str(keys)) as url:
+            me = psutil.Process()
+            process = next(each for each in me.children() if "serve" in each.cmdline())
+            threads = [
+                *(threading.Thread(target=user, args=(url, f"user-{n}", times, over)) for n in range(users)),
+                *(threading.Thread(target=attacker, args=(each, times, over)) for each in attacks(url)),
+            ]
+            for thread in threads:
+                thread.daemon = True
+                thread.start()
+            began, seconds, samples = time.perf_counter(), 60 * minutes, list[tuple[float, int]]()
+            while (passed := time.perf_counter() - began) < seconds:
+                times.attacked = passed > QUIET_SHARE * seconds
+                samples.append((passed, memory(process)))
+                time.sleep(min(SAMPLE_S, seconds / 20))
+            over.set()
+            for thread in threads:
+                thread.join(PATIENCE_S)
+    begin = (QUIET_SHARE + SETTLED * (1 - QUIET_SHARE)) * seconds
+    late = [nbytes for passed, nbytes in samples if passed >= begin]
+    third = max(1, len(late) // 3)
+    return {
+        "minutes": minutes,
+        "users": users,
+        "first_token_s": {name: percentiles(times.first[on]) for name, on in (("quiet", False), ("attacked", True))},
+        "between_tokens_s": {
+            name: percentiles(times.between[on]) for name, on in (("quiet", False), ("attacked", True))
+        },
+        "users_refused": times.refused,
+        "memory_bytes": {"first_third": max(late[:third]), "last_third": max(late[-third:])},
+    }
+
+
+def main() -> None:
+    """Soak, and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--users", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "soak.json")
+    options = parser.parse_args()
+    result = soak(options.minutes, options.users)
+    result = {"command": "python benchmarks/server/soak.py", "environment": record.environment("llguidance"), **result}
+    record.write(options.out, result)
+    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Places of ``max_num_seqs``: a client that has fewer than its share gets one from a client that has more.
+
+Places are taken for as long as an answer takes, which may be minutes. Without this rule one client that fills them all
+would keep everybody else waiting for that long, whatever the order of the queue is. Only as much is taken as the
+newcomer's share allows, and only from above a share, so places do not go to and fro.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from ..request import Sequence
+
+LOOKED_AT = 64
+"""Sequences at the front of the queue among which a newcomer is looked for: those of clients below their shares have
+small tags."""
+
+
+def exchange(
+    running: Iterable[Sequence], waiting: Iterable[Sequence], places_of: Callable[[Sequence], int], most: int
+) -> tuple[Sequence, Sequence] | None:
+    """Who gets a place next, and who loses one for it.
+
+    Args:
+        running: sequences that have places, best rank first.
+        waiting: the front of the queue, best rank first.
+        places_of: places that a sequence takes.
+        most: places that there are.
+
+    Returns:
+        The first waiting sequence of a client without a place, else of one below its share; and the newest sequence of
+        the client that is furthest above its share. None if there are no such two.
+    """
+    front = list(waiting)
+    weights = {seq.request.spec.client: seq.request.spec.weight for seq in front}
+    held: dict[str, int] = {}
+    newest: dict[str, Sequence] = {}
+    several: set[str] = set()
+    for seq in running:
+        client = seq.request.spec.client
+        held[client] = held.get(client, 0) + places_of(seq)
+        weights[client] = seq.request.spec.weight
+        if seq.length < seq.max_length:  # else it is about to end
+            if client in newest:
+                several.add(client)
+            newest[client] = seq
+    total = sum(weights.values())
+    above = {client: held.get(client, 0) - most * weight / total for client, weight in weights.items()}
+    loser = max(several, key=above.__getitem__, default=None)
+    if loser is None or above[loser] <= 0:
+        return None
+    others = [seq for seq in front if seq.request.spec.client != loser]
+    below = (seq for seq in others if above[seq.request.spec.client] + places_of(seq) <= 0)
+    without = (seq for seq in others if not held.get(seq.request.spec.client))
+    newcomer = next(without, None) or next(below, None)
+    return None if newcomer is None else (newcomer, newest[loser])

@@ -1,0 +1,181 @@
+"""Clients: who asks, by API key or by address, and what each of them may do.
+
+A client with a key is known by the key's name. Without keys a client is an address; what a proxy says of addresses
+counts if the operator trusts that proxy (``ServerOptions.trusted_proxies``). Of an IPv6 address the first 64 bits
+count: one client has all the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import json
+from collections.abc import Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from starlette.types import Scope
+
+from .errors import ApiError
+
+MOST_NAME = 64
+"""Characters of a key's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Someone who sends requests.
+
+    Attributes:
+        name: of the key, or an address. It is shown in metrics and logs.
+        operator: may change the server's state, and see the requests of others.
+        weight: share of the engine's work beside others that want it; 2 gets twice as much as 1.
+        requests_per_minute, tokens_per_minute: limits; None for none. Tokens are those of prompts and answers.
+        parallel: requests at the same time; None for no limit.
+        has_key: false for an address.
+
+    Raises:
+        ValueError: a value is out of range; the message begins with its name.
+    """
+
+    name: str
+    operator: bool = False
+    weight: float = 1.0
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    parallel: int | None = None
+    has_key: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isprintable() or not 0 < len(self.name) <= MOST_NAME:
+            raise ValueError(f"name must be a text of 1 to {MOST_NAME} printable characters, got {self.name!r}")
+        weight = self.weight
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0.01 <= weight <= 1000:
+            raise ValueError(f"weight must be a number from 0.01 to 1000, got {weight!r}")
+        for name in ("requests_per_minute", "tokens_per_minute", "parallel"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """A key and the client that it stands for."""
+
+    key: str
+    client: Client
+
+    def __repr__(self) -> str:
+        """Without the key: settings are printed."""
+        return f"ApiKey({self.client.name!r})"
+
+
+NOBODY = Client("unknown", has_key=False)
+_client: ContextVar[Client] = ContextVar("transect_client", default=NOBODY)
+
+
+def current_client() -> Client:
+    """The client whose request this task handles."""
+    return _client.get()
+
+
+def check_operator() -> None:
+    """Raises ApiError, 403, where the request that this task handles is not an operator's."""
+    if not current_client().operator:
+        message = "this is for the operator of the server: send the key of --admin-api-key"
+        raise ApiError(403, message, code="operator_key_needed")
+
+
+class Clients:
+    """Tells clients by what their requests hold.
+
+    Args:
+        keys: of ordinary clients. Without any, everybody may ask.
+        operators: of operators. Without any keys at all, everybody is an operator.
+    """
+
+    def __init__(self, keys: Iterable[ApiKey], operators: Iterable[str] = ()) -> None:
+        self._known = {_digest(each.key.encode()): each.client for each in keys}
+        self._closed = bool(self._known)
+        for key in operators:
+            self._known[_digest(key.encode())] = Client("operator", operator=True)
+        self._all_operators = not self._known
+
+    def of(self, scope: Scope) -> Client | None:
+        """The client of a request, which is the current one of this task from now on; None if it needs a key and has
+        none that is known."""
+        headers = dict(scope["headers"])
+        given = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+        scheme, _, key = given.partition(b" ")
+        # Digests are compared, so the time that it takes tells nothing about keys.
+        client = self._known.get(_digest(key.strip())) if scheme.lower() == b"bearer" else None
+        if client is None and not self._closed:
+            client = Client(address_of(scope), operator=self._all_operators, has_key=False)
+        _client.set(client or NOBODY)
+        return client
+
+
+def address_of(scope: Scope) -> str:
+    """The address of a request's client, or ``local`` for one that has none."""
+    host = (scope.get("client") or ("",))[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return "local"
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Network((address, 64), strict=False))
+    return str(address)
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def keys_in(path: Path) -> list[ApiKey]:
+    """The API keys in a file, one a line: the key alone, or a JSON object with ``key``, ``name`` and limits.
+
+    Raises:
+        ValueError: it cannot be read, holds none, or a line is at fault; the message has its number.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"--api-key-file {path} cannot be read ({error}): give a text file with one key a line"
+        ) from None
+    found: list[ApiKey] = []
+    for number, line in enumerate(map(str.strip, lines), 1):
+        if not line:
+            continue
+        try:
+            found.append(_key_of(line, f"key-{number}"))
+        except ValueError as error:
+            raise ValueError(f"--api-key-file {path}, line {number}: {error}") from None
+    if not found:
+        raise ValueError(f"--api-key-file {path} holds no key: write one a line, or leave the option out")
+    names = [each.client.name for each in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None and len({each.client for each in found if each.client.name == twice}) > 1:
+        raise ValueError(f"--api-key-file {path} gives the name {twice!r} to keys with different limits")
+    return found
+
+
+def _key_of(line: str, name: str) -> ApiKey:
+    if not line.startswith("{"):
+        return ApiKey(line, Client(name))
+    try:
+        value: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"it begins as a JSON object and is none ({error})") from None
+    key = value.pop("key", None)
+    if not isinstance(key, str) or not key:
+        raise ValueError('it must have the key: {"key": "...", "name": "..."}')
+    known = [each.name for each in fields(Client) if each.name not in ("operator", "has_key")]
+    unknown = next((each for each in value if each not in known), None)
+    if unknown is not None:
+        raise ValueError(f"there is no field {unknown[:40]!r}; there are key, {', '.join(known)}")
+    return ApiKey(key, Client(**{"name": name, **value}))

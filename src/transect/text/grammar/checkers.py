@@ -1,0 +1,67 @@
+"""Processes that check grammars, with a spare one that is warm: one that had to be ended is replaced at once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .checker import Checker
+from .vocabulary import Vocabulary
+
+MOST_KEPT = 256 * 2**20
+"""Bytes by which a process may have grown and still be used again."""
+
+
+class Checkers:
+    """Lends processes to threads.
+
+    Args:
+        vocabulary: of the model.
+        threads: that may borrow at the same time; there is one process more.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, threads: int) -> None:
+        self._all = [Checker(vocabulary) for _ in range(threads + 1)]
+        self._ready: queue.LifoQueue[Checker] = queue.LifoQueue()
+        self._closed = False
+        for checker in self._all[1:]:
+            self._ready.put(checker)  # started by whoever borrows it first
+        self._warm(self._all[0])
+
+    @contextmanager
+    def one(self) -> Iterator[Checker]:
+        """A process, for as long as the block lasts."""
+        checker = self._ready.get()
+        try:
+            yield checker
+        finally:
+            if checker.growth > MOST_KEPT:
+                checker.close()
+            if checker.alive or self._closed:
+                self._ready.put(checker)
+            else:
+                self._warm(checker)
+
+    def close(self) -> None:
+        """End all processes, whatever they are doing."""
+        self._closed = True
+        for checker in self._all:
+            checker.close()
+
+    def _warm(self, checker: Checker) -> None:
+        """Start a process again in a thread, and lend it when it is ready."""
+
+        def start() -> None:
+            try:
+                if not self._closed:
+                    checker.start()
+            except (OSError, RuntimeError, EOFError):
+                pass  # whoever borrows it tries again, and says what is wrong
+            finally:
+                self._ready.put(checker)
+                if self._closed:
+                    checker.close()
+
+        threading.Thread(target=start, name="grammar-spare", daemon=True).start()
