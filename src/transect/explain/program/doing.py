@@ -19,7 +19,7 @@ from .sampler import Frame
 
 OURS = "/transect/explain/"
 """Files of these run and watch the user's."""
-RUNS = "/transect/explain/script.py"
+RUNS = "/transect/explain/program/script.py"
 """Runs a script: frames outwards of it are not the script's."""
 LIBRARY = (
     sysconfig.get_paths()["stdlib"],

@@ -282,25 +282,25 @@ def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.n
     own = np.full(len(trace.ts), np.nan)
     wholes: dict[int, float | None] = {}
     delegating: dict[int, bool] = {}
-    stack: list[tuple[float, int, list[float]]] = []
+    stack: list[tuple[float, int, int, list[float]]] = []
 
     def close() -> None:
-        _, index, called = stack.pop()
-        number = int(trace.key[index])
+        _, index, number, called = stack.pop()
         whole, inside = wholes[number], sum(called)
         if whole is not None:
             own[index] = 0.0 if inside and delegating[number] else max(0.0, whole - inside)
         if stack:
-            stack[-1][2].append(max(whole or 0.0, inside))
+            stack[-1][3].append(max(whole or 0.0, inside))
 
-    for index in indices:
-        while stack and stack[-1][0] <= trace.ts[index]:
+    chosen = np.asarray(indices, dtype=np.int64)
+    columns = (chosen, trace.ts[chosen], trace.ts[chosen] + trace.dur[chosen], trace.key[chosen])
+    for index, begin, end, number in zip(*(column.tolist() for column in columns), strict=True):
+        while stack and stack[-1][0] <= begin:
             close()
-        number = int(trace.key[index])
         if number not in wholes:
             wholes[number] = floor(trace.keys[number], ceilings)
             delegating[number] = _delegates(trace.keys[number])
-        stack.append((float(trace.ts[index] + trace.dur[index]), index, []))
+        stack.append((end, index, number, []))
     while stack:
         close()
     return own

@@ -287,9 +287,10 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
     """(begin, end, event) of every stretch of a thread between two moments: the innermost event, or -1 for none."""
     stack: list[tuple[float, int]] = []
     at = begin
-    for index in indices:
-        first = min(max(float(trace.ts[index]), begin), end)
-        last = min(float(trace.ts[index] + trace.dur[index]), end)
+    chosen = np.asarray(indices, dtype=np.int64)
+    firsts, lasts = trace.ts[chosen], trace.ts[chosen] + trace.dur[chosen]
+    columns = (chosen, np.clip(firsts, begin, end), np.minimum(lasts, end))
+    for index, first, last in zip(*(column.tolist() for column in columns), strict=True):
         if last <= begin or first >= end:
             continue
         while stack and stack[-1][0] <= first:
@@ -316,32 +317,33 @@ def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
     """What the main thread did, where no kernel ran on a GPU."""
-    mine = [int(i) for i in trace.where(OP) if trace.lane[i] == lane]
+    mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
     stats: dict[int, OpStat] = {}
     gaps: list[Gap] = []
-    seen: set[int] = set()
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
-    least = own_floors(trace, mine, ceilings)
+    least, numbers = own_floors(trace, mine, ceilings).tolist(), trace.key.tolist()
     segments = self_segments(trace, mine, begin, end)
-    for first, last, owner, index in ((*each, index) for a, b, index in segments for each in pieces(owners, a, b)):
+    cut = ((*each, index) for a, b, index in segments for each in (pieces(owners, a, b) if owners else ((a, b, ""),)))
+    seen: set[int] = set()
+    for first, last, owner, index in cut:
         if owner:
             parts[owner] += last - first
             continue
         if index < 0:
             gaps.append(Gap(first, last))
             continue
-        number = int(trace.key[index])
+        number = numbers[index]
         stat = stats.get(number)
         if stat is None:
-            known = None if np.isnan(least[index]) else 0.0
+            known = None if least[index] != least[index] else 0.0
             stat = stats[number] = OpStat(trace.keys[number], first=first, floor=known)
         stat.seconds += last - first
         stat.last = last
         if index not in seen:
             seen.add(index)
             stat.calls += 1
-            stat.floor = stat.floor + float(least[index]) if stat.floor is not None else None
+            stat.floor = stat.floor + least[index] if stat.floor is not None else None
     for stat in stats.values():
         stat.floor = stat.floor / stat.calls if stat.floor is not None else None
         parts["profiler"] += (cost := min(stat.calls * profiler_s, 0.9 * stat.seconds))

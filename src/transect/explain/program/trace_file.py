@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .trace import Trace
+import msgspec
+
+from .trace import Trace, WrittenEvent
 
 PIECE = 1 << 20
 """Characters that are read at a time."""
@@ -22,6 +24,10 @@ LONGEST_EVENT = 64 << 20
 """A value that does not end within so many characters is no event."""
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
+_BETWEEN = "\n  },\n  {"
+"""Between two events as torch's profiler writes them. Inside a string JSON has no line ends."""
+_WRITTEN = msgspec.json.Decoder(list[WrittenEvent])
+"""Decodes many events of the form that torch's profiler writes; others raise an error."""
 
 
 class _Text:
@@ -71,6 +77,20 @@ class _Text:
             if not self.more() and not self.ended:
                 raise EOFError
 
+    def many(self) -> list[WrittenEvent]:
+        """All events of torch's profiler that end in the window, without reading on; empty where they have another
+        form."""
+        last = self.buffer.rfind(_BETWEEN, self.at)
+        if last < 0:
+            return []
+        end = last + _BETWEEN.index(",")
+        try:
+            found = _WRITTEN.decode(f"[{self.buffer[self.at : end]}]")
+        except (msgspec.DecodeError, ValueError):
+            return []
+        self.at = end
+        return found
+
 
 def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
     """The events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values go to ``head``.
@@ -104,6 +124,7 @@ def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
 
 
 def _items(text: _Text) -> Iterator[Any]:
+    tried = ""
     while True:
         following = text.peek()
         if following == "]":
@@ -113,6 +134,9 @@ def _items(text: _Text) -> Iterator[Any]:
             text.at += 1
         elif not following:
             raise EOFError
+        elif text.buffer is not tried:
+            tried = text.buffer
+            yield from text.many()
         else:
             yield text.value()
 
@@ -161,7 +185,10 @@ def read_trace(path: str | Path, progress: Callable[[float], None] | None = None
         trace = Trace(str(path))
         try:
             for event in events(text, head):
-                trace.add(event)
+                if isinstance(event, WrittenEvent):
+                    trace.add_written(event)
+                else:
+                    trace.add(event)
         except EOFError:
             trace.truncated = True
         except ValueError as error:
