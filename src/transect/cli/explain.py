@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -124,6 +125,8 @@ def replay(
         raise ValueError(f"the replay differs at {found.difference}")
 
 
+AGAIN_S = 10.0
+"""A program without steps that took no longer is run again to time it."""
 HtmlFile = Annotated[Path | None, output_file("--html", help="Write the report as one page that loads nothing.")]
 JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 
@@ -139,16 +142,19 @@ def run(
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
     grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
     seconds: Annotated[float, typer.Option(help="End the program after so many seconds; 0: let it end.", min=0)] = 0.0,
+    window: Annotated[float, typer.Option(help="Seconds of steps to profile; 0: the whole program.", min=0)] = 3.0,
+    once: Annotated[bool, typer.Option("--once", help="Never run the program twice to time it.")] = False,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
     """Run a PyTorch program and say where its time went, what it could be, and what to change.
 
-    Ctrl-C or --seconds ends the program, and what ran until then is explained: give --seconds to one that runs for
-    minutes, as each call of an operator is kept. With --apply it runs a dozen times more, with the same standard input.
+    The first steps warm up, the next ones are timed without profiling, and steps of --window seconds are profiled. A
+    program without steps is profiled as a whole; one of a few seconds then runs once more, without profiling.
+    Ctrl-C or --seconds ends the program, and what ran until then is explained.
+    With --apply it runs a dozen times more, with the same standard input.
     """
     import dataclasses
-    import sys
 
     from ..costs.presets import preset as find
     from ..explain.energy import Energies
@@ -156,13 +162,16 @@ def run(
     from ..explain.program.explain import Explain, explain_script
     from ..explain.program.script import Input, ScriptFailed
 
-    script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
+    script = dataclasses.replace(
+        _script([*command, *context.args], sys.stdin if apply or not once else None), seconds=seconds
+    )
     keep_trace, html, as_json = (file and file.absolute() for file in (keep_trace, html, as_json))
     ceilings = None if preset is None else find(preset).ceilings()
     failed: ScriptFailed | None = None
     with Energies(energy, grid) as energies:
         try:
-            found = explain_script(script, Explain(ceilings, stacks=stacks, trace=keep_trace))
+            explain = Explain(ceilings, stacks=stacks, trace=keep_trace, window_s=window, progress=_progress)
+            found = explain_script(script, explain, again_s=0.0 if once else AGAIN_S)
         except ScriptFailed as error:
             failed, found = error, error.found
     found.facts.update(energies.facts)
@@ -171,10 +180,14 @@ def run(
         print(line)
     if failed is not None:
         raise failed
-    nothing = Input(io.BytesIO())
-    again = dataclasses.replace(script, stdin=script.stdin or nothing, seconds=0.0)  # it ended by itself
+    again = dataclasses.replace(script, stdin=script.stdin or Input(io.BytesIO()), seconds=0.0)  # it ended by itself
     for done in applied(again, found) if apply and not found.interrupted else ():
         print(done, flush=True)
+
+
+def _progress(line: str) -> None:
+    """Print a stage of the analysis for a person."""
+    print(f"transect explain: {line} ...", file=sys.stderr, flush=True)
 
 
 def _script(words: list[str], stdin: Any) -> Any:

@@ -268,7 +268,11 @@ def test_the_innermost_library_says_what_a_line_does(tmp_path, line, inner, kind
     files = [(file.replace("STDLIB", sysconfig.get_paths()["stdlib"]), function) for file, function in inner]
     stack = (*(Frame(file, function, 1) for file, function in files), Frame(str(script), "<module>", 1))
     assert doing_of(stack).kind == kind and doing_of(stack).frame == stack[-1]
-    below = (*stack, Frame("/x/transect/explain/program/script.py", "run", 9), Frame("/x/transect/__main__.py", "<module>", 6))
+    below = (
+        *stack,
+        Frame("/x/transect/explain/program/script.py", "run", 9),
+        Frame("/x/transect/__main__.py", "<module>", 6),
+    )
     assert doing_of(below) == doing_of(stack) and doing_of(below[-2:]).frame is None
 
 

@@ -8,22 +8,16 @@ with a change, or for which it cannot be right, is left as it is, and the result
 from __future__ import annotations
 
 import contextlib
-import os
-import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-import numpy as np
-import torch
 
 from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
 from .finding import Finding
 from .report import Explanation
 from .script import Script
+from .timing import timed
 
 RUNS = 3
-SEED = 0
 Change = Callable[[], contextlib.AbstractContextManager[Running]]
 
 
@@ -84,9 +78,9 @@ def _measured(script: Script, finding: Finding, name: str) -> Applied:
     try:
         change = _batching(script) if name == "batching" else CHANGES[name]
         for _ in range(RUNS):
-            before = min(before, _seconds(script))
+            before = min(before, timed(script))
             with change() as running:
-                taken = _seconds(script)
+                taken = timed(script)
             if taken - running.setup_s < after - setup:
                 after, setup = taken, running.setup_s
     except NotPossible as error:
@@ -101,7 +95,7 @@ def _batching(script: Script) -> Change:
     computed: no module may be called with what depends on its own earlier results, by way of others or not."""
     batched = Batched()
     with batched.record():
-        _seconds(script)
+        timed(script)
     if not any(len(calls) > 1 for calls in batched.calls.values()):
         raise NotPossible("no module is called twice")
     if len(batched.calls) > MOST_MODULES:
@@ -109,7 +103,7 @@ def _batching(script: Script) -> Change:
     depends: dict[int, set[int]] = {}
     for module in batched.calls:
         with batched.check(module, depends.setdefault(module, set())):
-            _seconds(script)
+            timed(script)
     while depends:
         free = [module for module, users in depends.items() if not users & set(depends)]
         if not free:
@@ -117,38 +111,3 @@ def _batching(script: Script) -> Change:
         for module in free:
             del depends[module]
     return batched.apply
-
-
-def _seconds(script: Script) -> float:
-    """Seconds that a run takes, until a GPU has done what it was asked for; nobody sees what it prints."""
-    with (
-        _same_chance(),
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        began = time.perf_counter()
-        ending = script.run(show=False)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken = time.perf_counter() - began
-    if ending.interrupted:
-        raise KeyboardInterrupt
-    if ending.failed:
-        raise ending.error if isinstance(ending.error, NotPossible) else NotPossible(ending.failed)
-    return taken
-
-
-@contextlib.contextmanager
-def _same_chance() -> Iterator[None]:
-    """Inside, a script that sets no seed draws the same numbers every time: its runs are compared."""
-    plain, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(SEED)
-        random.seed(SEED)
-        np.random.seed(SEED)
-        try:
-            yield
-        finally:
-            random.setstate(plain)
-            np.random.set_state(arrays)

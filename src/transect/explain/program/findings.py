@@ -15,7 +15,7 @@ from ...hardware.cores import usable_cores
 from .finding import MANY, Finding, Material
 from .findings_host import collector, host, library, other_threads, threads, whole_shares
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host
+from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
@@ -195,6 +195,8 @@ def conversions(material: Material) -> Iterator[Finding]:
     """Copies that change the type, the layout or the length of the same tensors."""
     groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
     for op in material.split.named(*COPIES):
+        if of_number(op.key) and not material.split.on_gpu:
+            continue
         if op.name in ("aten::cat", "aten::stack"):
             groups["grow"].append(op)
         elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:

@@ -34,7 +34,6 @@ HOST_ADVICE = {
     "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
-    "import": ("modules are imported", "import only what is needed; it is done once, so a longer run shows the rest"),
     "python": (
         "Python computes between operators",
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
@@ -95,6 +94,8 @@ def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
         doing = doing_of(sample.stack)
         if doing.kind in WHOLE:
             lines.setdefault(doing.kind, Counter())[str(doing.frame or "a library")] += 1
+    if material.samples is not None and not material.samples.anomalies:
+        lines.pop("stacks", None)  # other code wrote a stack down
     return {kind: (seen.total() / len(samples), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
 
@@ -160,7 +161,11 @@ def collector(material: Material) -> Iterator[Finding]:
 def threads(material: Material) -> Iterator[Finding]:
     """torch uses fewer threads than there are cores."""
     used, cores = material.facts.get("threads"), material.facts.get("cores")
-    if material.split.on_gpu or not used or not cores or used >= cores:
+    if material.split.on_gpu or not used or not cores:
+        return
+    left = float(material.facts.get("idle_cores", cores))  # other programs may be using them
+    cores = min(cores, used + int(left + 0.3))
+    if used >= cores:
         return
     large = [op for op in material.split.ops if op.seconds / op.calls > 200e-6 and op.key.name not in SYNC]
     seconds = sum(op.seconds for op in large)

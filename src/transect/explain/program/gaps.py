@@ -109,10 +109,11 @@ def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
 def _moved(split: Split, named: list[Named]) -> list[Named]:
     """Give the parts that are no Python their time."""
     for each in named:
-        if each.doing.part != "host":
+        part = "startup" if each.doing.kind == "import" else each.doing.part
+        if part != "host":
             split.parts["host"] -= each.seconds
-            split.parts[each.doing.part] += each.seconds
-    return named
+            split.parts[part] += each.seconds
+    return [each for each in named if each.doing.kind != "import"]
 
 
 def _named(split: Split, samples: Samples | None) -> list[Named]:

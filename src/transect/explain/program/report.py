@@ -10,6 +10,7 @@ from ...costs.ceilings import Ceilings
 from .finding import Finding
 from .gaps import Named
 from .split import PARTS, OpStat, Split
+from .steady import Steps
 
 MOST_OPS = 12
 SURE = 1.1
@@ -28,6 +29,8 @@ class Explanation:
     ceilings: Ceilings | None = None
     interrupted: bool = False
     """Ctrl-C ended what was explained."""
+    steps: Steps | None = None
+    """The steps that are explained; None if none repeat."""
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; seconds."""
@@ -40,7 +43,10 @@ class Explanation:
 def lines(explanation: Explanation) -> Iterator[str]:
     """Parts, findings, and the operators that cost the most."""
     split = explanation.split
-    yield f"wall time {1e3 * split.wall:.1f} ms, {'GPU' if split.on_gpu else 'CPU'}"
+    if explanation.steps is not None:
+        yield str(explanation.steps)
+    device = "GPU" if split.on_gpu else "CPU"
+    yield f"wall time {1e3 * split.wall:.1f} ms profiled, {1e3 * split.own:.1f} ms {split.source}, {device}"
     yield ""
     for part, meaning in PARTS.items():
         seconds = split.parts.get(part, 0.0)
@@ -85,6 +91,9 @@ def as_dict(explanation: Explanation) -> dict[str, Any]:
     split = explanation.split
     return {
         "wall_s": split.wall,
+        "plain_s": split.own,
+        "plain_measured": split.measured,
+        "steps": None if explanation.steps is None else asdict(explanation.steps),
         "on_gpu": split.on_gpu,
         "parts_s": {part: split.parts.get(part, 0.0) for part in PARTS},
         "findings": [asdict(found) for found in explanation.findings],

@@ -63,6 +63,14 @@ class Samples:
     period: float = PERIOD_S
     samples: list[Sample] = field(default_factory=list)
     collections: list[tuple[float, float]] = field(default_factory=list)
+    anomalies: int = 0
+    """Samples in which autograd's anomaly detection was on."""
+
+    def between(self, begin: float, end: float) -> Samples:
+        """Those of a stretch."""
+        inside = [each for each in self.samples if begin <= each.at < end]
+        kept = [(first, last) for first, last in self.collections if begin <= first < end]
+        return Samples(self.period, inside, kept, self.anomalies)
 
     def on_clock(self, offset: float) -> Samples:
         """The same, with times that lie ``offset`` seconds later: those of another clock."""
@@ -70,6 +78,7 @@ class Samples:
             self.period,
             [replace(sample, at=sample.at + offset) for sample in self.samples],
             [(begin + offset, end + offset) for begin, end in self.collections],
+            self.anomalies,
         )
 
 
@@ -119,6 +128,7 @@ class StackSampler:
                 waits = at - seen.get(thread, -1.0) > RECENT_S
                 busy += not (waits or code.co_name in WAITS)
             before = {ident: ran for ident, ran in now.items() if ident is not None and ran is not None}
+            self.found.anomalies += _anomaly_detection()
             if places:
                 self.found.samples.append(Sample(at, self._stack(places), busy))
 
@@ -138,6 +148,12 @@ class StackSampler:
             self._collecting = time.perf_counter()
         else:
             self.found.collections.append((self._collecting, time.perf_counter()))
+
+
+def _anomaly_detection() -> bool:
+    """Return if autograd looks for anomalies."""
+    torch = sys.modules.get("torch")
+    return bool(torch is not None and torch.is_anomaly_enabled())
 
 
 def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:

@@ -36,6 +36,7 @@ PARTS: Mapping[str, str] = {
     "copies": "copies, conversions and changes of layout",
     "communication": "communication that nothing hides",
     "recompilation": "compiling",
+    "startup": "start-up: imports",
     "profiler": "what profiling itself cost",
     "unexplained": "unexplained",
 }
@@ -165,6 +166,14 @@ class Split:
     """Seconds in which a GPU had nothing to do because of the profiler."""
     held_host: float = 0.0
     """Those of them in which the host could not go on either."""
+
+    measured: bool = False
+    """The program was also timed without profiling."""
+
+    @property
+    def source(self) -> str:
+        """Words for the time without profiling."""
+        return "plain" if self.measured else "plain (estimated)"
 
     @property
     def own(self) -> float:
@@ -352,13 +361,18 @@ def _host(
     return list(stats.values()), gaps, parts
 
 
+def of_number(key: Key) -> bool:
+    """Return if all inputs are single numbers: a number of Python's became a tensor."""
+    return isinstance(key.shapes, list) and bool(key.shapes) and not any(key.shapes)
+
+
 def _add_op(parts: dict[str, float], stat: OpStat) -> None:
     name = stat.key.name
     if COMMUNICATION.search(name):
         parts["communication"] += stat.seconds
     elif name in SYNC:
         parts["sync"] += stat.seconds
-    elif name in COPIES:
+    elif name in COPIES and not of_number(stat.key):
         parts["copies"] += stat.seconds
     elif stat.floor is None:
         launch = min(stat.calls * LAUNCH_S, stat.seconds)

@@ -236,9 +236,23 @@ class Trace:
 
     def drop_before(self, moment: float) -> None:
         """Forget the events that ended before a moment; times stay as they are."""
-        kept = self.ts + self.dur > moment
+        self._keep(self.ts + self.dur > moment)
+
+    def crop(self, begin: float, end: float, marked: int) -> None:
+        """Forget what lies outside of a stretch, and let the event ``marked`` be that stretch."""
+        kept = (self.ts + self.dur > begin) & (self.ts < end)
+        kept[marked] = True
+        self.ts, self.dur = self.ts.copy(), self.dur.copy()
+        self.ts[marked], self.dur[marked] = begin, end - begin
+        self._keep(kept)
+
+    def _keep(self, kept: np.ndarray) -> None:
         for name in ("kind", "ts", "dur", "lane", "key", "link"):
             setattr(self, name, getattr(self, name)[kept])
+        order = np.argsort(self.ts, kind="stable")
+        if not (order[1:] > order[:-1]).all():
+            for name in ("kind", "ts", "dur", "lane", "key", "link"):
+                setattr(self, name, getattr(self, name)[order])
         self.size_kept = len(self.ts)
         self._ends = None
 
