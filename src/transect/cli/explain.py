@@ -134,7 +134,7 @@ JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures 
 @application.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(
     context: typer.Context,
-    command: Annotated[list[str], typer.Argument(help="python SCRIPT ARGUMENTS, after --.")],
+    command: Annotated[list[str], typer.Argument(help="python SCRIPT ARGUMENTS, or torchrun ..., after --.")],
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     keep_trace: Annotated[Path | None, output_file(help="Keep the profiler's trace in this file.")] = None,
     stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
@@ -151,20 +151,24 @@ def run(
 
     The first steps warm up, the next ones are timed without profiling, and steps of --window seconds are profiled. A
     program without steps is profiled as a whole; one of a few seconds then runs once more, without profiling.
+    The command may also be torchrun, accelerate launch or another launcher: ranks are compared.
     Ctrl-C or --seconds ends the program, and what ran until then is explained.
     With --apply it runs a dozen times more, with the same standard input.
     """
     import dataclasses
 
+    from ..explain.program.job import launches
+
+    if launches(words := [*command, *context.args]):
+        _explain_job(words, window, preset or "", stacks, as_json)
+        return
     from ..costs.presets import preset as find
     from ..explain.energy import Energies
     from ..explain.program.apply import applied
     from ..explain.program.explain import Explain, explain_script
     from ..explain.program.script import Input, ScriptFailed
 
-    script = dataclasses.replace(
-        _script([*command, *context.args], sys.stdin if apply or not once else None), seconds=seconds
-    )
+    script = dataclasses.replace(_script(words, sys.stdin if apply or not once else None), seconds=seconds)
     keep_trace, html, as_json = (file and file.absolute() for file in (keep_trace, html, as_json))
     ceilings = None if preset is None else find(preset).ceilings()
     failed: ScriptFailed | None = None
@@ -183,6 +187,19 @@ def run(
     again = dataclasses.replace(script, stdin=script.stdin or Input(io.BytesIO()), seconds=0.0)  # it ended by itself
     for done in applied(again, found) if apply and not found.interrupted else ():
         print(done, flush=True)
+
+
+def _explain_job(words: list[str], window: float, preset: str, stacks: bool, as_json: Path | None) -> None:
+    import json
+
+    from ..explain.program.job import run_job
+
+    found = run_job(words, window_s=window, preset=preset, stacks=stacks)
+    print(found)
+    if as_json is not None:
+        as_json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", "utf-8")
+    if found.status:
+        raise ValueError(f"`{' '.join(words)}` ended with exit status {found.status}")
 
 
 def _progress(line: str) -> None:

@@ -1,7 +1,10 @@
 """Explain any PyTorch program: its wall time by cause, and changes that save time.
 
-* ``explain``: ``Explain``, the context manager, and scripts; ``script`` runs one as ``python`` would. ``sampler``:
-  Python stacks during a run.
+* ``explain``: ``Explain``, the context manager, and scripts; ``script`` runs one as ``python`` would, ``timing``
+  without profiling.
+* ``steady``: the windows of a run, from ``steps``: the step that repeats. ``recording``: profiler and ``sampler``
+  (Python stacks) during one. ``plain``: fits parts to the time without profiling.
+* ``job``: several processes, as ``torchrun`` starts them; ``child``: each explains itself.
 * ``trace_file``: reads traces piece by piece. ``trace``: their events as columns of numbers.
 * ``split``: the wall time by cause. ``op_floor``: the least time of an operator; ``signatures``: PyTorch's schemas.
   ``stretches``: times of loading and compilation. ``gaps``: causes of idle time, from ``doing``: activity of a Python

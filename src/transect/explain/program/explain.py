@@ -100,6 +100,8 @@ class Explain:
         facts = {"threads": torch.get_num_threads(), "cores": self._cores, "padding": steady.watch.padding}
         if self._all_cores and steady.recording.idle_cores is not None:
             facts["idle_cores"] = steady.recording.idle_cores
+        if steady.recording.children:
+            facts["children"] = steady.recording.children
         if trace.recorded:
             facts["autograd_s"] = autograd_seconds(trace.on_gpu)
         self._say(f"explaining {len(trace.ts)} events")

@@ -5,6 +5,7 @@ The cost of profiling an operator is measured beforehand, for programs whose tim
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
@@ -47,6 +48,8 @@ class Recording:
         """The beginning on ``time.perf_counter()``."""
         self.idle_cores: float | None = None
         """Cores of the machine that had nothing to do meanwhile; None where the system does not say."""
+        self.children: list[dict[str, Any]] = []
+        """Child processes at the end: ``pid``, ``name`` and ``busy``, the share of a core that each used."""
 
     def start(self) -> None:
         """Begin to record.
@@ -73,7 +76,7 @@ class Recording:
             self._sampler.__enter__()
         self._range = torch.profiler.record_function(WINDOW)
         self._range.__enter__()
-        self._idle = _idle_seconds()
+        self._idle, self._children = _idle_seconds(), children()
         self.began = time.perf_counter()
         self.span = [time.monotonic(), math.inf]
 
@@ -82,9 +85,12 @@ class Recording:
         if wait and torch.cuda.is_available():
             torch.cuda.synchronize()
         self.span[1] = time.monotonic()
-        idle = _idle_seconds()
-        if self._idle is not None and idle is not None and self.span[1] - self.span[0] > 0.1:
-            self.idle_cores = max(0.0, idle - self._idle) / (self.span[1] - self.span[0])
+        idle, lasted = _idle_seconds(), self.span[1] - self.span[0]
+        for process, (name, seconds) in children().items() if lasted > 0.1 else ():
+            busy = (seconds - self._children.get(process, ("", 0.0))[1]) / lasted
+            self.children.append({"pid": process, "name": name, "busy": busy})
+        if self._idle is not None and idle is not None and lasted > 0.1:
+            self.idle_cores = max(0.0, idle - self._idle) / lasted
         self._range.__exit__(None, None, None)
         if self._sampler is not None:
             self._sampler.__exit__()
@@ -115,6 +121,20 @@ class Recording:
 def marks(trace: Trace) -> list[int]:
     """The ranges that mark what is explained."""
     return [int(i) for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
+
+
+def children() -> dict[int, tuple[str, float]]:
+    """(name, seconds on a core) of each child process, loader workers among them; empty where the system does not
+    say."""
+    found: dict[int, tuple[str, float]] = {}
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for process in map(int, path.read_text().split()):
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    name, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")[2].rpartition(") ")
+                    words = rest.split()
+                    found[process] = name, (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return found
 
 
 def _idle_seconds() -> float | None:

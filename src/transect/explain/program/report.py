@@ -66,6 +66,8 @@ def lines(explanation: Explanation) -> Iterator[str]:
         yield "   time ms   calls   of floor  operator"
         for op in top:
             yield f"{1e3 * op.seconds:10.2f} {op.calls:7d}  {of_floor(op):>9}  {op.title} {op.key.shapes or ''}"[:160]
+    for child in explanation.facts.get("children", ()):
+        yield f"child process {child['pid']} ({child['name']}): {child['busy']:.0%} of a core"
     for note in notes(explanation):
         yield f"note: {note}"
 
