@@ -230,7 +230,7 @@ def _script(words: list[str], stdin: Any) -> Any:
 
 @application.command("trace")
 def trace(
-    file: Annotated[Path, typer.Argument(help="A Chrome trace of torch.profiler: .json or .json.gz.")],
+    file: Annotated[Path, typer.Argument(help="torch.profiler's .json or .json.gz, or .sqlite of nsys export.")],
     preset: Annotated[str | None, typer.Option(help="The device that it ran on; default: this machine.")] = None,
     html: HtmlFile = None,
     as_json: JsonFile = None,

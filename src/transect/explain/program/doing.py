@@ -90,6 +90,11 @@ class Doing:
     frame: Frame | None
 
 
+def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """A stack without the frames that run the script, and without those of the explanation itself."""
+    return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
+
+
 @functools.lru_cache(maxsize=10_000)
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
     """What a stack says, innermost frame first."""

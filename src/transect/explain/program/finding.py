@@ -26,6 +26,7 @@ class Finding:
         gain: seconds that the change is predicted to save.
         advice: what to do.
         apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.
+        where: the user's line, and the function of a library that it calls there; empty without samples.
         gains: seconds that one of these is predicted to save, where that is not ``gain``.
     """
 
@@ -37,6 +38,7 @@ class Finding:
     apply: str = ""
     share: float = 0.0
     """The gain as a part of the program's own time."""
+    where: str = ""
     gains: Mapping[str, float] = field(default_factory=dict)
 
 

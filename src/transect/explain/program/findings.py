@@ -14,6 +14,7 @@ from dataclasses import replace
 from ...hardware.cores import usable_cores
 from .finding import MANY, Finding, Material
 from .findings_host import collector, host, library, other_threads, threads, whole_shares
+from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
 from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
@@ -38,7 +39,7 @@ def find(material: Material) -> list[Finding]:
     found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
-    return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
+    return list(placed(sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain), material))
 
 
 def compiling(material: Material) -> Iterator[Finding]:
@@ -386,4 +387,5 @@ DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     transfers,
     allocation,
     fallback,
+    attention,
 )

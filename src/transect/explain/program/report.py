@@ -59,6 +59,8 @@ def lines(explanation: Explanation) -> Iterator[str]:
     for number, found in enumerate(explanation.findings, 1):
         yield f"{number}. {found.title}: {1e3 * found.gain:.1f} ms to gain ({found.share:.0%})"
         yield f"   evidence: {found.evidence}"
+        if found.where:
+            yield f"   where: {found.where}"
         yield f"   do: {found.advice}" + (f"   [--apply does: {found.apply}]" if found.apply else "")
     top = heaviest(explanation)
     if top:

@@ -75,7 +75,8 @@ class Steady:
         """Moments of the step in the window."""
         self._step: Mark | None = None
         self._state = "first"
-        self._before, self._after = StepTimes(), StepTimes()
+        self._least_s = min(0.3, window_s / 3)
+        self._before, self._after = StepTimes(self._least_s), StepTimes()
         self.recording, self.steps = self._first, None
         """The recording to explain, and its steps; None if there are none."""
         self.steps: Steps | None
@@ -105,7 +106,7 @@ class Steady:
                 self._before.restart()
             return
         if self._state == "plain" and mark != self._step and self._better(mark):
-            self._step, self._before = mark, StepTimes()
+            self._step, self._before = mark, StepTimes(self._least_s)
             return
         if mark != self._step:
             return

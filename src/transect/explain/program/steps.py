@@ -24,7 +24,7 @@ KINDS = ("optimizer step", "generate call", "batch of a loader", "forward call")
 REPEATS = 3
 """Marks of one object that make a step."""
 LATER = 8
-"""Forward calls of a module that trains, or beside a loader: an optimizer or the loader may mark the steps."""
+"""Marks of a lesser kind where a module trains, or beside a loader: an optimizer or the loader may mark the steps."""
 TOKENS = 24
 """Forward calls inside of one ``generate``, after which a step is a token."""
 LOOKS = 200
@@ -101,6 +101,8 @@ class StepWatch:
         return share if share > LEAST_PADDING else 0.0
 
     def _needed(self, mark: Mark) -> int:
+        if mark[0] == KINDS[2]:  # loaders prefetch
+            return LATER if any(self._training.values()) else REPEATS
         if mark[0] != KINDS[3]:
             return REPEATS
         if self._generating:

@@ -16,6 +16,7 @@ from typing import IO, Any
 
 import msgspec
 
+from .nsight import is_export, read_export
 from .trace import Trace, WrittenEvent
 
 PIECE = 1 << 20
@@ -165,7 +166,7 @@ def _pieces(raw: IO[bytes], size: int, progress: Callable[[float], None]) -> Ite
 
 
 def read_trace(path: str | Path, progress: Callable[[float], None] | None = None) -> Trace:
-    """The events of a trace file.
+    """The events of a trace file: a Chrome trace, or an export of Nsight Systems.
 
     Args:
         progress: called with the share of the file that has been read.
@@ -179,6 +180,9 @@ def read_trace(path: str | Path, progress: Callable[[float], None] | None = None
         raw = path.open("rb")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): give a trace file") from None
+    if is_export(path):
+        raw.close()
+        return read_export(path, progress)
     with raw:
         text = _Text(_pieces(raw, size, progress or (lambda share: None)))
         head: dict[str, Any] = {}
