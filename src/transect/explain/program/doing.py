@@ -48,6 +48,11 @@ READS = ("parse", "file")
 """Kinds that it says whatever library it called."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
 """Libraries that a line which logs may be in."""
+CALLERS = re.compile(
+    r"/(?:torch|transformers|accelerate|peft|trl|diffusers|lightning\w*|pytorch_lightning|torch_geometric|timm"
+    r"|sentence_transformers|torchvision/models|torchvision/ops)/"
+)
+"""Libraries that mostly call operators: their Python between operators is the cost of calling these."""
 NATIVE = "/transect/ops/cpu/"
 """Files of these call C++ kernels, which no profiler sees."""
 COMPILER_FILES = (
@@ -116,6 +121,8 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
         if "/logging/" in frame.file and frame.function not in FORKS:
             return Doing("host", "logging", user)
     kind = _by_library(inner) or _by_line(inner, user)
+    if kind == "python" and any(CALLERS.search(frame.file) for frame in inner):
+        return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
 
 

@@ -185,7 +185,7 @@ def explain_trace(
     elif not any(key.shapes for key in trace.keys):
         split.notes.append("the trace has no shapes (record_shapes=True records them): no kernel has a floor")
     if steps is not None and steps.plain_s:
-        named = fit(split, named, min(split.wall, steps.explained * min(steps.plain_s, steps.profiled_s)))
+        named = fit(split, named, split.wall * steps.plain_share)
     found = find(Material(split, ceilings, named, samples, facts))
     return Explanation(split, found, named, facts, ceilings, steps=steps)
 

@@ -282,6 +282,7 @@ def gradients(material: Material) -> Iterator[Finding]:
     split = material.split
     calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
     seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
+    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2)
     if split.on_gpu:  # beside what the GPU computes recording costs nothing
         seconds = min(seconds, max(0.0, split.issuing - split.busy))
     if calls >= MANY:

@@ -44,6 +44,8 @@ LAUNCH_S = 3e-6
 """What calling an operator costs, where nothing is measured."""
 SMALL_S = 30e-6
 """An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
+TINY_S = 0.3e-6
+"""All time of an operator with such a floor, on a host, is that of calling it."""
 SHORT_GAP_S = 30e-6
 """A gap between operators that is no longer is the loop that calls them; where most gaps are longer, so are these."""
 LONG_GAP_S = 500e-6
@@ -99,6 +101,8 @@ class OpStat:
     def launch(self) -> float:
         """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
         floor = self.floor or 0.0
+        if 0 < floor < TINY_S and not self.operator:
+            return max(0.0, self.seconds - self.calls * floor)
         most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
         return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
 

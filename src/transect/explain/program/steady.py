@@ -41,9 +41,9 @@ class Steps:
     """Wall time of the program as it was explained."""
 
     @property
-    def plain_wall(self) -> float:
-        """Time of the explained steps without profiling; 0 if unknown."""
-        return self.explained * self.plain_s
+    def plain_share(self) -> float:
+        """Share of the profiled time that steps need without profiling; 1 if unknown."""
+        return min(1.0, self.plain_s / self.profiled_s) if self.plain_s and self.profiled_s else 1.0
 
     def __str__(self) -> str:
         plain = f"{1e3 * self.plain_s:.2f} ms plain, " if self.plain_s else ""
@@ -103,6 +103,8 @@ class Steady:
             if self.watch.step() == mark:
                 self._step, self._state = mark, "plain"
                 self._first.stop()
+                if mark[0] != KINDS[-1]:
+                    self.watch.ignore_forward()
                 self._before.restart()
             return
         if self._state == "plain" and mark != self._step and self._better(mark):

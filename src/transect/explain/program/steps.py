@@ -1,7 +1,6 @@
 """Finds the step that a program repeats: an optimizer's step, a batch of a loader, ``generate``, or a forward call.
 
-Hooks note the moment when each of these ends or begins. Marks of one optimizer, loader or module that come again and
-again are the program's steps. Only the thread that started the watch counts.
+Hooks note the moment when each of these ends or begins. Marks that come again and again are the program's steps. Only the thread that started the watch counts.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SEEN_ROWS = 64
 LEAST_PADDING = 0.05
 
 Mark = tuple[str, int]
-"""A kind, and the object that it belongs to."""
+"""A kind, and the number of the module that it belongs to; 0 for optimizers and loaders, which are made anew."""
 
 
 class StepWatch:
@@ -51,7 +50,7 @@ class StepWatch:
         self._training: dict[Mark, bool] = {}
         self._inside: set[int] = set()
         """Modules that lie in a root: a module that was called by no other."""
-        self._roots: list[nn.Module] = []
+        self._roots: dict[int, nn.Module] = {}
         self._masks: list[tuple[Tensor, int]] = []
         self._ids: list[tuple[Tensor, int, int]] = []
         self._undo: list[Callable[[], object]] = []
@@ -60,7 +59,13 @@ class StepWatch:
     def start(self) -> None:
         """Install the hooks."""
         self._thread = threading.get_ident()
-        self._undo.append(nn.modules.module.register_module_forward_pre_hook(self._called).remove)
+        # A model's own hooks would be copied and saved with it: these are of all modules.
+        hooks = nn.modules.module
+        self._forward = [
+            hooks.register_module_forward_pre_hook(self._called),
+            hooks.register_module_forward_hook(self._root, with_kwargs=True),
+        ]
+        self._undo.append(self.ignore_forward)
         if self._seen is None:
             return
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._mark(KINDS[0], optimizer))
@@ -70,11 +75,16 @@ class StepWatch:
 
         @functools.wraps(plain)
         def following(loader: Any) -> Any:
-            self._mark(KINDS[2], loader._dataset)
+            self._mark(KINDS[2])
             return plain(loader)
 
         kind.__next__ = following  # type: ignore[method-assign]
         self._undo.append(lambda: setattr(kind, "__next__", plain))
+
+    def ignore_forward(self) -> None:
+        """Look at no more calls of modules."""
+        while self._forward:
+            self._forward.pop().remove()
 
     def stop(self) -> None:
         """Remove the hooks."""
@@ -110,10 +120,10 @@ class StepWatch:
         beside = any(kind != KINDS[3] for kind, _ in self.counts)
         return LATER if beside or self._training.get(mark) else REPEATS
 
-    def _mark(self, kind: str, owner: object) -> None:
+    def _mark(self, kind: str, owner: nn.Module | None = None) -> None:
         if threading.get_ident() != self._thread or self._seen is None:
             return
-        mark = kind, id(owner)
+        mark = kind, 0 if owner is None else id(owner)
         self.counts[mark] += 1
         self._seen(mark)
 
@@ -123,14 +133,14 @@ class StepWatch:
             return
         if id(module) not in self._inside:
             self._inside |= {id(each) for each in module.modules()}
-            self._roots.append(module)  # held, so that no other module gets its number
-            self._undo.append(module.register_forward_pre_hook(self._root, with_kwargs=True).remove)
+            self._roots[id(module)] = module  # held, so that no other module gets its number
             self._watch_generate()
         elif isinstance(module, nn.Embedding) and module.padding_idx is not None and inputs:
             self._look(inputs[0], module.padding_idx)
 
-    def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
+    def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """A forward hook of all modules: marks the calls of roots."""
+        if torch.compiler.is_compiling() or id(module) not in self._roots:
             return
         mask = kwargs.get("attention_mask")
         usable = isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type != "meta" and mask.numel()
