@@ -77,16 +77,16 @@ def eager_attention_of_long_texts(fast):
 class Texts(Dataset):
     def __init__(self, fast):
         self.fast = fast
-        self.ready = [self._make(i) for i in range(160)] if fast else []
+        self.ready = [self._make(i) for i in range(48)] if fast else []
 
     def _make(self, i):
         ids = [(i * j) % 197 + 3 for j in range(24)]
-        for k in range(3000):
+        for k in range(30000):
             ids[k % 24] = (ids[k % 24] * 31 + k) % 197 + 3
         return {"input_ids": torch.tensor(ids), "labels": torch.tensor(ids)}
 
     def __len__(self):
-        return 160
+        return 48
 
     def __getitem__(self, i):
         return self.ready[i] if self.fast else self._make(i)
@@ -160,7 +160,7 @@ def accelerate_reads_each_loss(fast):
     helper = Accelerator(cpu=True)
     net = torch.nn.Linear(16, 16)
     net, optimizer, loader = helper.prepare(
-        net, torch.optim.SGD(net.parameters(), 1e-3), DataLoader(torch.randn(800, 16), batch_size=8)
+        net, torch.optim.SGD(net.parameters(), 1e-3), DataLoader(torch.randn(3200, 16), batch_size=64)
     )
 
     def work():

@@ -185,7 +185,7 @@ def run(
     if failed is not None:
         raise failed
     again = dataclasses.replace(script, stdin=script.stdin or Input(io.BytesIO()), seconds=0.0)  # it ended by itself
-    for done in applied(again, found) if apply and not found.interrupted else ():
+    for done in applied(again, found, _progress) if apply and not found.interrupted else ():
         print(done, flush=True)
 
 

@@ -18,6 +18,8 @@ from .script import Script
 from .timing import timed
 
 RUNS = 3
+LONG_S = 3.0
+"""A script that takes longer is measured once with each change."""
 Change = Callable[[], contextlib.AbstractContextManager[Running]]
 
 
@@ -60,7 +62,9 @@ def apply(script: Script, explanation: Explanation) -> list[Applied]:
     return list(applied(script, explanation))
 
 
-def applied(script: Script, explanation: Explanation) -> Iterator[Applied]:
+def applied(
+    script: Script, explanation: Explanation, say: Callable[[str], object] = lambda line: None
+) -> Iterator[Applied]:
     """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out. A
     change that several findings name is made once, for the one that promises most. Each is given when it is measured:
     one that compiles may take a minute."""
@@ -69,6 +73,7 @@ def applied(script: Script, explanation: Explanation) -> Iterator[Applied]:
         for name in filter(None, finding.apply.split(", ")):
             if name not in done:
                 done.add(name)
+                say(f"measuring with {name}")
                 yield _measured(script, finding, name)
 
 
@@ -83,6 +88,8 @@ def _measured(script: Script, finding: Finding, name: str) -> Applied:
                 taken = timed(script)
             if taken - running.setup_s < after - setup:
                 after, setup = taken, running.setup_s
+            if before > LONG_S:
+                break
     except NotPossible as error:
         return Applied(finding, name, before, after, failed=str(error))
     except Exception as error:

@@ -315,6 +315,47 @@ def pinned() -> Iterator[Running]:
         Tensor.to, Tensor.cuda, loader.__init__ = plain_to, plain_cuda, plain_init  # type: ignore[method-assign]
 
 
+@contextmanager
+def loader_workers() -> Iterator[Running]:
+    """A ``DataLoader`` that would load in the main process has workers, and keeps them."""
+    loader = torch.utils.data.DataLoader
+    plain = loader.__init__
+
+    def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        alone = len(args) < 5 and not kwargs.get("num_workers")  # the sixth parameter
+        if alone and not isinstance(dataset, torch.utils.data.IterableDataset):
+            kwargs |= {"num_workers": max(1, usable_cores() - 1), "persistent_workers": True}
+        plain(self, dataset, *args, **kwargs)
+
+    loader.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield Running()
+    finally:
+        loader.__init__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def fused_optimizers() -> Iterator[Running]:
+    """Adam, AdamW and SGD update all parameters in one kernel for each type."""
+    kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+    plain = {kind: kind.__init__ for kind in kinds}
+
+    def replaced(kind: type) -> Callable[..., None]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            inside = type(self) is not kind  # AdamW calls Adam's
+            plain[kind](self, *args, **kwargs if inside else kwargs | {"fused": True, "foreach": None})
+
+        return init
+
+    for kind in kinds:
+        kind.__init__ = replaced(kind)  # type: ignore[method-assign]
+    try:
+        yield Running()
+    finally:
+        for kind in kinds:
+            kind.__init__ = plain[kind]  # type: ignore[method-assign]
+
+
 def _on_gpu(target: Any) -> bool:
     """Whether an argument of ``Tensor.to`` names a GPU."""
     if isinstance(target, Tensor):
@@ -355,5 +396,7 @@ CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Running]]] = {
     "compile": compiled,
     "CUDA graph": graphed,
     "pinned memory": pinned,
+    "loader workers": loader_workers,
+    "fused optimizer": fused_optimizers,
 }
 """By the names in ``Finding.apply``. ``batching`` is beside them: it needs a run before."""

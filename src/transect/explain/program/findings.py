@@ -317,6 +317,7 @@ def loading(material: Material) -> Iterator[Finding]:
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
         seconds - left,
         advice,
+        apply="" if beside or usable_cores() < 2 else "loader workers",
     )
 
 

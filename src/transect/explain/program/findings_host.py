@@ -83,7 +83,8 @@ def library(material: Material) -> Iterator[Finding]:
         if split.on_gpu:  # beside what the GPU computes it costs nothing
             seconds = min(seconds, max(0.0, split.issuing - split.busy))
         title, advice = HOST_ADVICE[kind]
-        yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice)
+        apply = "fused optimizer" if kind == "optimizer" else ""
+        yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
 
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:

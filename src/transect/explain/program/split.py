@@ -44,7 +44,7 @@ LAUNCH_S = 3e-6
 """What calling an operator costs, where nothing is measured."""
 SMALL_S = 30e-6
 """An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
-TINY_S = 0.3e-6
+TINY_S = 1.5e-6
 """All time of an operator with such a floor, on a host, is that of calling it."""
 SHORT_GAP_S = 30e-6
 """A gap between operators that is no longer is the loop that calls them; where most gaps are longer, so are these."""
@@ -376,7 +376,7 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
         parts["communication"] += stat.seconds
     elif name in SYNC:
         parts["sync"] += stat.seconds
-    elif name in COPIES and not of_number(stat.key):
+    elif name in COPIES and not of_number(stat.key) and not 0 < (stat.floor or 0.0) < TINY_S:
         parts["copies"] += stat.seconds
     elif stat.floor is None:
         launch = min(stat.calls * LAUNCH_S, stat.seconds)

@@ -1,6 +1,7 @@
 """Finds the step that a program repeats: an optimizer's step, a batch of a loader, ``generate``, or a forward call.
 
-Hooks note the moment when each of these ends or begins. Marks that come again and again are the program's steps. Only the thread that started the watch counts.
+Hooks note the moment when each of these ends or begins. Marks that come again and again are the program's steps. Only
+the thread that started the watch counts.
 """
 
 from __future__ import annotations
