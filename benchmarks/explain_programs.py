@@ -56,8 +56,7 @@ def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
     seconds(fast)
     began = time.perf_counter()
     with Explain(ceilings, window_s=long_s / 3) as run:
-        ended = time.perf_counter() + long_s
-        while time.perf_counter() < ended:
+        while (lasted := time.perf_counter() - began) < long_s or (lasted < 3 * long_s and not run.done):
             seconds(slow)
     took = time.perf_counter() - began
     found = run.result

@@ -117,6 +117,11 @@ class Explain:
             steps=steady.steps,
         )
 
+    @property
+    def done(self) -> bool:
+        """The window of steps is over, or no step has repeated yet."""
+        return self._steady.done
+
     def again(self, script: Script, found: Explanation) -> Explanation:
         """Time a script without profiling, and fit its explanation to that."""
         self._say("timing the program without profiling")

@@ -144,6 +144,8 @@ class StackSampler:
         return self._stacks.setdefault(stack, stack)
 
     def _collection(self, phase: str, info: dict[str, int]) -> None:
+        if threading.get_ident() != self._watched:
+            return  # samples are objects too
         if phase == "start":
             self._collecting = time.perf_counter()
         else:

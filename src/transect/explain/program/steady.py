@@ -134,6 +134,11 @@ class Steady:
         better = chosen is not None and KINDS.index(mark[0]) < KINDS.index(chosen[0])
         return better and self.watch.step() == mark
 
+    @property
+    def done(self) -> bool:
+        """The window is over, or no step has repeated yet."""
+        return self._state in ("first", "after")
+
     def stop(self, *, wait: bool = True) -> None:
         """End all recordings and choose the one to explain."""
         ended = time.perf_counter()
@@ -147,7 +152,8 @@ class Steady:
             return
         moments = self._moments.get(self._step, [])
         inside = self._inside
-        if len(inside) > 1 and self._window is not None:
+        if len(inside) > 3 or (1 < len(inside) >= len(moments)):
+            assert self._window is not None
             self.recording = self._window
         else:
             inside = moments[1:] if len(moments) > 2 else moments  # the first one warms up
