@@ -103,6 +103,37 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return counts
 
 
+def table(result: dict[str, Any]) -> str:
+    """Counts, and what was promised beside the gain of the mend."""
+    counts, rows = result["summary"], result["programs"]
+    every, held, healthy = counts["all"], counts["held_out"], counts["healthy"]
+    lines = [
+        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the mend's gain. Of those "
+        f"that were held out: {held['right']} and {held['near']} of {held['programs']}. Healthy programs without a "
+        f"finding above 5%: {healthy['clean']} of {healthy['programs']}.",
+        "",
+        "| program | library | found first | right | promised | the mend gave |",
+        "|---|---|---|---|---:|---:|",
+    ]
+    for row in rows:
+        if row["kinds"]:
+            right = "yes" if row["right"] else "no"
+            name = row["name"].replace("_", " ") + (" (held out)" if row["held_out"] else "")
+            lines.append(
+                f"| {name} | {row['library']} | {row['first'] or 'nothing'} | {right} | {row['promised']:.0%} "
+                f"| {row['gain']:.0%} |"
+            )
+        else:
+            found = ", ".join(f"{kind} {share:.0%}" for kind, share, _ in row["findings"])
+            name = row["name"].replace("_", " ")
+            lines.append(
+                f"| {name} | {row['library']} | {found or 'nothing'} | {'yes' if row['clean'] else 'no'} | | |"
+            )
+    machine = result["environment"]
+    where = f"{machine['processor']}, {machine['cores']} cores"
+    return "\n".join(lines) + f"\n\n`{result['command']}` on {where}, {record.made_at([machine])}.\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="some of the programs; all if none is named")

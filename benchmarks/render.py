@@ -24,6 +24,7 @@ import data_formats
 import engine_tables
 import explain_apply
 import explain_faults
+import explain_programs
 import explain_sums
 import explain_tables
 import format_tables
@@ -353,6 +354,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
+    "explain-programs-cpu": lambda: explain_programs.table(_load("cpu/explain_programs.json")),
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),

@@ -31,7 +31,7 @@ def backward(
     every: Annotated[bool, typer.Option("--every", help="Every node, also of layers that are alike.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What loss.backward() does: each node in order, what it saved, its bytes, its time.
+    """Show each node of loss.backward() in order, what it saved, its bytes, its time.
 
     A Python file runs with __name__ set to "__explain__"; a function `loss()` of it is called twice and measured the
     second time. A model runs one packed batch through the training model, twice as well.
@@ -141,7 +141,7 @@ def run(
     apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
     grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
-    seconds: Annotated[float, typer.Option(help="End the program after so many seconds; 0: let it end.", min=0)] = 0.0,
+    seconds: Annotated[float, typer.Option(help="End the program after this time; 0 to let it end.", min=0)] = 0.0,
     window: Annotated[float, typer.Option(help="Seconds of steps to profile; 0: the whole program.", min=0)] = 3.0,
     once: Annotated[bool, typer.Option("--once", help="Never run the program twice to time it.")] = False,
     html: HtmlFile = None,
@@ -208,7 +208,7 @@ def _progress(line: str) -> None:
 
 
 def _script(words: list[str], stdin: Any) -> Any:
-    """What the words of a command line run. ``stdin``: is kept as it is read, for a script that runs more than once."""
+    """Return the script of a command line. ``stdin``: is kept as it is read, for a script that runs more than once."""
     from ..explain.program.script import Input, Script
 
     if words and words[0].startswith("--"):

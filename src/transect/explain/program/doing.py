@@ -1,4 +1,4 @@
-"""What a Python stack says that a thread is doing: a kind of work, and the line of the user's that asked for it.
+"""Names the work that a Python stack shows: its kind, and the line of the user's that asked for it.
 
 The innermost frames say it where they can: a library that waits, imports, logs, starts a process, cuts text into
 tokens. Else the text of the user's own line does, but only where that line itself is what runs: ``print(pool.map(f))``
@@ -43,7 +43,7 @@ LINES = (
     ("collection", re.compile(r"gc\.collect")),
     ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
-"""What the user's line says, where that line is the innermost."""
+"""Kinds of work by the text of the user's line, where that line is the innermost."""
 READS = ("parse", "file")
 """Kinds that it says whatever library it called."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
@@ -75,7 +75,7 @@ LIBRARIES = (
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )
-"""What a function of a library does, whatever it calls for that: operators too."""
+"""Kinds of work by the function of a library, with all that it calls."""
 RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
 """Functions of ``subprocess`` that start a process and wait for its end."""
 FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
@@ -88,7 +88,7 @@ WAITING = ("wait", "poll", "join", "recv", "_try_wait", "_communicate")
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What the host did: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
+    """Work of the host: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
 
     part: str
     kind: str
@@ -102,7 +102,7 @@ def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 @functools.lru_cache(maxsize=10_000)
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
-    """What a stack says, innermost frame first."""
+    """Name the work of a stack, innermost frame first."""
     stack = tuple(itertools.takewhile(lambda frame: not frame.file.endswith(RUNS), stack))
     user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
     if stack and NATIVE in stack[0].file:
@@ -127,7 +127,7 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
 
 
 def _by_library(inner: Sequence[Frame]) -> str:
-    """What a library is doing for the user's line; empty where its files do not say."""
+    """Name the work of a library for the user's line; empty if its files do not show it."""
     for frame in reversed(inner):
         for kind, place in LIBRARIES:
             if place.search(f"{frame.file}:{frame.function}"):
@@ -141,7 +141,7 @@ def _by_library(inner: Sequence[Frame]) -> str:
 
 
 def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
-    """What the text of the user's line says, which called the ``inner`` frames."""
+    """Name the work by the text of the user's line, which called the ``inner`` frames."""
     text = linecache.getline(user.file, user.line) if user is not None else ""
     alone = all(WRITERS.search(frame.file) for frame in inner)
     return next((kind for kind, each in LINES if (alone or kind in READS) and each.search(text)), "python")

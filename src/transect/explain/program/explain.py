@@ -38,17 +38,17 @@ from .trace import KERNEL, OP, Trace
 
 
 class Explain:
-    """Explains what runs inside of ``with``; afterwards ``result`` is there.
+    """Explains the code inside of ``with``; afterwards ``result`` is there.
 
     Args:
-        ceilings: what floors are computed from; None: those of this machine, measured (seconds) if they are not known.
+        ceilings: rates for floors; None if those of this machine, measured (seconds) if they are not known.
         stacks: sample the Python stack.
         trace: keep the profiler's trace in this file.
-        cores: that the program could use; None: all that this process may run on.
+        cores: cores that the program could use; None if all that this process may run on.
         decisions: of an engine that runs inside (``LLM.decisions``): its steps have floors, though no trace has the
             shapes of what graphs and C++ kernels compute.
         floor_s: the shortest time, in seconds, that all inside can take, where you know it and the trace does not.
-        window_s: look for the step that repeats, and profile steps of so many seconds; 0: profile all that runs inside.
+        window_s: look for the step that repeats, and profile steps for this time; 0 to profile all that runs inside.
         progress: called with a line about each stage of the analysis.
     """
 
@@ -97,7 +97,11 @@ class Explain:
             self._overhead = profiler_seconds("cpu")
         if self._threads not in (0, torch.get_num_threads()) and not trace.on_gpu:
             self.ceilings = machine_ceilings()  # the program chose another number of threads: floors are for these
-        facts = {"threads": torch.get_num_threads(), "cores": self._cores, "padding": steady.watch.padding}
+        facts: dict[str, Any] = {
+            "threads": torch.get_num_threads(),
+            "cores": self._cores,
+            "padding": steady.watch.padding,
+        }
         if self._all_cores and steady.recording.idle_cores is not None:
             facts["idle_cores"] = steady.recording.idle_cores
         if steady.recording.children:
@@ -199,7 +203,7 @@ def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Exp
     """Run a script as ``python`` would, and explain it: all of it, or what ran until Ctrl-C.
 
     Args:
-        again_s: a program without steps that took no longer than so many seconds runs once more without profiling, to
+        again_s: seconds; a program without steps that took no longer runs once more without profiling, to
             time it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What to change: findings in the order of what they are predicted to gain.
+"""Finds changes that save time, in the order of their predicted gain.
 
 A finding has evidence in the trace, a predicted gain in seconds of the wall time that was looked at, and what to do.
 Detectors are small functions over the same material; each names one cause, and no time is claimed twice by causes that
@@ -21,11 +21,11 @@ from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 CALLING = ("launch", "sync")
-"""Findings about calls of operators, whoever makes them."""
+"""Kinds of findings about calls of operators."""
 LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
 RECORDING_S = 1e-6
-"""What autograd adds to an operator, where nothing is measured."""
+"""Seconds that autograd adds to an operator, if nothing is measured."""
 REACHED = 0.5
 """The part of a device's rate that a product of some hundred rows reaches about."""
 VALUE_BYTES = 64
@@ -90,7 +90,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
 
 
 def _sync_launch(split: Split, calls: int) -> float:
-    """The time of launching in the loop around so many waits: that of operators called about as often."""
+    """Return the time of launching in the loop around so many waits: operators that are called about as often."""
     inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls)
     every = sum(op.calls for op in split.ops) or 1
     return split.parts["launch"] * inside / every if calls >= MANY else 0.0
@@ -141,7 +141,7 @@ def _is_product(name: str) -> bool:
 
 
 def _fewer_calls(material: Material) -> str:
-    """What makes fewer calls of operators, where no backward pass runs."""
+    """Name the changes that make fewer calls of operators."""
     if material.facts.get("backward", True):
         return "compile"
     return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
@@ -256,7 +256,7 @@ def wide_numbers(material: Material) -> Iterator[Finding]:
 
 
 def _has_doubles(key: Key) -> bool:
-    """Whether a tensor among the inputs is in float64; a plain number of Python's is listed with that type too."""
+    """Return if a tensor among the inputs is in float64; a plain number of Python's is listed with that type too."""
     shapes = key.shapes if isinstance(key.shapes, list) else []
     return any(kind == "double" and shape != [] for kind, shape in zip(key.types, shapes, strict=False))
 
@@ -276,7 +276,7 @@ def padding(material: Material) -> Iterator[Finding]:
 
 
 def gradients(material: Material) -> Iterator[Finding]:
-    """Autograd records what nobody asks the gradient of."""
+    """Find operators that autograd records though no backward pass runs."""
     if material.facts.get("backward", True):
         return
     split = material.split

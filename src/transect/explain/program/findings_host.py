@@ -1,4 +1,4 @@
-"""What to change on the host: what Python does between operators, other threads, the garbage collector, idle cores."""
+"""Finds changes on the host: Python between operators, other threads, the garbage collector, idle cores."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ IDLE = ("wait", "sleep")
 
 
 def host(material: Material) -> Iterator[Finding]:
-    """What the host did in gaps, by kind and line."""
+    """Find the host's work in gaps, by kind and line."""
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
@@ -69,7 +69,7 @@ def host(material: Material) -> Iterator[Finding]:
 
 
 def library(material: Material) -> Iterator[Finding]:
-    """What functions of libraries do, with the operators that they call for it."""
+    """Find functions of libraries that take long, with the operators that they call."""
     split = material.split
     for kind, (count, line) in whole_shares(material).items():
         seconds = count * split.own
@@ -143,7 +143,7 @@ def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
 
 
 def collector(material: Material) -> Iterator[Finding]:
-    """The garbage collector, where nobody calls it."""
+    """Find automatic runs of the garbage collector."""
     if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
         return
     found = material.samples.samples

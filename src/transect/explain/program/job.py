@@ -23,7 +23,7 @@ from .split import PARTS
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "deepspeed")
 """Modules that start other processes."""
 STRAGGLES = 1.1
-"""The work of a straggler is so many times the mean of the others."""
+"""Least work of a straggler, relative to the mean of the others."""
 WORTH = 0.02
 CUSTOMIZE = "from transect.explain.program.child import install\n\ninstall()\n"
 

@@ -21,7 +21,7 @@ CALLS = ("launch", "small batch", "autograd", "collection", "inefficiency")
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """What a library offers: its name, the files and functions that show it, kinds of findings, and words."""
+    """A switch of a library: the library's name, files and functions that show it, kinds of findings, and words."""
 
     library: str
     place: re.Pattern[str]

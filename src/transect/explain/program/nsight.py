@@ -126,7 +126,9 @@ class _Export:
                 yield self._event("user_annotation", text, begin, end, lane)
                 continue
             stack.append((end, number))
-            arguments = {"External id": number} | ({"Input Dims": sizes} if (sizes := _sizes(text)) else {})
+            arguments: dict[str, Any] = {"External id": number} | (
+                {"Input Dims": sizes} if (sizes := _sizes(text)) else {}
+            )
             yield self._event("cpu_op", found["name"], begin, end, lane, **arguments)
 
     def _event(

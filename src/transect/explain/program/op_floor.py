@@ -122,7 +122,7 @@ max_pool2d max_pool1d mse_loss smooth_l1_loss huber_loss binary_cross_entropy mu
 glu
 """
 REDUCES = frozenset(f"aten::{name}" for name in _REDUCES.split())
-"""What they write is small beside what they read."""
+"""Operators whose output is small beside their inputs."""
 _TESTS = "eq ne lt le gt ge isnan isinf isposinf isneginf signbit logical_and logical_or logical_xor logical_not"
 TESTS = frozenset(f"aten::{name}" for name in _TESTS.split())
 """They write truths, of one byte each."""
@@ -136,7 +136,7 @@ repeat_interleave grid_sampler_2d grid_sampler_3d
 PICKS = frozenset(f"aten::{name}" for name in _PICKS.split())
 """They touch as much of a tensor as values say, which no trace has."""
 Sizes = list[tuple[int, int]]
-"""How many numbers each input has, and the bytes of one."""
+"""Numbers of each input, and the bytes of one."""
 
 
 def _bag(sizes: Sizes, dim: int) -> Cost:
@@ -247,7 +247,7 @@ def cost(key: Key) -> Cost | None:
 
 
 def _moved(key: Key, tensors: list[_Tensor], said: Signature) -> Cost:
-    """What is bound by bytes: inputs are read, and those that the operator updates are written, or what ``out`` names,
+    """Cost of operators that are bound by bytes: inputs are read, and those that the operator updates are written, or what ``out`` names,
     or a new tensor as large as the largest input."""
     updated = [each for each in tensors if each.place in said.updated]
     outputs = [each for each in tensors if each.place in said.outputs]
@@ -307,7 +307,7 @@ def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.n
 
 
 def _delegates(key: Key) -> bool:
-    """Whether an operator that moves numbers lets others do it on a processor."""
+    """Return if an operator that moves numbers lets others do it on a processor."""
     computes = key.name in PRODUCTS or key.name in CONVOLUTIONS or any(each in key.name for each in ATTENTION)
     return not computes and key.name != "aten::_convolution" and signature(key.name, key.types).composite
 
@@ -439,7 +439,7 @@ class _Tensor:
 
 
 def _tensors(key: Key) -> list[_Tensor]:
-    """Each input that is a tensor, or a list of them; none where one has a type of which nobody knows the size, or no
+    """Each input that is a tensor, or a list of them; none if one has a type of unknown size, or no
     strides."""
     if not isinstance(key.shapes, list):
         return []
@@ -462,7 +462,7 @@ def _tensors(key: Key) -> list[_Tensor]:
 
 
 def _numbers(shape: list[int], strides: Any) -> int:
-    """How many numbers a tensor has in memory: a stride of 0 repeats them."""
+    """Numbers of a tensor in memory: a stride of 0 repeats them."""
     if not isinstance(strides, list) or len(strides) != len(shape):
         return math.prod(shape)
     return math.prod(extent for extent, step in zip(shape, strides, strict=True) if step or not extent)

@@ -1,6 +1,6 @@
 """Records a stretch of a program: torch's profiler, a sampler of Python stacks, and how many cores were idle.
 
-The cost of profiling an operator is measured beforehand, for programs whose time without profiling nobody knows.
+The cost of profiling an operator is measured beforehand, for programs that were not timed without profiling.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Recording:
 
     Args:
         stacks: sample the Python stack.
-        file: the trace is kept there; None: it is forgotten when it has been read.
+        file: file of the trace; None if the trace is not kept.
     """
 
     def __init__(self, *, stacks: bool = True, file: str | Path | None = None) -> None:
@@ -148,7 +148,7 @@ def _idle_seconds() -> float | None:
 
 @functools.cache
 def profiler_seconds(device: str = "") -> float:
-    """What the profiler adds to a small operator on ``device``, measured once; by default on the GPU, if there is one,
+    """Measure once the seconds that the profiler adds to a small operator; by default on the GPU, if there is one,
     where an operator launches a kernel."""
     on_gpu = device != "cpu" and torch.cuda.is_available()
     x = torch.ones(4, device="cuda" if on_gpu else "cpu")
@@ -170,7 +170,7 @@ def profiler_seconds(device: str = "") -> float:
 
 @functools.cache
 def autograd_seconds(on_gpu: bool) -> float:
-    """What recording adds to a small product, measured once."""
+    """Measure once the seconds that recording adds to a small product."""
     device = "cuda" if on_gpu else "cpu"
     x, weight = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
 
@@ -198,7 +198,7 @@ def _activities() -> list[torch.profiler.ProfilerActivity]:
 
 
 def _settings() -> Any:
-    """What makes the profiler keep nothing but its trace: a run of minutes has millions of events. Where there is no
+    """Have the profiler keep nothing but its trace: a run of minutes has millions of events. Where there is no
     GPU it sees operators of all threads too; where there is one, it follows autograd's by itself."""
     kind = torch._C._profiler._ExperimentalConfig
     threads: Any = {} if torch.cuda.is_available() else {"profile_all_threads": True}

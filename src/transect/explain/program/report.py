@@ -20,7 +20,7 @@ CACHED = "operators above 100% of their floor found their inputs in a cache: flo
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What came out: the parts of the wall time, findings, and what they were found in."""
+    """Parts of the wall time, findings, and the material of these."""
 
     split: Split
     findings: list[Finding]
@@ -80,7 +80,7 @@ def of_floor(op: OpStat) -> str:
 
 
 def notes(explanation: Explanation) -> list[str]:
-    """What is to be known of the figures."""
+    """Return remarks about the figures."""
     faster = any(op.floor and op.calls * op.floor > SURE * op.seconds for op in heaviest(explanation))
     return [*explanation.split.notes, *([CACHED] if faster else [])]
 

@@ -20,11 +20,11 @@ from typing import Any, Self
 
 PERIOD_S = 0.002
 SWITCH_S = 20e-6
-"""How soon the watched thread hands over the interpreter's lock. With Python's own 5 ms it would mostly do so at the
-next operator, and every sample would show that line."""
+"""Seconds after which the watched thread hands over the interpreter's lock. With Python's own 5 ms it would mostly do
+so at the next operator, and every sample would show that line."""
 SLACK_NS = 1000
-"""How late a timer of the sampling thread may ring. With Linux's own 50 us it would ask for the lock so much later, and
-lines that let go of it would be seen more often than they run (docs/lab-notes/explain.md)."""
+"""Slack of timers of the sampling thread, in nanoseconds. With Linux's own 50 us it would ask for the lock so much
+later, and lines that let go of it would be seen more often than they run (docs/lab-notes/explain.md)."""
 PR_SET_TIMERSLACK = 29
 LITTLE_S = 100e-6
 """A thread that ran no longer than this since the sample before was waiting."""
@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Samples:
-    """What was seen; ``collections``: (begin, end) of each run of the garbage collector."""
+    """Samples of a thread; ``collections``: (begin, end) of each run of the garbage collector."""
 
     period: float = PERIOD_S
     samples: list[Sample] = field(default_factory=list)
@@ -159,10 +159,10 @@ def _anomaly_detection() -> bool:
 
 
 def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:
-    """(code, line) of a thread's frames, innermost first, and the code that each thread is in.
+    """Return (code, line) of a thread's frames, innermost first, and the code that each thread is in.
 
-    Whoever holds a frame when its function returns ends the function's variables, in the thread that lets go of it; and
-    torch has guards that switch something of their own thread back when they end. So each of these is one call that
+    A caller that holds a frame when its function returns ends the function's variables, in the thread that lets go of
+    it; and torch has guards that switch something of their own thread back when they end. So each of these is one call that
     keeps no frame, and in which no other thread runs: it calls nothing but C, and nothing is collected meanwhile."""
     collecting = sys.version_info < (3, 12) and gc.isenabled()  # later ones collect between two instructions alone
     if collecting:
@@ -190,7 +190,7 @@ def _codes() -> Iterator[Any]:
 
 
 def _ran(thread: threading.Thread) -> int | None:
-    """Nanoseconds that a thread has run on a core; None where nobody says."""
+    """Nanoseconds that a thread has run on a core; None if the system does not report it."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
             return int(file.read().split()[0])

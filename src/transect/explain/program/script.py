@@ -27,7 +27,7 @@ OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a script ended. ``failed``: why, in a line; empty where all went well. ``error``: what it raised.
+    """End of a script. ``failed``: the reason in a line; empty where all went well. ``error``: what it raised.
     ``interrupted``: by Ctrl-C."""
 
     failed: str = ""
@@ -76,12 +76,12 @@ class _Again(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is run.
+    """A script to run.
 
     Args:
         path: the file; or the name of a module, where ``module`` is set.
         arguments: of its own.
-        stdin: what it reads from standard input; None: what this process reads.
+        stdin: what it reads from standard input; None if that of this process.
         seconds: after which it is interrupted, as by Ctrl-C; 0: never.
     """
 
@@ -93,7 +93,7 @@ class Script:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """Name of the script."""
         return str(self.path)
 
     def check(self) -> None:
@@ -180,7 +180,7 @@ def _as_it_was() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Inside, Ctrl-C comes by itself after so many seconds; 0: never."""
+    """Interrupt the program after ``seconds``, as Ctrl-C would; never if 0."""
     if not seconds:
         yield
         return

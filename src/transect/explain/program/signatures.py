@@ -1,4 +1,4 @@
-"""What PyTorch itself says of an operator in a trace: which inputs it writes, whether it only looks at one in another
+"""Reads PyTorch's schema of an operator in a trace: which inputs it writes, whether it only looks at one in another
 way, and whether others do its work on a processor.
 
 A trace has a name and the types of the inputs, of which the overload follows. Another version of PyTorch may have
@@ -25,7 +25,7 @@ class Signature:
     updated: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     view: bool = False
-    """What it returns is its input, seen in another way."""
+    """The output is a view of an input."""
     composite: bool = False
     """On a processor other operators do its work."""
 
@@ -42,7 +42,7 @@ def signature(name: str, types: tuple[str, ...]) -> Signature:
 
 
 def _fits(argument: str, recorded: str) -> bool:
-    """Whether an argument of a type can have been recorded so; what is None has no type."""
+    """Return if an argument of a type can have been recorded so; None has no type."""
     tensor, many = "Tensor" in argument, "List[" in argument
     if recorded == "TensorList":
         return tensor and many

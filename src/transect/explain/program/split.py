@@ -41,7 +41,7 @@ PARTS: Mapping[str, str] = {
     "unexplained": "unexplained",
 }
 LAUNCH_S = 3e-6
-"""What calling an operator costs, where nothing is measured."""
+"""Seconds to call an operator, if nothing is measured."""
 SMALL_S = 30e-6
 """An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
 TINY_S = 1.5e-6
@@ -58,14 +58,14 @@ ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
 HOST_OP_S = 500e-6
 """An operator that takes longer without any such call computes on the host."""
 OWN_OVERHEAD = r"^(?:Activity Buffer Request|Instrumentation|Resource|CUPTI)"
-"""What the profiler does for itself; the driver's overhead (loading a kernel, say) is the program's."""
+"""Work of the profiler for itself; the driver's overhead (loading a kernel, say) is the program's."""
 GIVES = r"Launch|Memcpy|Memset"
 """Calls that give the GPU something to do."""
 HELD_S = 200e-6
 """A GPU that has nothing else to do begins within microseconds of a launch. If its first kernel under a profiler begins
 so much later, the profiler was setting itself up."""
 PLUMBING = ("autograd::", "Optimizer", "torch::autograd", "TorchDynamo Cache Lookup", "Pregraph bytecode")
-"""What autograd, optimizers and torch.compile do to call operators."""
+"""Names of the work by which autograd, optimizers and torch.compile call operators."""
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
 
 
@@ -92,7 +92,7 @@ class OpStat:
 
     @property
     def title(self) -> str:
-        """What to call it: an operator, or the kernel's name without its templates behind that of its operator."""
+        """Name in tables: an operator, or the kernel's name without its templates behind that of its operator."""
         if not self.operator:
             return kernel_name(self.key.name, templates=True)
         return f"{self.operator}: {kernel_name(self.key.name)}"
@@ -329,7 +329,7 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
-    """What the main thread did, where no kernel ran on a GPU."""
+    """Split the time of the main thread, where no kernel ran on a GPU."""
     mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
     stats: dict[int, OpStat] = {}
     gaps: list[Gap] = []
@@ -394,8 +394,8 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
 def _device(
     trace: Trace, ceilings: Ceilings, begin: float, end: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
-    """What the GPU did. A kernel's shapes are those of the operator that launched it; where one operator launched
-    several kernels, its floor is theirs together, and each has as much of it as it has of their time."""
+    """Split the time of the GPU. A kernel's shapes are those of the operator that launched it; where one operator
+    launched several kernels, its floor is theirs together, and each has as much of it as it has of their time."""
     launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):

@@ -77,11 +77,12 @@ class Steady:
         self._state = "first"
         self._least_s = min(0.3, window_s / 3)
         self._before, self._after = StepTimes(self._least_s), StepTimes()
-        self.recording, self.steps = self._first, None
-        """The recording to explain, and its steps; None if there are none."""
-        self.steps: Steps | None
+        self.recording = self._first
+        """The recording to explain."""
+        self.steps: Steps | None = None
+        """Its steps; None if none repeat."""
         self.between: tuple[float, float] | None = None
-        """The part of the recording to explain, on ``time.perf_counter()``; None: all of it."""
+        """The part of the recording to explain, on ``time.perf_counter()``; None if all of it is."""
 
     def start(self) -> None:
         """Begin."""

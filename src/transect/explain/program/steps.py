@@ -34,14 +34,14 @@ SEEN_ROWS = 64
 LEAST_PADDING = 0.05
 
 Mark = tuple[str, int]
-"""A kind, and the number of the module that it belongs to; 0 for optimizers and loaders, which are made anew."""
+"""A kind, and the number of its module; 0 for optimizers and loaders, which programs make again."""
 
 
 class StepWatch:
     """Hooks that see steps, and padding: only a mask or a ``padding_idx`` says that a token is padding.
 
     Args:
-        seen: called with each mark; None: nobody asks for steps.
+        seen: called with each mark; None if only padding is wanted.
     """
 
     def __init__(self, seen: Callable[[Mark], None] | None = None) -> None:
@@ -79,7 +79,7 @@ class StepWatch:
             self._mark(KINDS[2])
             return plain(loader)
 
-        kind.__next__ = following  # type: ignore[method-assign]
+        kind.__next__ = following  # type: ignore[method-assign,assignment]
         self._undo.append(lambda: setattr(kind, "__next__", plain))
 
     def ignore_forward(self) -> None:
@@ -121,7 +121,7 @@ class StepWatch:
         beside = any(kind != KINDS[3] for kind, _ in self.counts)
         return LATER if beside or self._training.get(mark) else REPEATS
 
-    def _mark(self, kind: str, owner: nn.Module | None = None) -> None:
+    def _mark(self, kind: str, owner: object = None) -> None:
         if threading.get_ident() != self._thread or self._seen is None:
             return
         mark = kind, 0 if owner is None else id(owner)
@@ -144,8 +144,7 @@ class StepWatch:
         if torch.compiler.is_compiling() or id(module) not in self._roots:
             return
         mask = kwargs.get("attention_mask")
-        usable = isinstance(mask, Tensor) and mask.ndim == 2 and mask.device.type != "meta" and mask.numel()
-        if usable and not mask.is_floating_point() and len(self._masks) < LOOKS:
+        if isinstance(mask, Tensor) and _is_mask(mask) and len(self._masks) < LOOKS:
             self._masks.append((mask.detach()[:: -(-len(mask) // SEEN_ROWS)].clone(), mask.numel()))
         mark = KINDS[3], id(module)
         self._training[mark] = module.training and torch.is_grad_enabled()
@@ -176,6 +175,10 @@ class StepWatch:
 
         kind.generate = generate
         self._undo.append(lambda: setattr(kind, "generate", plain))
+
+
+def _is_mask(mask: Tensor) -> bool:
+    return mask.ndim == 2 and mask.device.type != "meta" and mask.numel() > 0 and not mask.is_floating_point()
 
 
 def _padded(ids: Tensor, pad: int) -> float:

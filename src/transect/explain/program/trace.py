@@ -67,7 +67,7 @@ class WrittenEvent(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an event is: its name, and where the trace has them the shapes, types and plain arguments of its inputs.
+    """The name of an event, and where the trace has them the shapes, types and plain arguments of its inputs.
     ``nodes`` says that autograd recorded it."""
 
     name: str
@@ -129,8 +129,8 @@ class Trace:
             return
         found = event.get("args")
         args: dict[str, Any] = found if isinstance(found, dict) else {}
-        lane = event.get("pid"), event.get("tid")
-        lane = lane if all(isinstance(each, int | str) for each in lane) else repr(lane)
+        place = event.get("pid"), event.get("tid")
+        lane = place if all(isinstance(each, int | str) for each in place) else repr(place)
         self._count(kind, args.get("Sequence number"))
         link = args.get("External id", args.get("external id", -1))
         columns = self._columns
@@ -261,7 +261,7 @@ class Trace:
         return np.flatnonzero(self.kind == kind)
 
     def key_of(self, index: int) -> Key:
-        """What an event is."""
+        """Return the name and the shapes of an event."""
         return self.keys[self.key[index]]
 
     def latest_ends(self) -> np.ndarray:
@@ -272,12 +272,12 @@ class Trace:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether kernels ran."""
+        """Return if kernels ran."""
         return bool((self.kind == KERNEL).any())
 
 
 def _unusual(shapes: list[Any], strides: Any) -> bool:
-    """Whether a tensor, or one in a list of them, repeats numbers, or has no strides."""
+    """Return if a tensor, or one in a list of them, repeats numbers, or has no strides."""
     if not isinstance(strides, list):
         return False
     for shape, steps in zip(shapes, strides, strict=False):
@@ -292,7 +292,7 @@ def _unusual(shapes: list[Any], strides: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Whether a value of JSON is a number that can be reckoned with."""
+    """Return if a value of JSON is a number of a usual size."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST
 
 

@@ -22,7 +22,7 @@ from .trace import Trace, WrittenEvent
 PIECE = 1 << 20
 """Characters that are read at a time."""
 LONGEST_EVENT = 64 << 20
-"""A value that does not end within so many characters is no event."""
+"""Most characters of an event."""
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
 _BETWEEN = "\n  },\n  {"
