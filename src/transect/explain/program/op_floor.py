@@ -4,7 +4,7 @@ Products are bound by FLOPs or bytes, all others by bytes: each input read once,
 the largest input, but for those that read or write a part of a tensor (``_PARTS``), or write what they were given
 (``signatures.py``). Numbers that a tensor repeats (``expand``) count once. That is the roofline bound of an operator
 that runs alone; several operators fused take less. Of operators that are neither PyTorch's nor simple ones of this
-project nobody knows what they compute, nor of recurrent layers, of types that are not in ``SIZES``, and of tensors
+project the work is unknown, as is that of recurrent layers, of types that are not in ``SIZES``, and of tensors
 without strides (sparse and nested ones).
 """
 
@@ -247,8 +247,8 @@ def cost(key: Key) -> Cost | None:
 
 
 def _moved(key: Key, tensors: list[_Tensor], said: Signature) -> Cost:
-    """Cost of operators that are bound by bytes: inputs are read, and those that the operator updates are written, or what ``out`` names,
-    or a new tensor as large as the largest input."""
+    """Cost of operators that are bound by bytes: inputs are read, and those that the operator updates are written, or
+    what ``out`` names, or a new tensor as large as the largest input."""
     updated = [each for each in tensors if each.place in said.updated]
     outputs = [each for each in tensors if each.place in said.outputs]
     inputs = [each for each in tensors if each not in outputs]

@@ -162,8 +162,9 @@ def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[i
     """Return (code, line) of a thread's frames, innermost first, and the code that each thread is in.
 
     A caller that holds a frame when its function returns ends the function's variables, in the thread that lets go of
-    it; and torch has guards that switch something of their own thread back when they end. So each of these is one call that
-    keeps no frame, and in which no other thread runs: it calls nothing but C, and nothing is collected meanwhile."""
+    it; and torch has guards that switch something of their own thread back when they end. So each of these is one call
+    that keeps no frame, and in which no other thread runs: it calls nothing but C, and nothing is collected
+    meanwhile."""
     collecting = sys.version_info < (3, 12) and gc.isenabled()  # later ones collect between two instructions alone
     if collecting:
         gc.disable()
