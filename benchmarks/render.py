@@ -1,10 +1,10 @@
-"""Puts the recorded results into the pages that quote them, so that no number in them is typed by hand.
+"""Write the recorded results into the pages that quote them, so that nobody types a number.
 
-A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``; what stands between is made from the JSON files under
-``benchmarks/results/``.
+A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``. Their text is made from the JSON files under
+``benchmarks/results/``. The address of publication goes from ``pyproject.toml`` into ``mkdocs.yml`` in the same way.
 
     python benchmarks/render.py            rewrite the blocks
-    python benchmarks/render.py --check    exit 1 if one of them is not what the results say
+    python benchmarks/render.py --check    exit 1 if a block differs from the results
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ import train_tables
 import tuning_table
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
+SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -192,7 +193,7 @@ def number_formats() -> str:
 
 def decoder_layer() -> str:
     """One layer in a CUDA graph, with each fusion off in turn."""
-    import decoder_layer  # loads torch
+    from benchmarks.engine import decoder_layer  # loads torch
 
     return decoder_layer.table(_load("h200/decoder_layer.json"))
 
@@ -224,11 +225,50 @@ def all_number_formats() -> str:
     return page()
 
 
+def model_families() -> str:
+    """Every record of a model family, and the stacks that its tiny model could run on with heads of 64."""
+    from dataclasses import replace
+
+    from transect.models import fused_stack, native
+    from transect.spec.families.family import TINY
+    from transect.spec.families.registry import families
+    from transect.spec.hf import from_hf
+
+    rows = ["| `model_type` | models | on a CPU | on a GPU | of its own | GGUF |", "|---|---|---|---|---|---|"]
+    for name, family in families().items():
+        config = replace(from_hf(TINY | {"model_type": name, **family.tiny}), head_dim=64)
+        refusals = native.refusal(config, 16), fused_stack.refusal(config)
+        runs = " | ".join("kernels" if refusal is None else "layers" for refusal in refusals)
+        rows.append(f"| `{name}` | {family.models} | {runs} | {', '.join(config.beyond_stacks)} | `{family.gguf}` |")
+    return "\n".join(rows) + "\n"
+
+
 def training_settings() -> str:
     """Every setting of a training run."""
-    from transect.train.config.page import page
+    from transect.spec.settings import table
+    from transect.train.config import TrainConfig
+    from transect.train.config.defaults import BY_TASK
 
-    return page()
+    return "\n".join(table(TrainConfig, by_task=BY_TASK))
+
+
+def serving_settings() -> str:
+    """Every setting of an engine and of a server, by group."""
+    from transect.cli.serve import NO_OPTIONS
+    from transect.engine.config import EngineConfig
+    from transect.engine.executors.gpu.options import GPUOptions
+    from transect.server.options import ServerOptions
+    from transect.spec.settings import options_table
+
+    kinds = (ServerOptions, EngineConfig, GPUOptions)
+    return "\n".join(options_table(*kinds, without=("model",), unnamed=NO_OPTIONS))
+
+
+def environment_variables() -> str:
+    """Variables of the environment that belong to no single option."""
+    from transect.cli.environment import VARIABLES
+
+    return "\n".join(["| variable | |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in VARIABLES.items())])
 
 
 def kills() -> str:
@@ -291,6 +331,10 @@ def pretrain_published() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
+    "clone": front.clone,
+    "lead": front.lead,
+    "first-answer": front.first_answer,
+    "figures": front.figures,
     "numerics": numerics.page,
     "tuning": tuning_table.table,
     "clients": clients_table,
@@ -308,6 +352,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu": gpu_engine(engine_tables.main_table),
     "number-formats": number_formats,
     "number-formats-all": all_number_formats,
+    "families": model_families,
     "sinks": sinks,
     "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),
@@ -349,6 +394,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
+    "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
+    "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
+    "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
@@ -358,6 +406,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
+    "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
+    "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
+    "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
+    "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
+    "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),
+    "plan-fleet-memory": lambda: plan_fleet.memory_table(_load("cpu/plan_fleet.json")),
+    "plan-scaling": lambda: plan_scaling.table(_load("cpu/plan_scaling.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
     "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
@@ -374,6 +429,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving-kills": serving_kills,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "training-settings": training_settings,
+    "serving-settings": serving_settings,
+    "environment-variables": environment_variables,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),
@@ -391,10 +448,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """The page with its blocks made anew.
+    """Replace the blocks of a page by the present results.
 
     Raises:
-        KeyError: a block that nothing here makes.
+        KeyError: a block has no entry in ``BLOCKS``.
         FileNotFoundError: a block without a recorded result.
     """
     return BLOCK.sub(lambda match: match[1] + BLOCKS[match["name"]]() + match[3], text)
@@ -402,9 +459,9 @@ def rendered(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for path in PAGES:
+    for path in [*PAGES, SITE]:
         text = path.read_text()
-        fresh = rendered(text)
+        fresh = front.with_repo_url(text) if path == SITE else rendered(text)
         if fresh != text:
             stale.append(str(path.relative_to(record.ROOT)))
             if "--check" not in sys.argv:

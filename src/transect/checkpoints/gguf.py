@@ -17,7 +17,7 @@ from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from ..models.rope import half_rotation_rows
 from ..models.stored import ALL, BlockCodes, Stored, StoredWeights, Values, is_whole, within
-from ..spec.gguf_places import Place, places
+from ..spec.gguf_places import GGUFPlace, places
 from ..spec.model import ModelConfig
 from ..spec.numbers.gguf import UNITS
 from ..spec.numbers.layouts import BlockLayout
@@ -57,7 +57,7 @@ def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
 
 
 def _stored(file: GGUFFile, found: _Found, shape: tuple[int, ...]) -> Stored:
-    """A weight, which may be had in its blocks where it is packed."""
+    """Return a weight, which may be had in its blocks where it is packed."""
     read, kind = partial(_read, file, found), found.tensor.block_type
     if len(shape) != 2 or not kind.packed:
         return Stored(shape, read)
@@ -92,7 +92,7 @@ def _find(file: GGUFFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
     return found
 
 
-def _found(config: ModelConfig, tensor: QuantizedTensor, place: Place, shape: tuple[int, ...]) -> _Found:
+def _found(config: ModelConfig, tensor: QuantizedTensor, place: GGUFPlace, shape: tuple[int, ...]) -> _Found:
     if len(place.stored) != len(shape):  # all experts in one tensor, or one row as a vector
         whole = shape if len(shape) == 2 else (math.prod(tensor.shape),)
         tensor = QuantizedTensor(tensor.type_name, whole, tensor.blocks.reshape(math.prod(whole[:-1]), -1))
@@ -157,7 +157,8 @@ def _columns(file: GGUFFile, name: str, tensor: QuantizedTensor, columns: slice)
 
 
 def _dense(tensor: QuantizedTensor) -> Tensor:
-    """A copy in memory, in the file's own dtype (packed vectors, which no file is known to have, become float32)."""
+    """Return a copy in memory, in the file's own dtype (packed vectors, which no file is known to have, become
+    float32)."""
     if tensor.is_packed:
         return torch.from_numpy(tensor.dequantize())
     stored, dtype = _DENSE[tensor.type_name]

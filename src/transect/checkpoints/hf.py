@@ -22,71 +22,33 @@ from torch import Tensor
 
 from ..models.rope import half_rotation_rows
 from ..models.stored import ALL, Stored, StoredWeights, is_whole, within
+from ..spec.families.family import Family
+from ..spec.families.names import HF_NAMES
+from ..spec.families.registry import family
 from ..spec.fields import read_json_object
 from ..spec.hf import text_part
 from ..spec.model import ModelConfig
 from ..spec.moe import MoEConfig
-from ..spec.weights import projection_shapes, weight_shapes
-from .hf_moe import LLAMA4_MLP, expert_tensor
+from ..spec.weights import weight_shapes, within_joined
 from .quantized import experts_reader, packed_reader, stack_reader, with_values
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_LLAMA_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_LLAMA_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-_LLAMA_LAYER["attention"] = "self_attn"
-"""The name for sinks, which belong to no matrix."""
-_POST_NORMS = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-"""Names in families that have norms after attention and MLP (Gemma, OLMo 2)."""
-_PHI3 = {
-    "attention.q": "self_attn.qkv_proj",
-    "attention.k": "self_attn.qkv_proj",
-    "attention.v": "self_attn.qkv_proj",
-    "mlp.gate": "mlp.gate_up_proj",
-    "mlp.up": "mlp.gate_up_proj",
-}
-_GPT2_OUTER = {"embed": "transformer.wte", "position_embed": "transformer.wpe", "norm": "transformer.ln_f"}
-_GPT2_OUTER["head"] = "lm_head"
-_GPT2_LAYER = {
-    "attention_norm": "ln_1",
-    "attention.q": "attn.c_attn",
-    "attention.k": "attn.c_attn",
-    "attention.v": "attn.c_attn",
-    "attention.o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias)")
 """Buffers of old checkpoints: rotary frequencies and GPT-2's causal masks."""
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
-"""What a model that also sees has beside its language model."""
+"""Weights of a vision model beside its language model."""
 
 
 @dataclass(frozen=True)
-class Place:
+class HFPlace:
     """Where transformers keeps a weight.
 
     The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
-    file's shape. With ``experts`` it is so many tensors, one below the other: ``tensor`` has ``{}`` for the expert, and
+    file's shape. With ``experts`` it is that number of tensors, concatenated along rows: ``tensor`` has ``{}`` for the
+    expert, and
     ``stored`` is the shape of one. ``stacked``: one tensor holds all experts; ``step`` 2: of each, every other row from
     ``first`` on (gpt-oss). ``paired``: the head size of rows that stand in the order that rotates neighbouring pairs
     (Llama 4); here they stand in that of halves.
@@ -114,75 +76,54 @@ class Place:
         return slice(self.first, end, self.step)
 
     def order(self, rows: int) -> np.ndarray:
-        """The row of the tensor that each of so many rows of the weight is, within its own."""
+        """Return the index in the tensor of each of the weight's ``rows`` rows, within its part."""
         return half_rotation_rows(rows // self.paired, self.paired) if self.paired else np.arange(rows)
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
+def places(config: ModelConfig) -> dict[str, HFPlace]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
-    architecture = config.architecture
-    gpt2 = architecture == "gpt2"
-    outer, names, stack = (
-        (_GPT2_OUTER, _GPT2_LAYER, "transformer.h") if gpt2 else (_LLAMA_OUTER, _LLAMA_LAYER, "model.layers")
-    )
-    if config.norm_order != "pre":
-        names = names | _POST_NORMS
-    if architecture == "phi3":
-        names = names | _PHI3
-    if architecture == "llama4_text":
-        names = names | LLAMA4_MLP
-    joined = {"phi3": ("qkv", "gate_up"), "gpt2": ("qkv",)}.get(architecture, ())
+    record = family(config.architecture)
+    names = HF_NAMES | record.hf_names
     out = {}
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            out[name] = Place(f"{outer[module]}.{kind}", shape)
+            out[name] = HFPlace(f"{names[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
+        stack = f"{names['layers']}.{layer}"
         moe = config.layer_moe(int(layer))
-        if architecture in ("gpt_oss", "llama4_text") and inner.startswith("mlp.experts_") and moe is not None:
-            out[name] = _stacked_place(f"{stack}.{layer}", inner, kind, config, moe)
+        if moe is not None and inner.startswith("mlp.experts_"):
+            if record.hf_stacked is not None:
+                out[name] = _stacked_place(stack, inner, kind, config, moe, record)
+            else:
+                one = (shape[0] // moe.experts, *shape[1:])
+                out[name] = HFPlace(f"{stack}.{names[inner]}.{kind}", one, experts=moe.experts)
             continue
-        expert = expert_tensor(architecture, inner, kind)
-        if moe is not None and expert is not None:
-            experts = moe.experts if "{}" in expert else 0
-            own = (shape[0] // experts, *shape[1:]) if experts else shape
-            out[name] = Place(f"{stack}.{layer}.{expert}", own, experts=experts)
-            continue
-        transposed = gpt2 and len(shape) == 2
-        tensor = f"{stack}.{layer}.{names[inner]}.{kind}"
-        first, whole = _within_joined(config, inner, shape[0], joined)
+        kind = "e_score_correction_bias" if kind == "score_bias" else kind
+        transposed = record.hf_transposed and len(shape) == 2
+        first, whole = within_joined(config, inner, shape[0], record.joined)
         stored = (whole, *shape[1:])
         size = None if whole == shape[0] else shape[0]
-        paired = config.head_dim if architecture == "llama4_text" and inner in ("attention.q", "attention.k") else 0
-        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
+        paired = config.head_dim if record.hf_paired and inner in ("attention.q", "attention.k") else 0
+        tensor = f"{stack}.{names[inner]}.{kind}"
+        out[name] = HFPlace(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
     return out
 
 
-def _within_joined(config: ModelConfig, inner: str, rows: int, joined: tuple[str, ...]) -> tuple[int, int]:
-    """(the first row, all rows) of a matrix in the tensor that holds it, maybe with others."""
-    for projection in joined:
-        parts = {name: shape[0] for name, shape in projection_shapes(config)[projection].items()}
-        if inner in parts:
-            before = list(parts).index(inner)
-            sizes = list(parts.values())
-            return sum(sizes[:before]), sum(sizes)
-    return 0, rows
-
-
-def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> Place:
+def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig, record: Family) -> HFPlace:
     """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one (gpt-oss), or
     stand one after the other (Llama 4)."""
-    turns = config.architecture == "gpt_oss"
-    prefix = f"{layer}.{'mlp' if turns else 'feed_forward'}.experts"
+    turns = record.hf_stacked == "turns"
     up = inner.endswith("_up")
     down = inner.endswith("_down")
     width, inputs = (config.dim, moe.expert_dim) if down else (2 * moe.expert_dim, config.dim)
-    tensor = f"{prefix}.{'down_proj' if down else 'gate_up_proj'}{'_bias' if kind == 'bias' else ''}"
+    matrix = f"{'down_proj' if down else 'gate_up_proj'}{'_bias' if kind == 'bias' else ''}"
     shape = (moe.experts, width) if kind == "bias" else (moe.experts, inputs, width)
     first = int(up) * (1 if turns else moe.expert_dim)
     step = 2 if turns and not down else 1
-    return Place(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
+    tensor = f"{layer}.{(HF_NAMES | record.hf_names)['mlp.experts']}.{matrix}"
+    return HFPlace(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
 
 
 # ---- in
@@ -219,7 +160,9 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     return _weights(found, plan, stack, config)
 
 
-def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack, config: ModelConfig) -> StoredWeights:
+def _weights(
+    found: dict[str, _Stored], plan: dict[str, HFPlace], stack: ExitStack, config: ModelConfig
+) -> StoredWeights:
     with stack:
         for name, shape in weight_shapes(config).items():
             place, where = plan[name], found[plan[name].tensors[0]]
@@ -237,7 +180,7 @@ def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack
             yield name, Stored(shape, read, *packed)
 
 
-def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_stack(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the experts in one tensor of gpt-oss, expert by expert."""
     wanted, each = within(shape[0], rows), shape[0] // place.stored[0]
     parts = []
@@ -257,8 +200,8 @@ def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slic
     return torch.cat(parts)
 
 
-def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
-    """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
+def _read_experts(stack: list[_Stored], place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+    """Read some rows of the concatenated matrices of all experts; experts without such rows are not read."""
     wanted, each = within(len(stack) * shape[0], rows), shape[0]
     parts = []
     for expert in range(wanted.start // each, -(-wanted.stop // each)):
@@ -267,7 +210,7 @@ def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], ro
     return torch.cat(parts)
 
 
-def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     if place.paired:
         whole = _read(where, replace(place, paired=0), shape, ALL, columns)
         return whole[place.order(shape[0])[within(shape[0], rows)]]
@@ -360,7 +303,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str) -> None:
+def _check(directory: Path, found: dict[str, _Stored], place: HFPlace, tensor: str) -> None:
     stored = found.get(tensor)
     shape = list(place.stored)
     if stored is None:
@@ -378,7 +321,7 @@ def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str
 
 
 def _refuse_superfluous(
-    directory: Path, found: dict[str, _Stored], plan: dict[str, Place], config: ModelConfig
+    directory: Path, found: dict[str, _Stored], plan: dict[str, HFPlace], config: ModelConfig
 ) -> None:
     used = {tensor for place in plan.values() for tensor in place.tensors}
     if config.tied_embeddings:

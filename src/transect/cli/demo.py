@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +40,15 @@ def command(
     svg: Annotated[Path | None, output_file(help="Keep a picture of it in this file.")] = None,
 ) -> None:
     """Start the server, stream eight chats at the same time, show what happens, and stop the server."""
+    run(model, max_tokens, svg, ())
+
+
+def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -> None:
+    """Run the demo with further ``options`` of ``transect serve``.
+
+    Raises:
+        ValueError: a chat failed, or the server did.
+    """
     from rich.console import Console
 
     from ..checkpoints.resolve import resolve
@@ -48,7 +57,7 @@ def command(
     console = Console()
     resolve(model)
     console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)
-    with _server(model) as url:
+    with _server(model, options) as url:
         talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
         gauges = Gauges()
         with View(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:
@@ -61,13 +70,13 @@ def command(
 
 
 @contextmanager
-def _server(model: str) -> Iterator[str]:
+def _server(model: str, options: Sequence[str]) -> Iterator[str]:
     """A server on a free port for the length of the block; gives its URL.
 
     Raises:
         ValueError: it did not start, or did not stop cleanly.
     """
-    arguments = [sys.executable, "-m", "transect", "serve", model, "--port", "0"]
+    arguments = [sys.executable, "-m", "transect", "serve", model, "--port", "0", *options]
     # A group of its own: Ctrl-C reaches this process alone, which then stops the server in good order.
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, process_group=0)
     try:

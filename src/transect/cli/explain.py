@@ -33,8 +33,8 @@ def backward(
 ) -> None:
     """Show each node of loss.backward() in order, what it saved, its bytes, its time.
 
-    A Python file runs with __name__ set to "__explain__"; a function `loss()` of it is called twice and measured the
-    second time. A model runs one packed batch through the training model, twice as well.
+    A Python file runs with __name__ set to "__explain__"; its function `loss()` is called twice and measured the second
+    time. A model runs one packed batch through the training model, twice as well.
     """
     import dataclasses
     import json
@@ -138,7 +138,9 @@ def run(
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     keep_trace: Annotated[Path | None, output_file(help="Keep the profiler's trace in this file.")] = None,
     stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
-    apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Try the changes that need no edit, and measure again.")
+    ] = False,
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
     grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
     seconds: Annotated[float, typer.Option(help="End the program after this time; 0 to let it end.", min=0)] = 0.0,

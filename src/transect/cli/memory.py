@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..spec.numbers.registry import AUTO, cache_formats, listed, roundings
-from .engine_options import CpuOffload, OffloadFolder
+from .engine_options import engine_settings, takes
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
@@ -32,6 +31,10 @@ TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
 
+@takes(
+    *engine_settings("max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
+    *engine_settings("cpu_offload_gb", "offload_folder"),
+)
 def command(
     call: typer.Context,
     model: Annotated[
@@ -70,18 +73,9 @@ def command(
     ] = None,
     rank: Annotated[int, typer.Option(help="--train: of adapters.")] = 16,
     context: Annotated[int | None, typer.Option(help="--serve: longest sequence; default: the model's.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="--serve: sequences at the same time.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
-    dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
-    quantization: Annotated[
-        str | None, typer.Option(help=f"--serve: {listed(roundings())}, for the layers' matrices.")
-    ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help=f"--serve: {listed((AUTO, *cache_formats()))}.")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
-    cpu_offload_gb: CpuOffload = 0.0,
-    offload_folder: OffloadFolder = None,
     link: Annotated[
         float | None, typer.Option(help="--serve: GB/s of the host link, or of the disk; default: measured, else 55.")
     ] = None,
@@ -108,6 +102,7 @@ def command(
         list[str] | None, typer.Option("--set", help="--train: KEY=VALUE of a run's file, such as lora.dora=true.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+    **engine: Any,
 ) -> int:
     """Account for memory, term by term, before a device is touched. Exit with 1 if it does not fit."""
     from ..checkpoints.resolve import described
@@ -141,21 +136,17 @@ def command(
         print(f"{card.name}: {card.device}, {gib(card.memory_bytes)} (data sheet figures, not measured)")
     if run is not None:
         return 0 if show_training(run, source, kind, budget, json) else 1
-    settings: dict[str, Any] = {
-        "max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype, "quantization": quantization,
-        "max_num_batched_tokens": max_num_batched_tokens, "cpu_offload_gb": cpu_offload_gb,
-        "offload_folder": offload_folder, "kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp, **_sharing(tp, ep, dp),
-    }  # fmt: skip
+    engine |= {"max_model_len": context, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    engine |= _sharing(tp, ep, dp)
     streamed, engines = _link(kind, link, card), dp if ep == 1 else 1
-    return 0 if _serve(source, settings, kind, budget, json, streamed, engines, card) else 1
+    return 0 if _serve(source, engine, kind, budget, json, streamed, engines, card) else 1
 
 
 def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file: bool) -> bool:
-    """Whether the memory of a run is asked for; else that of an engine.
+    """Return True for the memory of a training run, False for that of an engine.
 
     Raises:
-        ValueError: it cannot be said, or there are options of the other kind.
+        ValueError: the options do not say which, or mix both.
     """
     own = {name: [_option(call, each) for each in names if each in given]
            for name, names in (("--train", TRAINING), ("--serve", SERVING))}  # fmt: skip
@@ -173,16 +164,16 @@ def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file
 
 
 def _option(call: typer.Context, name: str) -> str:
-    """What a parameter is called on the command line."""
+    """Return the option's name on the command line."""
     return next(param.opts[0] for param in call.command.params if param.name == name)
 
 
 def _sharing(tp: int, ep: int, dp: int) -> dict[str, Any]:
-    """The settings of so many devices that share experts.
+    """Return the settings for ``ep`` devices that share experts.
 
     Raises:
-        ValueError: they are not whole tensor groups; the message names the nearest number that is. Or there are more or
-            fewer groups than ``dp`` says.
+        ValueError: the devices are not whole tensor groups (the message names the nearest number that is), or the
+            number of groups differs from ``dp``.
     """
     if ep == 1:
         return {}
@@ -223,7 +214,7 @@ def _free(kind: str) -> int:
 
 
 def _layouts(source: ModelSource) -> Layouts:
-    """How the files of a model pack its matrices; nothing where there are no weights."""
+    """Return the layouts in which a model's files pack its matrices; none if there are no weights."""
     from pathlib import Path
 
     from ..checkpoints.layouts import held_layouts
@@ -349,7 +340,7 @@ def _predicted(
 
 
 def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
-    """What an engine of ``config`` holds on a device of ``kind`` with ``budget`` bytes, and how it stores weights."""
+    """Plan the memory of an engine on a device of ``kind`` with ``budget`` bytes; also return how it stores weights."""
     from ..costs.memory.serving import ServingPlan
     from ..costs.model import weight_bytes
     from ..costs.storage import storage_for, storage_held

@@ -81,8 +81,8 @@ HOPPER: Mapping[str, Efficiency] = {
     "fp8": replace(_BF16, few=0.935, weights=0.739, products=1.46),
     "int4": replace(_BF16, few=0.868, weights=0.397, products=0.718),
 }
-"""Coefficients of an H200 by the format of weights, from recorded steps (``benchmarks/serving_steps.py``). ``pairs`` is
-that of training. Above 128 rows fp8 multiplies at twice the rate of bfloat16."""
+"""Coefficients of an H200 by the format of weights, from recorded steps (``benchmarks/engine/serving_steps.py``).
+``pairs`` is that of training. Above 128 rows fp8 multiplies at twice the rate of bfloat16."""
 
 
 class ServingSteps:
@@ -128,6 +128,23 @@ class ServingSteps:
         found = self.efficiency.step + max(self._first * layers, self._last * layers + head)
         link = self.rates.host_bytes_per_second
         return found if link is None else max(found, self.storage.streamed / link)
+
+    def parts(self, load: StepLoad) -> dict[str, float]:
+        """Split the time of a step by cause; the products of the layers and the head together. Stages of a pipeline are
+        taken one after the other, so the sum is that of ``latency`` without messages."""
+        known, size = self.efficiency, (load.padded or load.tokens, load.rows)
+        costs = least_products(self.config, *size, self.storage)
+        products = self._product(costs["linear"], size[0]) + self._product(costs["head"], size[1]) / self.layout.tensor
+        hidden, logits = (0.0, 0.0) if self._collectives is None else exchanged(self.config, *size, self._collectives)
+        keys = self._attention(load._replace(pairs=0))
+        return {
+            "weights and products": products,
+            "keys and values": keys,
+            "attention of prompts": self._attention(load) - keys,
+            "norms and activations": self._moved * size[0] / (self.rates.bytes_per_second * known.moved),
+            "sums between cards": known.sums * (hidden + logits),
+            "overhead": self.layout.pipeline * known.step + known.layer * self.config.n_layers + known.row * load.rows,
+        }
 
     def latency(self, load: StepLoad) -> float:
         """Predict the time until the tokens of a step are known: of all stages in turn."""

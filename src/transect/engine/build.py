@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -27,10 +30,9 @@ from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
 from .config import EngineConfig
 from .decision_setup import decision_log
+from .device import device_for
 from .executors.drafted import Drafted
-from .executors.gpu.build import build_gpu, device_for
 from .executors.gpu.compilers import Compilers
-from .executors.gpu.step_sizes import FEWEST_ROWS
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
 from .host_room import check_weights
@@ -59,14 +61,14 @@ class BuiltEngine:
     report: tuple[str, ...] = ()
     """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
     ranks: Ranks | None = None
-    """Those that were started for it, to be closed with it."""
+    """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
-    """The ranks, and where this one is among them; None: there is one."""
+    """All ranks, and the place of this one; None if there is only one."""
     speaks: bool = True
-    """Whether this process says what runs: of several ranks one does."""
+    """True on the one rank that decides and logs what runs."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
-        """What compiles grammars for this model; see ``GrammarCompiler``. The tokenizer is read when it is needed."""
+        """Return the grammar compiler of this model (``GrammarCompiler``); it reads the tokenizer when first needed."""
 
         def vocabulary() -> Vocabulary:
             found = Tokenizer.from_source(self.source)
@@ -88,13 +90,13 @@ def build_engine(
     mesh: Mesh | None = None,
     seed: int | None = None,
 ) -> BuiltEngine:
-    """Load the model and make everything around it.
+    """Load the model and build the engine around it.
 
     Args:
-        compilers: who compiles kernels, see ``compiling``.
+        compilers: processes that compile kernels, see ``compiling``.
         began: ``time.perf_counter()`` when the caller began, for the log's account of the time.
-        mesh: this process is one of several ranks, and all of them call this.
-        seed: of requests without a seed of their own; None: that of the configuration.
+        mesh: given if this process is one of several ranks; all of them must call this function.
+        seed: for requests without a seed of their own; None for the configuration's.
 
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
@@ -108,27 +110,32 @@ def build_engine(
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
-    fill_tokens = graph_tokens = None
+    fill_tokens = graph_tokens = graph_prompts = None
     if device.type == "cuda":
+        from .executors.gpu.build import build_gpu
+        from .executors.gpu.step_sizes import FEWEST_ROWS
+
         parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
         storage = parts.storage
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
+        graph_prompts = FEWEST_ROWS if graph_tokens else None
     else:
         executor, size, why, storage = _build_cpu(config, source, mesh)
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
-    scheduler = Scheduler(
+    limit = config.step_limit
+    scheduler = scheduler_class(config.scheduler_cls)(
         SchedulerConfig(
             num_blocks=size.num_blocks,
             block_size=config.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_mixed_tokens=config.max_mixed_tokens,
+            max_mixed_tokens=limit.tokens,
             fill_tokens=fill_tokens,
-            itl_target=config.step_seconds,
+            itl_target=limit.seconds,
             graph_tokens=graph_tokens,
-            graph_prompts=FEWEST_ROWS if graph_tokens and config.step_seconds is not None else None,
+            graph_prompts=graph_prompts if limit.seconds is not None else None,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
@@ -153,6 +160,35 @@ def build_engine(
         why = f"{why}, adapter {'beside' if config.quantization else 'in'} the weights"
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report)
+
+
+def scheduler_class(name: str | None) -> type[Scheduler]:
+    """Load the class that ``scheduler_cls`` names.
+
+    Raises:
+        ValueError: there is no such file, module or class, or it is no ``Scheduler``.
+    """
+    if name is None:
+        return Scheduler
+    try:
+        if ":" in name:
+            file, _, attribute = name.rpartition(":")
+            spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{file} is no Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            place, _, attribute = name.rpartition(".")
+            module = importlib.import_module(place)
+        found = getattr(module, attribute)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise ValueError(
+            f"scheduler_cls {name!r} cannot be loaded ({error}): give FILE.py:Class or package.module.Class"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ValueError(f"scheduler_cls {name!r} must be a subclass of transect.engine.scheduling.scheduler.Scheduler")
+    return found
 
 
 def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> tuple[Runner, KVSize, str, Storage]:

@@ -10,14 +10,14 @@ import msgspec
 
 from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
-from .scheduling.core import EngineCore, Step
+from .scheduling.core import EngineCore, StepInFlight
 from .scheduling.outputs import EngineOutput
 from .scheduling.request import Request
 
 
 class Message(NamedTuple):
-    """A method of ``EngineCore`` and its arguments. ``group``: the place along the data axis of the ranks that it is
-    for; None: it is for all."""
+    """Call of a method of ``EngineCore``. ``group``: place along the data axis of the ranks that make the call; None
+    for all ranks."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What rank 0 tells the others between two steps; after them comes a step."""
+    """Messages from rank 0 to the others between two steps; a step follows them."""
 
     messages: tuple[Message, ...] = ()
 
@@ -87,7 +87,7 @@ class LeadingCore(EngineCore):
         if self._ranks.failure is None:
             self._ranks.world.announce(None)
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         seconds = super()._learn(done, ended, late)
         self._messages.append(Message("learned", (self._work_of(done.batch), seconds)))
         return seconds
@@ -101,8 +101,8 @@ class FollowingCore(EngineCore):
         self.idle = core.idle
 
     def learned(self, load: StepLoad, seconds: float) -> None:
-        """How long a step took on rank 0."""
+        """Learn the time of a step, as measured on rank 0."""
         self.scheduler.times.learn(load, seconds)
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         return 0.0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,11 +18,13 @@ from .activation import gelu, swiglu  # noqa: F401
 from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
 from .linear import gate_up, linear  # noqa: F401
-from .linear.stream_products import StreamProducts
 from .moe import combining, grouped_gate_up, grouped_linear, router, routing  # noqa: F401
 from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
 from .position import embed_tokens, norm_rotary, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
+
+if TYPE_CHECKING:
+    from .linear.stream_products import StreamProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ class OpSet:
     grouped_gate_up: Callable[..., Any]
     expert_combine: Callable[..., Any]
     stream_products: StreamProducts | None = None
-    """Products with the norms between them in their launches, for decode steps of up to 256 rows; None: none."""
+    """Products that include the norms between them, for decode steps of up to 256 rows; None if unavailable."""
     chosen: tuple[tuple[str, str], ...] = ()
     """(operator, implementation), for the start-up line."""
     passed_over: tuple[tuple[str, str, str], ...] = ()
@@ -109,8 +111,8 @@ def resolve_ops(
 
 
 def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
-    """The same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything on their
-    stream must be kernels that wait for what they read, or that are launched without it."""
+    """Return the same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything
+    on their stream must be kernels that wait for what they read, or that are launched without it."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
     told: dict[str, Any] = {
         name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes_dependent_launch(call)
@@ -134,7 +136,7 @@ def _unfit(implementation: Implementation, target: str, batch_invariant: bool) -
 
 
 def _target(device: torch.device) -> str:
-    """The registry's name of a device."""
+    """Return the registry's name of a device."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip:

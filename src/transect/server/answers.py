@@ -1,4 +1,4 @@
-"""What chat answers are made of: thoughts, text and calls. The same reading for whole answers and for streams."""
+"""Split chat answers into thoughts, text and tool calls, alike for whole answers and for streams."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Piece:
-    """What is new in an answer."""
+class AnswerPiece:
+    """New parts of an answer."""
 
     thoughts: str = ""
     text: str = ""
@@ -65,7 +65,7 @@ class AnswerReader:
         """Bytes of the answer up to the end of its thoughts."""
         return 0 if self._thoughts is None else self._thoughts.thought_bytes
 
-    def feed(self, text: str, reason: str | None = None, stop_reason: int | str | None = None) -> Piece:
+    def feed(self, text: str, reason: str | None = None, stop_reason: int | str | None = None) -> AnswerPiece:
         """Read more of the answer.
 
         Args:
@@ -75,8 +75,8 @@ class AnswerReader:
         last = reason is not None
         cut = reason == "length" or stop_reason is not None
         if isinstance(self._thoughts, HarmonyReader):
-            return Piece(*self._thoughts.feed(text, last=last, cut=cut))
-        piece = Piece(text=text)
+            return AnswerPiece(*self._thoughts.feed(text, last=last, cut=cut))
+        piece = AnswerPiece(text=text)
         if self._thoughts is not None:
             piece.thoughts, piece.text = self._thoughts.feed(text, last=last, cut=cut)
         if self._tools is not None:
@@ -95,12 +95,12 @@ class AnswerReader:
 
 
 class Answers:
-    """The answers of one request: what they must be like, and how they are read.
+    """Form of one request's answers, and readers for them.
 
     Args:
         use: tools that may be called, or None.
-        prompt: the text that the model goes on from.
-        said: the beginning of the answer, if the prompt ends with that.
+        prompt: the text that the model continues.
+        said: the beginning of the answer, if the prompt ends with it.
     """
 
     def __init__(self, serving: Serving, use: ToolUse | None, prompt: str, said: str = "") -> None:

@@ -25,17 +25,18 @@ from ..text.chat_template import ChatTemplate
 from .app import create_app
 from .http.connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
 from .http.gate import DRAINING
+from .options import ServerOptions
 from .rendering import RenderApart
-from .serving import Engine, ServerOptions, Serving
+from .serving import Engine, Serving
 
 log = logging.getLogger("transect.server")
 
 WATCH_S = 0.5
-"""How often the engine is asked whether it lives, in seconds."""
+"""Seconds between checks that the engine process is alive."""
 SETTLE_S = 5.0
-"""For the last answers to leave, once nothing more will come from the engine."""
+"""Seconds for the last answers to leave after the engine has ended."""
 RED_S = 1.0
-"""After an engine's death /health stays up, and red, for this long, so that a probe can see it."""
+"""Seconds that /health stays up, and red, after the engine's death, so that a probe can see it."""
 
 DRAINED, ENGINE_DIED, INTERRUPTED = 0, 1, 130
 
@@ -97,7 +98,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def _abandoned(path: str) -> bool:
-    """Whether a socket is there that nobody listens on."""
+    """Return True if ``path`` is a socket without a listener."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False
@@ -161,16 +162,14 @@ async def serve(
     options: ServerOptions,
     sock: socket.socket,
     *,
-    grace_s: float = 30.0,
     ready: Callable[[Any], None],
 ) -> int:
     """Start the engine, serve until a signal or the engine's death, and clean up.
 
     Args:
         start_engine: returns an awaitable that gives the running engine.
-        options: names, keys and limits.
+        options: names, keys, limits, and the seconds that running requests get after SIGTERM.
         sock: from ``bind``.
-        grace_s: seconds that running requests get after SIGTERM.
         ready: called once with the engine, when requests are accepted.
 
     Returns:
@@ -185,7 +184,7 @@ async def serve(
             return _code(signals)
         engine = starting.result()
         try:
-            return await _serve(engine, options, sock, signals, grace_s, ready)
+            return await _serve(engine, options, sock, signals, ready)
         finally:
             await engine.shutdown()
 
@@ -199,7 +198,6 @@ async def _serve(
     options: ServerOptions,
     sock: socket.socket,
     signals: _Signals,
-    grace_s: float,
     ready: Callable[[Any], None],
 ) -> int:
     renderer = RenderApart()
@@ -247,7 +245,7 @@ async def _serve(
             code = _code(signals)
             serving.draining = True
             refuse_half_sent(server.server_state.connections, DRAINING)
-            settled = await _drain(serving, engine, signals, death, grace_s if code == DRAINED else 0.0)
+            settled = await _drain(serving, engine, signals, death, options.grace_s if code == DRAINED else 0.0)
             server.force_exit = not settled  # whoever has not read his answer by now is not waited for
         return code
     finally:

@@ -6,14 +6,15 @@ These are the names of ``Decoder.state_dict()``. Loading checks files against th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from .model import ModelConfig
 
 
 def linear_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[tuple[int, int], bool]]:
-    """The matrices of one layer: name inside the layer to ((outputs, inputs), whether it has a bias).
+    """Map the matrices of one layer from the name inside the layer to ((outputs, inputs), True if it has a bias).
 
-    The matrices of all experts are one, one below the other: ``mlp.experts_up`` has ``held * expert_dim`` rows.
+    The matrices of all experts are concatenated along rows: ``mlp.experts_up`` has ``held * expert_dim`` rows.
     """
     dim, ffn = config.dim, config.ffn_dim
     shapes = {
@@ -72,8 +73,17 @@ def projection_shapes(config: ModelConfig, layer: int = 0) -> dict[str, dict[str
     return {projection: parts for projection, parts in found.items() if parts}
 
 
+def within_joined(config: ModelConfig, name: str, rows: int, joined: Iterable[str], layer: int = 0) -> tuple[int, int]:
+    """(first row, all rows) of a matrix or its bias in what holds it: itself, or one of the projections ``joined``."""
+    for parts in (projection_shapes(config, layer).get(projection, {}) for projection in joined):
+        if name in parts:
+            sizes = [outputs for outputs, _ in parts.values()]
+            return sum(sizes[: list(parts).index(name)]), sum(sizes)
+    return 0, rows
+
+
 def router_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """What sends a layer's tokens to experts, by name inside the layer."""
+    """Return the shapes of a layer's router, by name inside the layer."""
     moe = config.layer_moe(layer)
     if moe is None:
         return {}
@@ -129,5 +139,5 @@ def largest_matrix(config: ModelConfig) -> int:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """How many numbers the weights are."""
+    """Count the numbers in all weights."""
     return sum(math.prod(shape) for shape in weight_shapes(config).values())

@@ -78,12 +78,12 @@ class AsyncEngine:
         self.chat_template = text.chat_template
         self.sampling_defaults = text.defaults
         self.default_pooling: Pooling = "last"
-        """How prompts become vectors where a request does not say it."""
+        """Pooling of requests that do not choose one."""
         self.decisions = DecisionRing()
-        """What the engine's scheduler decided of late."""
+        """Recent decisions of the engine's scheduler."""
         self._processor = OutputProcessor(text.tokenizer)
         self._sending: set[asyncio.Future[Any]] = set()
-        """Messages that wait for the engine process to be there."""
+        """Messages that wait for the engine process to start."""
         self._streams: dict[str, tuple[int, Mailbox[Update | Exception]]] = {}
         """By request the number of its submit, and who waits for its news."""
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
@@ -100,7 +100,7 @@ class AsyncEngine:
         """Start the engine process and wait until it takes requests.
 
         Args:
-            config: how to run; or give its fields as keyword arguments.
+            config: configuration; or give its fields as keyword arguments.
 
         Raises:
             ValueError: the configuration or the model is at fault; the message says what to change.
@@ -171,7 +171,7 @@ class AsyncEngine:
 
     @property
     def info(self) -> wire.Ready:
-        """What the engine said when it was ready: context length, KV capacity, kernels."""
+        """Report of the engine when it became ready: context length, KV capacity, kernels."""
         return self._ready.result()
 
     @property
@@ -205,7 +205,7 @@ class AsyncEngine:
         return self._death
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend, see ``EngineConfig.generation_config``."""
+        """Return the parameters that the model's files recommend; see ``EngineConfig.generation_config``."""
         return default_params(self.sampling_defaults)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -220,14 +220,14 @@ class AsyncEngine:
         add_special_tokens: bool = True,
         parse_special: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request as it stands after each step that has news for it; the last one is ``finished``.
+        """Run a request; yield its output so far after each step that adds to it. The last output is ``finished``.
 
         Args:
             prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
-            params: None: the model's own defaults (``default_sampling_params``).
-            request_id: made up if not given.
+            params: None for the model's own defaults (``default_sampling_params``).
+            request_id: None for a random name.
             priority: lower runs earlier.
-            add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.
+            add_special_tokens, parse_special: settings of encoding, see ``LLM.generate``.
 
         Raises:
             ValueError: the request cannot be served as it is.
@@ -332,7 +332,7 @@ class AsyncEngine:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """Whether the engine lives and makes progress. Does not wait for it."""
+        """Report at once whether the engine lives and makes progress."""
         if self._death is not None:
             return EngineHealth("dead", self._death)
         silent = time.monotonic() - self._heard
@@ -444,13 +444,16 @@ class AsyncEngine:
                     self._die(message.message)
 
     def _receiver_ended(self, receiver: asyncio.Task[None]) -> None:
-        """Nobody would hear the engine any more: better a clear end than streams that wait for ever."""
+        """End the engine after its receiver has failed, so that streams end with an error and do not wait for ever."""
         if not receiver.cancelled() and receiver.exception() is not None:
             self._die(f"its messages could not be read: {receiver.exception()!r}")
 
     def _waiter(self, request_id: str) -> Mailbox[Update | Exception] | None:
-        """Who waits for what the engine says of a request. Nobody, where it is of an earlier one of the same name: the
-        engine had not read this one when it said that."""
+        """Return the mailbox that waits for a request's messages.
+
+        None if the message belongs to an earlier request of the same name, because the engine has not read this one
+        yet.
+        """
         number, mailbox = self._streams.get(request_id, (0, None))
         return mailbox if number <= self._taken else None
 

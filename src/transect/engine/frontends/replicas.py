@@ -1,8 +1,8 @@
-"""``Replicas``: several whole engines as one (data parallel). It has the face of ``AsyncEngine``.
+"""Serve several whole engines as one (data parallel), with the interface of ``AsyncEngine``.
 
-Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``router.py`` says which of them gets a
-request. When one ends, its streams raise ``EngineDeadError``; those of the others go on, and what comes next goes to
-the others.
+Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``router.py`` chooses the replica of a
+request. When a replica ends, its streams raise ``EngineDeadError``; streams of the others continue, and new requests go
+to the others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Replicas:
         self._where: dict[str, int] = {}
         """The replica of each request that runs."""
         self._counted: dict[int, SchedulerStats] = {}
-        """What each replica last said of itself."""
+        """Last statistics of each replica."""
         self._told: set[int] = set()
         """The replicas whose end has been logged."""
         self._closing = False
@@ -87,7 +87,7 @@ class Replicas:
         return cls(config, engines)
 
     def __getattr__(self, name: str) -> Any:
-        """What all replicas have alike (tokenizer, context length, ...) is that of the first which lives."""
+        """Read an attribute that all replicas share (tokenizer, context length, ...) from the first living one."""
         if name in ("engines", "config"):  # not there yet
             raise AttributeError(name)
         return getattr(self.engines[next(iter(self.alive()), 0)], name)

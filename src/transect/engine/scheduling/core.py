@@ -35,18 +35,18 @@ LATE = 5e-5
 MASKED = 1e-5
 """Seconds: where letting a step draw takes longer, it may have made masks of grammars."""
 EARLIER = 0.9
-"""What a step that was over too early is taken to have taken of the time predicted."""
+"""Share of the predicted time that is assumed for a step that ended before it could be timed."""
 
 
 class EngineCore:
-    """Drives a ``Scheduler`` and an ``Executor``.
+    """Drive a ``Scheduler`` and an ``Executor``.
 
     Args:
         scheduler: holds all requests.
         executor: runs the batches in the order of their submission.
-        lag: 0, or 1 to plan one step ahead of the executor; in a pipeline, how many steps are under way beside the
-            newest.
-        decisions: writes down what is decided; None: nobody does.
+        lag: 0, or 1 to plan one step ahead of the executor; in a pipeline, the number of steps in flight beside
+            the newest.
+        decisions: log of the scheduler's decisions; None for no log.
 
     Raises:
         ValueError: ``lag`` is none of these.
@@ -64,7 +64,7 @@ class EngineCore:
         self.decisions = decisions
         self.idle: Callable[[], object] | None = None
         """Takes part in a step without a batch, where other ranks may have one (``sharing.py``)."""
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
         self._learns = self._timed or scheduler.speculation is not None
@@ -119,9 +119,9 @@ class EngineCore:
             stats.late_captures, stats.late_compilations = late()
         return stats
 
-    def time_to_plan(self) -> float:
-        """Seconds until this should be asked again; 0: plan the next step now. What is added until then is part of that
-        step.
+    def time_to_plan(self, look: float = LOOK) -> float:
+        """Seconds until this should be asked again, at most ``look``; 0: plan the next step now. What is added until
+        then is part of that step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
@@ -141,15 +141,16 @@ class EngineCore:
         planning = self._planning[coming.tokens > self._graph]
         seconds = end - planning - SHORTEST_LEAD - self.scheduler.clock.now()
         self._waited = self._waited or seconds > 0
-        return min(max(seconds, 0.0), LOOK)
+        return min(max(seconds, 0.0), look)
 
     def step(self) -> list[EngineOutput]:
-        """Submit at most one batch (in a pipeline another one, as soon as tokens have come, unless steps are sized by
-        time), wait for at most one, and return what became known. Cheap when there is no work.
+        """Submit at most one batch, wait for at most one, and return the new outputs. Cheap when there is no work.
 
-        If anything raises, KeyboardInterrupt included, all steps in flight are taken back, and the exception goes on to
-        the caller. The engine stays usable: the next call computes the unfinished requests anew from the tokens that
-        are known.
+        In a pipeline a second batch is submitted as soon as tokens have arrived, unless steps are sized by time.
+
+        If anything raises, KeyboardInterrupt included, all steps in flight are taken back, and the exception propagates
+        to the caller. The engine stays usable: the next call recomputes the unfinished requests from their known
+        tokens.
         """
         self._finish_taking_back()
         try:
@@ -214,7 +215,7 @@ class EngineCore:
         self.on_device = True
         handle = self.executor.submit(batch)
         self.on_device = False
-        self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
+        self._in_flight.append(StepInFlight(batch, handle, began, getattr(self.executor, "launched", "")))
         self._launched_large = large = not batch.again and batch.num_tokens > self._graph
         before = self._planning[large]
         self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
@@ -232,7 +233,7 @@ class EngineCore:
         log.planned(batch, began)
         return batch
 
-    def _draw(self, step: Step) -> None:
+    def _draw(self, step: StepInFlight) -> None:
         """Let a step draw: all tokens before its own are known."""
         now = self.scheduler.clock.now
         began = now()
@@ -264,7 +265,7 @@ class EngineCore:
         if self.decisions is not None:
             self.decisions.done(done.batch, result, asked, ended, learned, done.launched, done.drawn)
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         """Tell how long a step took. Returns what was told, in seconds."""
         times, work = self.scheduler.times, self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
@@ -272,7 +273,9 @@ class EngineCore:
             seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
         times.learn(work, seconds)
         if self.scheduler.speculation is not None and not work.pairs:
-            self.scheduler.speculation.timed(work, seconds)
+            drafted = any(row.drafts for row in done.batch.rows)
+            cycle = ended - self._ended  # with what the host did in between, unless it had nothing to do
+            self.scheduler.speculation.timed(work, cycle if cycle < 2 * seconds else seconds, drafted)
         self._waited = False
         return seconds
 
@@ -291,7 +294,7 @@ class EngineCore:
 
 
 @dataclass(slots=True)
-class Step:
+class StepInFlight:
     """A step in flight."""
 
     batch: ScheduledBatch

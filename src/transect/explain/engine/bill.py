@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .log import Life, RunLog, Step, StepRow
+from .log import Life, LoggedStep, RunLog, StepRow
 from .work import StepWork
 
 PARTS: Mapping[str, str] = {
@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one choice of a request waited for: up to its first token, and from there to its last."""
+    """Time of one choice of a request by cause: up to its first token, and from there to its last."""
 
     request_id: str
     choice: int
@@ -54,9 +54,9 @@ class Bill:
     cached_tokens: int
     output_tokens: int
     finish_reason: str
-    """Empty: it has not ended yet."""
+    """Empty while the choice is unfinished."""
     ttft: Span | None
-    """None: there is no first token yet."""
+    """Time up to the first token; None before it."""
     decode: Span | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Bill:
         return found
 
     def lines(self) -> list[str]:
-        """The bill in lines of text."""
+        """Return the bill in lines of text."""
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         head = f"request {self.request_id}, choice {self.choice}: {self.prompt_tokens} prompt tokens{cached}"
         found = [f"{head}, {self.output_tokens} output tokens, {self.finish_reason or 'still running'}"]
@@ -88,7 +88,7 @@ class Bill:
 
 
 def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
-    """The bill of a request.
+    """Return the bill of a request.
 
     Raises:
         ValueError: the log has no such request, or the request no such choice.
@@ -131,7 +131,7 @@ class _Meter:
         self._cover(own)
 
     def span(self, begin: float, end: float) -> Span:
-        """The pieces between two moments."""
+        """Return the pieces between two moments."""
         parts = dict.fromkeys(PARTS, 0.0)
         for first, last, name in self.pieces:
             parts[name] += max(0.0, min(last, end) - max(first, begin))
@@ -168,7 +168,7 @@ class _Meter:
             expected = row[1] + row[2]
             reached = max(reached, expected)
 
-    def _queued(self, at: float, first: Step) -> None:
+    def _queued(self, at: float, first: LoggedStep) -> None:
         """From joining the queue to the first step: named by what each decision in between held against the head."""
         name = "queue: flight"
         for step in self.log.steps:
@@ -181,7 +181,7 @@ class _Meter:
             at, name = moment, f"queue: {step.planned.held_back or 'flight'}"
         self._piece(at, first.begins, name)
 
-    def _between(self, at: float, until: float, steps: list[Step], name: str) -> None:
+    def _between(self, at: float, until: float, steps: list[LoggedStep], name: str) -> None:
         """Between two own steps: other steps ran, or none."""
         for step in steps:
             if step.at is None:

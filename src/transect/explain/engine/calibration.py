@@ -13,7 +13,7 @@ import numpy as np
 
 from ...costs.fitting import FEWEST, Errors, FittedSteps, errors
 from ...costs.steps import StepLoad
-from .log import RunLog, Step
+from .log import LoggedStep, RunLog
 from .work import StepWork
 
 DRIFT = 0.25
@@ -63,7 +63,7 @@ def measured_steps(log: RunLog, work: StepWork) -> tuple[list[StepLoad], list[fl
     return [work.load(step.rows) for step in known], [step.seconds for step in known]
 
 
-def known_steps(log: RunLog) -> list[Step]:
+def known_steps(log: RunLog) -> list[LoggedStep]:
     """List the steps whose beginning and end the log has."""
     return [
         after
@@ -90,18 +90,22 @@ def spread(log: RunLog) -> Errors | None:
     return errors(np.array(expected), np.array(measured)) if len(measured) >= FEWEST else None
 
 
-def _decodes(step: Step, rows: set[int]) -> bool:
+def _decodes(step: LoggedStep, rows: set[int]) -> bool:
     """True if a step has one token for each of these sequences, and nothing else."""
     return len(step.rows) == len(rows) and all(seq in rows and count == 1 for seq, _, count in step.rows)
 
 
 def host_seconds(log: RunLog) -> float:
-    """Return the median time of the host from one result until it waits for the next, while there is work."""
+    """Return the median time of the host before each step, while there is work: from one result until the next step
+    begins, or, where steps are planned ahead, from planning a step until it is handed over."""
     taken = []
     for before, after in pairwise(log.steps):
-        if before.at is not None and after.at is not None and before.planned.running:
-            until = after.waited if log.header.lag else after.begins
-            taken.append(max(0.0, until - before.at))
+        if before.at is None or after.at is None or not before.planned.running:
+            continue
+        if not log.header.lag:
+            taken.append(max(0.0, after.begins - before.at))
+        elif before.waited > after.planned.began:  # the wait until it is time to plan comes before that
+            taken.append(before.waited - after.planned.began)
     return float(np.median(taken)) if taken else 0.0
 
 

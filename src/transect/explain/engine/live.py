@@ -1,4 +1,4 @@
-"""What a running server does now: the newest steps of its decision log in a few figures."""
+"""Summarize the present work of a server: the newest steps of its decision log in a few figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...costs.fitting import FEWEST, FittedSteps
 from ...engine.scheduling.decisions import Aborted, Done, Planned, TakenBack
 from .bill import PARTS
 from .calibration import drift, host_seconds, measured_steps
-from .log import RunLog, Step
+from .log import LoggedStep, RunLog
 from .work import StepWork
 
 WINDOW_S = 10.0
@@ -68,7 +68,7 @@ class View:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The same on a few lines."""
+        """Return the same on a few lines."""
         rows = [
             f"last {self.seconds:.1f} s: {self.steps} steps, {self.tokens_per_second:.0f} tokens/s computed, "
             f"{self.output_tokens_per_second:.0f} tokens/s out",
@@ -92,10 +92,10 @@ class View:
 
 
 def view(log: RunLog, work: StepWork, now: float | None = None, window: float = WINDOW_S) -> View:
-    """The newest ``window`` seconds of a log.
+    """Summarize the newest ``window`` seconds of a log.
 
     Args:
-        now: the engine's clock; None: when the newest record was made, or now where a server gave the log.
+        now: the engine's clock; None for the time of the newest record, or the present if a server gave the log.
     """
     done = [step for step in log.steps if step.at is not None]
     until = now if now is not None else log.newest + log.idle
@@ -151,13 +151,13 @@ def _shares(names: list[str], count: int) -> dict[str, float]:
     return {name: number / count for name, number in Counter(names).most_common()}
 
 
-def _host(steps: list[Step]) -> float:
+def _host(steps: list[LoggedStep]) -> float:
     """Time between steps in which sequences ran."""
     pairs = itertools.pairwise(steps)
     return sum(max(0.0, after.begins - (before.at or 0.0)) for before, after in pairs if before.planned.running)
 
 
-def _outputs(log: RunLog, recent: list[Step]) -> int:
+def _outputs(log: RunLog, recent: list[LoggedStep]) -> int:
     """Rows that drew a token."""
     prompts = {
         life.added.first_seq + choice: life.added.prompt_tokens for life in log.lives for choice in range(life.added.n)
@@ -181,7 +181,7 @@ def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:
     return found
 
 
-def _predicted(log: RunLog, work: StepWork, recent: list[Step]) -> tuple[float | None, str]:
+def _predicted(log: RunLog, work: StepWork, recent: list[LoggedStep]) -> tuple[float | None, str]:
     """Median step time that older steps predict for the recent ones, in ms, and the warning where they are off."""
     loads, seconds = measured_steps(log, work)
     count = min(len(recent), len(loads))

@@ -24,7 +24,7 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 """Tolerances of results, relative to those of the script as it is."""
 LEAST_BYTES = 1 << 16
 MOST_MODULES = 8
-"""Modules whose calls are looked at."""
+"""Number of modules whose calls are inspected."""
 MOST_PINNED = 1 << 30
 """Least bytes of a host tensor that is pinned, and most bytes of all pinned copies."""
 

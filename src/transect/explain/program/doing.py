@@ -1,8 +1,8 @@
 """Names the work that a Python stack shows: its kind, and the line of the user's that asked for it.
 
-The innermost frames say it where they can: a library that waits, imports, logs, starts a process, cuts text into
-tokens. Else the text of the user's own line does, but only where that line itself is what runs: ``print(pool.map(f))``
-waits for a pool, and prints for a moment.
+The innermost frames decide if they can: a library that waits, imports, logs, starts a process, tokenizes text. Else the
+text of the user's line decides, but only if that line itself is running: ``print(pool.map(f))`` waits for a pool, and
+prints for a moment.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LINES = (
 )
 """Kinds of work by the text of the user's line, where that line is the innermost."""
 READS = ("parse", "file")
-"""Kinds that it says whatever library it called."""
+"""Kinds that the user's line determines whatever library it called."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
 """Libraries that a line which logs may be in."""
 CALLERS = re.compile(

@@ -142,7 +142,7 @@ class Explain:
         return Material(found.split, self.ceilings, found.named, self._samples, found.facts)
 
     def _steps_floor(self) -> float:
-        """The floors of the engine steps that ended inside, together."""
+        """Return the floors of the engine steps that ended inside, together."""
         if self._decisions is None:
             return 0.0
         from ..engine.log import build

@@ -21,8 +21,8 @@ class Finding:
 
     Attributes:
         kind: a short name, the same for the same cause.
-        title: what it is.
-        evidence: what in the trace says so.
+        title: name of the cause.
+        evidence: facts in the trace.
         gain: seconds that the change is predicted to save.
         advice: what to do.
         apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.

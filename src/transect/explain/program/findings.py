@@ -121,7 +121,7 @@ def launching(material: Material) -> Iterator[Finding]:
 
 
 def _fusible(split: Split) -> float:
-    """The share of calls that a compiler takes away: it makes one of those that stand between two products."""
+    """Return the share of calls that a compiler takes away: it makes one of those that stand between two products."""
     trace = split.trace
     if split.on_gpu:
         launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
@@ -148,7 +148,7 @@ def _fewer_calls(material: Material) -> str:
 
 
 def small_batch(material: Material) -> Iterator[Finding]:
-    """The same product with few rows, again and again: the weights are read every time."""
+    """Find a product with few rows that is repeated: the weights are read every time."""
     gain, evidence, worst = 0.0, "", 0.0
     rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
     reached = replace(material.ceilings, flops_per_second=rates)
@@ -297,7 +297,7 @@ def gradients(material: Material) -> Iterator[Finding]:
 
 
 def loading(material: Material) -> Iterator[Finding]:
-    """A DataLoader that works in the main process."""
+    """Find a DataLoader that works in the main process."""
     split = material.split
     seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
     if seconds <= 0:

@@ -118,8 +118,8 @@ def other_threads(material: Material) -> Iterator[Finding]:
 
 
 def _thread_share(material: Material) -> float:
-    """The share of samples in which another thread ran Python while the main thread had work of its own; 0 where it is
-    too small to matter. A thread in an operator holds no lock."""
+    """Return the share of samples in which another thread ran Python while the main thread had work of its own; 0 where
+    it is too small to matter. A thread in an operator holds no lock."""
     samples = material.samples.samples if material.samples is not None else []
     mine = [sample for sample in samples if sample.busy and doing_of(sample.stack).kind not in IDLE]
     computing = _operators_elsewhere(material.split, [sample.at for sample in mine])

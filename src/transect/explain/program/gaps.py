@@ -145,7 +145,7 @@ def _named(split: Split, samples: Samples | None) -> list[Named]:
 
 
 def _of_python(split: Split) -> list[Gap]:
-    """The host's gaps but those in which operators computed there."""
+    """Return the host's gaps but those in which operators computed there."""
     return [gap for gap in split.gaps if gap.part == "host" and not gap.label.endswith(COMPUTED)]
 
 
@@ -201,7 +201,10 @@ def _python(name: str) -> Doing:
 
 
 def _between_kernels(trace: Trace, gap: Gap, alone: set[int]) -> Gap:
-    """A gap in which no kernel ran with its part, and what says so. ``alone``: operators that compute on the host."""
+    """Return a gap in which no kernel ran with its part, and what says so.
+
+    ``alone``: operators that compute on the host.
+    """
     return Gap(gap.begin, gap.end, *_cause(trace, gap, alone))
 
 

@@ -1,4 +1,4 @@
-"""The least time of one PyTorch operator, from the shapes and types of its inputs as a trace has them.
+"""Compute the least time of one PyTorch operator from the shapes and types of its inputs in a trace.
 
 Products are bound by FLOPs or bytes, all others by bytes: each input read once, one output written that is as large as
 the largest input, but for those that read or write a part of a tensor (``_PARTS``), or write what they were given
@@ -140,7 +140,7 @@ Sizes = list[tuple[int, int]]
 
 
 def _bag(sizes: Sizes, dim: int) -> Cost:
-    """A row for each index, added up for each bag."""
+    """Return a row for each index, added up for each bag."""
     (_, width), (rows, index), (bags, _) = sizes[:3]
     return Cost(rows * dim, rows * (dim * width + index), bags * dim * width)
 
@@ -151,7 +151,7 @@ def _into(sizes: Sizes, dim: int) -> Cost:
 
 
 def _picked(sizes: Sizes, dim: int) -> Cost:
-    """A number for each index."""
+    """Return a number for each index."""
     (_, width), (count, index) = sizes[:2]
     return Cost(0, count * (width + index), count * width)
 
@@ -163,7 +163,7 @@ def _looked_up(sizes: Sizes, dim: int) -> Cost:
 
 
 def _loss_backward(sizes: Sizes, dim: int) -> Cost:
-    """The gradient of all numbers, of which one in each row is none of zero."""
+    """Return the gradient of all numbers, of which one in each row is none of zero."""
     (count, width), (rows, index) = sizes[1:3]
     return Cost(0, rows * index, count * width)
 
@@ -266,7 +266,10 @@ def _moved(key: Key, tensors: list[_Tensor], said: Signature) -> Cost:
 
 
 def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
-    """The fewest seconds that the operator needs; None where that cannot be said. ``kernel``: a GPU's, for it."""
+    """Return the fewest seconds that the operator needs; None where that cannot be said.
+
+    ``kernel``: a GPU's, for it.
+    """
     if kernel and "TensorList" in key.types:  # its template says what numbers lists hold
         found = LISTED.search(kernel)
         key = replace(key, listed=f"c10::{found[0].lower()}" if found else "float")
@@ -277,8 +280,8 @@ def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
 
 
 def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.ndarray:
-    """The fewest seconds that each of these operators of one thread needs for its own work. Operators that it calls
-    have floors of their own. NaN: not known."""
+    """Return the fewest seconds that each of these operators of one thread needs for its own work. Operators that it
+    calls have floors of their own. NaN: not known."""
     own = np.full(len(trace.ts), np.nan)
     wholes: dict[int, float | None] = {}
     delegating: dict[int, bool] = {}
@@ -325,8 +328,8 @@ def _bandwidth(key: Key, least: Cost, ceilings: Ceilings) -> float:
 
 
 def dtype_of(key: Key, kernel: str = "") -> str:
-    """The name of the floating-point type that an operator computes in, or this kernel for it; float32 where none is
-    known."""
+    """Return the name of the floating-point type that an operator computes in, or this kernel for it; float32 where
+    none is known."""
     found = next((DTYPES[each] for each in key.types if each in DTYPES), "float32")
     return "tf32" if found == "float32" and TF32.search(kernel) else found
 
@@ -385,7 +388,7 @@ def _convolution(key: Key, shapes: list[list[int]], width: int, read: int) -> Co
 
 
 def _at(values: list[int], index: int, otherwise: int) -> int:
-    """A setting of one dimension; one number stands for all of them."""
+    """Return a setting of one dimension; one number stands for all of them."""
     return values[min(index, len(values) - 1)] if values else otherwise
 
 

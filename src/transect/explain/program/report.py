@@ -75,7 +75,7 @@ def lines(explanation: Explanation) -> Iterator[str]:
 
 
 def of_floor(op: OpStat) -> str:
-    """The share of an operator's time that its floor is; empty where it has none."""
+    """Return the share of an operator's time that its floor is; empty where it has none."""
     return "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):.0%}"
 
 
@@ -86,7 +86,7 @@ def notes(explanation: Explanation) -> list[str]:
 
 
 def heaviest(explanation: Explanation) -> list[OpStat]:
-    """The operators or kernels that take the most time."""
+    """Return the operators or kernels that take the most time."""
     return sorted(explanation.split.ops, key=lambda op: -op.seconds)[:MOST_OPS]
 
 

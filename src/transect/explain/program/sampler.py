@@ -73,7 +73,7 @@ class Samples:
         return Samples(self.period, inside, kept, self.anomalies)
 
     def on_clock(self, offset: float) -> Samples:
-        """The same, with times that lie ``offset`` seconds later: those of another clock."""
+        """Return the same, with times that lie ``offset`` seconds later: those of another clock."""
         return Samples(
             self.period,
             [replace(sample, at=sample.at + offset) for sample in self.samples],
@@ -176,7 +176,7 @@ def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[i
 
 
 def _frames() -> Iterator[Any]:
-    """The innermost frame of each thread, as a dictionary, at the moment when it is asked for."""
+    """Return the innermost frame of each thread, as a dictionary, at the moment when it is asked for."""
     return islice(iter(sys._current_frames, None), 1)
 
 

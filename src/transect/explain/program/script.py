@@ -194,13 +194,13 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def _own(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script's first frame on."""
+    """Return a traceback from the script's first frame on."""
     while trace is not None and trace.tb_frame.f_code.co_filename in OURS:
         trace = trace.tb_next
     return trace
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of an error, as ``file:line``."""
+    """Return the innermost line of an error, as ``file:line``."""
     frames = traceback.extract_tb(_own(error.__traceback__))
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

@@ -1,8 +1,8 @@
 """Reads PyTorch's schema of an operator in a trace: which inputs it writes, whether it only looks at one in another
 way, and whether others do its work on a processor.
 
-A trace has a name and the types of the inputs, of which the overload follows. Another version of PyTorch may have
-recorded it: where nothing fits, nothing is said.
+A trace has a name and the types of the inputs, which determine the overload. Another version of PyTorch may have
+recorded the trace: if no overload fits, there are no facts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Signature:
     view: bool = False
     """The output is a view of an input."""
     composite: bool = False
-    """On a processor other operators do its work."""
+    """True if other operators do its work on a CPU."""
 
 
 @functools.cache

@@ -169,7 +169,7 @@ class Split:
     held: float = 0.0
     """Seconds in which a GPU had nothing to do because of the profiler."""
     held_host: float = 0.0
-    """Those of them in which the host could not go on either."""
+    """The part of ``held`` seconds in which the host was held too."""
 
     measured: bool = False
     """The program was also timed without profiling."""
@@ -191,7 +191,7 @@ class Split:
         self.parts["inefficiency"] += max(0.0, seconds - least)
 
     def share(self, part: str) -> float:
-        """The part of the wall time."""
+        """Return the part of the wall time."""
         return self.parts.get(part, 0.0) / self.wall if self.wall else 0.0
 
     @property
@@ -217,8 +217,8 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
     """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
 
     Args:
-        ceilings: what floors are computed from.
-        profiler_s: what the profiler adds to each operator, if that is known.
+        ceilings: rates for floors.
+        profiler_s: seconds that the profiler adds to each operator, if known.
         padding: the share of tokens that are padding, if that is known.
     """
     begin, end, lane = _window(trace)
@@ -265,7 +265,7 @@ def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
 
 
 def _without(gap: Gap, spans: Sequence[tuple[float, float]]) -> Iterator[Gap]:
-    """The pieces of a gap that lie in none of these spans."""
+    """Yield the pieces of a gap that lie in none of these spans."""
     at = gap.begin
     for first, last in spans:
         if last <= at or first >= gap.end:

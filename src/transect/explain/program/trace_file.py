@@ -46,7 +46,7 @@ class _Text:
         return bool(piece)
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Return the next character that is no space; empty at the end."""
         while True:
             while self.at < len(self.buffer) and self.buffer[self.at] in _SPACE:
                 self.at += 1
@@ -56,7 +56,7 @@ class _Text:
                 return ""
 
     def value(self) -> Any:
-        """The next JSON value.
+        """Return the next JSON value.
 
         Raises:
             EOFError: the file ends before it does.
@@ -94,7 +94,8 @@ class _Text:
 
 
 def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
-    """The events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values go to ``head``.
+    """Yield the events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values go to
+    ``head``.
 
     Raises:
         EOFError: the file ends too early. ValueError: this is no trace.
@@ -143,7 +144,8 @@ def _items(text: _Text) -> Iterator[Any]:
 
 
 def _pieces(raw: IO[bytes], size: int, progress: Callable[[float], None]) -> Iterator[str]:
-    """The text of a file, plain or gzipped, piece by piece; of a packed file whose end is missing, what is there."""
+    """Yield the text of a file, plain or gzipped, piece by piece; of a packed file whose end is missing, what is
+    there."""
     first = raw.read(2)
     raw.seek(0)
     unpack = zlib.decompressobj(wbits=31) if first == b"\x1f\x8b" else None

@@ -129,7 +129,8 @@ def reference_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
 
 @torch.library.custom_op("transect::gelu", mutates_args=())
 def gelu(x: Tensor, tanh: bool) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_gelu(x, tanh) if runs_triton(x) else reference(x, tanh).contiguous()
 
 
@@ -270,6 +271,6 @@ register(
         gradient_cost=lambda x, tanh: Cost(20 * x.numel(), 2 * x.nbytes, x.nbytes),
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("gelu", CHOICES, flat_rule, triton_gelu, dict, lambda inputs: inputs["x"].numel())],
+        knobs=lambda: [Knobs("gelu", CHOICES, flat_rule, triton_gelu, dict, lambda inputs: inputs["x"].numel())],
     )
 )

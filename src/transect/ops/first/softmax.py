@@ -102,7 +102,8 @@ def _parts(x: Tensor, block: int) -> int:
 
 
 def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """A word for every part of every row, on their way to 0, and the options of the kernel that uses them next."""
+    """Return a word for every part of every row, on their way to 0, and the options of the kernel that uses them
+    next."""
     words = torch.empty(rows * parts, device=device, dtype=torch.int64)
     dependent_launch = has_dependent_launch(device)
     clear_kernel[(-(-words.numel() // 1024),)](
@@ -173,7 +174,8 @@ def triton_backward(grad: Tensor, y: Tensor, *, config: Config | None = None) ->
 
 @torch.library.custom_op("transect::softmax", mutates_args=())
 def softmax(x: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_softmax(x) if runs_triton(x) else reference(x)
 
 
@@ -281,7 +283,7 @@ register(
         gradient_cost=lambda x: Cost(4 * x.numel(), 2 * x.nbytes, x.nbytes),
         cases=_cases,
         kernels=kernels,
-        knobs=[
+        knobs=lambda: [
             Knobs("softmax", _CHOICES, rule, triton_softmax, dict, _width, _valid),
             Knobs("softmax.backward", _CHOICES, backward_rule, triton_backward, _prepare_backward, _width, _valid),
         ],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def kernel_of_numbers(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """The same as ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is compiled
-    once for all of their values, also for 1 and multiples of 16."""
+    """Return the same as ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is
+    compiled once for all of their values, also for 1 and multiples of 16."""
 
     def made(function: Callable[..., Any]) -> Any:
         return function if triton is None else triton.jit(function, do_not_specialize=list(names))
@@ -111,8 +112,13 @@ def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
     return load
 
 
+def available_from(module: str, launcher: str) -> Callable[[], Callable[..., Any]]:
+    """``available`` of a launcher in a module of kernels, which is imported when it is loaded."""
+    return lambda: available(getattr(import_module(module), launcher))()
+
+
 def runs_triton(*tensors: Tensor) -> bool:
-    """Whether a Triton kernel can take these tensors: on a GPU (or interpreted) and of at most 32 bits."""
+    """Return True if a Triton kernel can take these tensors: on a GPU (or interpreted) and of at most 32 bits."""
     return triton is not None and all(
         (t.is_cuda or (INTERPRETED and t.device.type == "cpu")) and t.dtype in KERNEL_DTYPES for t in tensors
     )
@@ -142,7 +148,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``, and at least 1."""
+    """Return the smallest power of two that is at least ``n``, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -154,5 +160,5 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel on this device can be launched while the one before it still runs (Hopper and later)."""
+    """Return True if a kernel can be launched while the one before it still runs (Hopper and later)."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -3,8 +3,8 @@ r"""Grouped linear: a matrix product in which each row is multiplied by the matr
     y_r = W_e(r) x_s(r) + b_e(r)                e(r): the expert whose rows, from starts[e] on, hold r
 
 Rows are sorted by expert (``ordering.py``). With ``order``, x holds the tokens and row r reads token ``order[r] // k``,
-so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other. Rows
-from starts[E] on belong to no expert, and what comes out for them means nothing; their dL/dx is 0.
+so that nothing is copied first; without, x holds the sorted rows themselves. The matrices are concatenated along rows.
+Rows from starts[E] on belong to no expert, and their outputs are undefined; their dL/dx is 0.
 
 Backward, with g = dL/dy:
 
@@ -31,21 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost, touched
-from ..lang.jit import TRITON_TARGETS, available, runs_triton
+from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..linear.linear import fixed_rows
 from ..numerics import sample
 from ..registry import Case, Implementation, Kernel, Op, register
-from .combining import triton_combine
 from .ordering import draw
 from .ordering import reference as order_of
-from .triton import (
-    _grouped_product,
-    _weight_gradient,
-    triton_fixed_grouped_linear,
-    triton_grouped_linear,
-    triton_input_gradient,
-    triton_weight_gradient,
-)
+
+KERNELS = f"{__package__}.triton"
 
 
 def reference(
@@ -86,7 +79,9 @@ def grouped_linear(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
-    call = triton_grouped_linear if runs_triton(x, weight) else reference
+    call = reference
+    if runs_triton(x, weight):
+        from .triton import triton_grouped_linear as call
     return call(x, weight, starts, order, bias).contiguous()
 
 
@@ -97,6 +92,8 @@ def grouped_linear_backward(
     """(dL/dx, dL/dweight, dL/dbias, which is empty without one)."""
     db: Tensor | None
     if runs_triton(grad, x, weight):
+        from .triton import triton_input_gradient, triton_weight_gradient
+
         rows = triton_input_gradient(grad, weight, starts)
         dw, db = triton_weight_gradient(grad, x, starts, order, weight, biased)
     else:
@@ -122,12 +119,15 @@ def _backward_by_expert(
 
 
 def to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
-    """The gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read from."""
+    """Return the gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read
+    from."""
     if order is None or not len(x):
         return rows if order is None else torch.zeros_like(x)
     places = torch.empty_like(order, dtype=torch.int64)
     places.scatter_(0, order.long(), torch.arange(len(order), device=order.device))
     if runs_triton(rows):
+        from .combining import triton_combine
+
         return triton_combine(rows, places.int(), torch.ones(len(x), len(order) // len(x), device=x.device))
     return rows[places].unflatten(0, (len(x), -1)).sum(1)
 
@@ -159,7 +159,7 @@ grouped_linear.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each row and weight of its expert; the matrices that random routing touches."""
+    """Count a product and a sum for each row and weight of its expert; the matrices that random routing touches."""
     experts = len(starts) - 1
     rows, outputs = len(x) if order is None else len(order), len(weight) // experts
     share = touched(rows, 1, experts) / experts
@@ -223,6 +223,8 @@ def _kernels() -> Sequence[Kernel]:
     back |= dict.fromkeys(("dw", "db"), "*bf16") | dict.fromkeys(("O", "I", "k_choices"), "i32")
     gradient = {"ORDERED": True, "BIAS": True, "BO": 128, "BI": 128, "BR": 64}
     sizes = ("N", "K")
+    from .triton import _grouped_product, _weight_gradient
+
     return [
         Kernel("few rows", _grouped_product, product, few, sizes),
         Kernel("many rows", _grouped_product, product, many, sizes, 8),
@@ -239,10 +241,13 @@ register(
             "torch": Implementation("torch", lambda: reference, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation(
-                "triton", available(triton_grouped_linear), TRITON_TARGETS, autograd=lambda: grouped_linear
+                "triton",
+                available_from(KERNELS, "triton_grouped_linear"),
+                TRITON_TARGETS,
+                autograd=lambda: grouped_linear,
             ),
             "triton_fixed_rows": Implementation(
-                "triton", available(triton_fixed_grouped_linear), TRITON_TARGETS, batch_invariant=True
+                "triton", available_from(KERNELS, "triton_fixed_grouped_linear"), TRITON_TARGETS, batch_invariant=True
             ),
         },
         examples=_examples,

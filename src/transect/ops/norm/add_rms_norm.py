@@ -83,7 +83,8 @@ def triton_backward(
 
 @torch.library.custom_op("transect::add_rms_norm", mutates_args=())
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     if runs_triton(x, residual, weight):
         return triton_add_rms_norm(x, residual, weight, eps)
     y, total = reference(x, residual, weight, eps)
@@ -168,6 +169,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=partial(norms.cases, vectors=1, add=True),
         kernels=partial(norms.kernels, rms_norm.forward_kernel, rms_norm.backward_kernel, vectors=1, add=True),
-        knobs=norms.knobs("add_rms_norm", triton_add_rms_norm, triton_backward),
+        knobs=lambda: norms.knobs("add_rms_norm", triton_add_rms_norm, triton_backward),
     )
 )

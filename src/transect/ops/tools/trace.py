@@ -56,11 +56,11 @@ class Access:
     elements: np.ndarray
     """Index (flat) in the argument of each element that was accessed; masked ones left out."""
     masked: int
-    """How many elements of the tile the mask left out."""
+    """Number of elements of the tile that the mask excludes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """The watched variables at one moment, as numpy arrays or numbers."""
 
     program: Program
@@ -75,7 +75,7 @@ class Launch:
     arguments: dict[str, Argument]
     grid: Program = (1, 1, 1)
     accesses: list[Access] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TraceStep] = field(default_factory=list)
 
     @property
     def programs(self) -> list[Program]:
@@ -88,7 +88,7 @@ class Launch:
         return list(dict.fromkeys(a.argument for a in self.accesses if a.kind != "load" and a.argument != OUTSIDE))
 
     def of(self, program: Program) -> list[Access]:
-        """The accesses of one program, in order."""
+        """Return the accesses of one program, in order."""
         return [access for access in self.accesses if access.program == program]
 
 
@@ -188,7 +188,8 @@ def _note(launch: Launch, kind: str, program: Program, pointers: np.ndarray, mas
 
 
 def _watcher(watch: Sequence[str], launches: list[Launch], builder: Any) -> Callable[..., Any]:
-    """A trace function that notes ``watch[1:]`` in the function ``watch[0]`` whenever the last is assigned anew."""
+    """Return a trace function that notes ``watch[1:]`` in the function ``watch[0]`` whenever the last is assigned
+    again."""
     function, *names = watch
     last = names[-1]
     held: dict[int, Any] = {}  # frame -> the value last seen: kept alive, so that identity means the same value
@@ -198,7 +199,7 @@ def _watcher(watch: Sequence[str], launches: list[Launch], builder: Any) -> Call
         if value is not None and value is not held.get(id(frame)):
             held[id(frame)] = value
             values = {name: _plain(frame.f_locals.get(name)) for name in names}
-            launches[-1].steps.append(Step(tuple(builder.grid_idx), values))
+            launches[-1].steps.append(TraceStep(tuple(builder.grid_idx), values))
         if event == "return":
             held.pop(id(frame), None)
         return local
@@ -222,7 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def trace_of(op: Op) -> Trace:
-    """The trace that ``op`` declares, else its smallest non-empty example through the first of its Triton
+    """Return the trace that ``op`` declares, else its smallest non-empty example through the first of its Triton
     implementations that runs here.
 
     Raises:

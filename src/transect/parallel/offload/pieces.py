@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...hardware.direct_file import DirectFile, Pending
 from ...hardware.host_memory import Ring, aligned, host_memory, host_tensor
-from .groups import Piece
+from .groups import StatePiece
 
 AHEAD = 2
 """Units that are being read before they are needed."""
@@ -74,7 +74,7 @@ class FilePieces:
     """In a file, which has no name and goes with this process.
 
     Args:
-        folder: where the file is made, on a fast disk.
+        folder: folder of the file, on a fast disk.
         sizes: bytes of the piece of each unit; the last unit is what is outside the layers.
         device: that they go to.
 
@@ -128,7 +128,7 @@ class FilePieces:
         self._busy(self._held[1], to)
 
     def _taken(self, unit: int) -> Tensor:
-        """The memory that a piece has been read into."""
+        """Return the memory that a piece has been read into."""
         if not self._reading or self._reading[0][0] != unit:
             self._turn_to(unit)
         _, memory, pending = self._reading.popleft()
@@ -142,7 +142,7 @@ class FilePieces:
             slot.busy_until(torch.cuda.current_stream(to.device))
 
     def _read_ahead(self, unit: int) -> None:
-        """What should come after a unit is on its way afterwards."""
+        """Start to fetch the unit that follows ``unit``."""
         layer = unit + 1 < len(self._sizes)
         self._sent = unit if layer else -1
         if layer:
@@ -199,7 +199,7 @@ class FilePieces:
         self._writing[unit] = self.file.write(self._starts[unit], memory[: self._sizes[unit]]), memory
 
     def read(self, unit: int) -> Tensor:
-        """A piece as bytes, in memory of its own."""
+        """Return a piece as bytes, in memory of its own."""
         if unit in self._writing:
             self._writing.pop(unit)[0].wait()
         memory = host_memory(self._sizes[unit])
@@ -232,7 +232,7 @@ class FileUpload:
         """By unit, while parts of it are still to come: memory, and what of it has been made."""
 
     def read(self, name: str) -> Tensor:
-        """The numbers of a parameter, in memory of their own."""
+        """Return the numbers of a parameter, in memory of their own."""
         unit, begin, end = self._places[name]
         return self._pieces.read(unit).view(self._dtype)[begin:end].clone()
 
@@ -249,7 +249,7 @@ class FileUpload:
         self._made.clear()
 
     @contextmanager
-    def piece(self, piece: Piece) -> Iterator[Tensor]:
+    def piece(self, piece: StatePiece) -> Iterator[Tensor]:
         """A vector to write the new numbers of a piece to."""
         unit, first, _ = self._places[piece.name]
         if unit not in self._made:
@@ -264,7 +264,7 @@ class FileUpload:
 
     def whole(self, name: str, values: Tensor) -> None:
         """Put all of a parameter in its place."""
-        with self.piece(Piece(name, 0, len(values), 0)) as out:
+        with self.piece(StatePiece(name, 0, len(values), 0)) as out:
             out.copy_(values)
 
     def wait(self) -> None:

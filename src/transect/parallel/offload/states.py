@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...hardware.direct_file import DirectFile, Pending
 from ...hardware.host_memory import aligned, host_memory, host_tensor
-from .groups import GROUP, Piece, PieceGroup, cut
+from .groups import GROUP, PieceGroup, StatePiece, cut
 
 AHEAD = 2
 """Groups that are being read before they are needed."""
@@ -31,12 +31,12 @@ class States(Protocol):
     nbytes: int
 
     def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
-        """The groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What is
-        changed in them is kept once the next group is asked for."""
+        """Return the groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What
+        is changed in them is kept once the next group is asked for."""
         ...
 
     def read(self, kind: int, name: str) -> Tensor:
-        """The states of one parameter as a vector."""
+        """Return the states of one parameter as a vector."""
         ...
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
@@ -53,7 +53,7 @@ class HostStates:
 
     Args:
         sizes: the numbers of each parameter.
-        kinds: how many states each number has.
+        kinds: number of states of each parameter element.
         most: numbers of a group.
 
     Raises:
@@ -73,7 +73,7 @@ class HostStates:
             yield group, self._all[:, group.start : group.start + group.count]
 
     def read(self, kind: int, name: str) -> Tensor:
-        """The memory itself."""
+        """Return the memory itself."""
         return self._of[kind][name]
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
@@ -88,7 +88,7 @@ class DiskStates:
     """States in a file, which is gone when this process ends, however it ends.
 
     Args:
-        folder: where the file is made, on a fast disk.
+        folder: folder of the file, on a fast disk.
         sizes, kinds, most: as in ``HostStates``.
 
     Raises:
@@ -179,13 +179,13 @@ class DiskStates:
             number = self._number(piece)
             self.file.write(self._offsets[number] + kind * self._rows[number], self._row_bytes(number)).wait()
 
-    def _number(self, piece: Piece) -> int:
+    def _number(self, piece: StatePiece) -> int:
         return next(number for number, group in enumerate(self.groups) if piece in group.pieces)
 
     def _row_bytes(self, number: int) -> Tensor:
         return self._buffers[0][: self._rows[number]]
 
-    def _pieces(self, kind: int, name: str) -> Iterator[tuple[Piece, Tensor]]:
+    def _pieces(self, kind: int, name: str) -> Iterator[tuple[StatePiece, Tensor]]:
         """The pieces of a parameter, each with the row of its kind in memory."""
         self.settle()
         for number, group in enumerate(self.groups):

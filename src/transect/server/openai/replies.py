@@ -1,4 +1,4 @@
-"""What the server answers: OpenAI's response bodies as pydantic models. Absent optional fields are sent as null."""
+"""Define OpenAI's response bodies as pydantic models. Absent optional fields are sent as null."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(BaseModel):
-    """How many of the prompt tokens came from the prefix cache."""
+    """Number of prompt tokens that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionDetails(BaseModel):
-    """How many of the completion tokens are thoughts."""
+    """Number of completion tokens that are thoughts."""
 
     reasoning_tokens: int
 
 
 class Usage(BaseModel):
-    """Token counts of a whole request, all prompts and choices together. ``completion_tokens_details`` is there where
-    the model thinks before it answers."""
+    """Token counts of a whole request, all prompts and choices together. ``completion_tokens_details`` is set if the
+    model thinks before it answers."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -170,7 +170,7 @@ class ChatResponse(BaseModel):
 
 
 class Delta(Brief):
-    """What is new in a message; what is not new is left out."""
+    """New parts of a message; unchanged fields are left out."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -180,7 +180,7 @@ class Delta(Brief):
 
 
 class ChunkChoice(BaseModel):
-    """What is new in one choice."""
+    """New parts of one choice."""
 
     index: int
     delta: Delta
@@ -247,7 +247,7 @@ class Load(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """How text becomes tokens here."""
+    """Description of the tokenizer."""
 
     tokenizer_class: str
     vocab_size: int

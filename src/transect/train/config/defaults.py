@@ -1,10 +1,12 @@
-"""What a configuration leaves out and the task decides: learning rate, warm-up, weight decay."""
+"""Choose values that a configuration leaves to the task: learning rate, warm-up, weight decay."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from typing import Any
+
+from .objectives import objective_kind, objectives
 
 RATES = {
     "next_token": (2e-5, 2e-4),
@@ -16,6 +18,8 @@ RATES = {
 }
 """Learning rates of an objective: for all weights, and for adapters."""
 PRETRAINING = 3e-4
+BY_TASK = ("optimizer.learning_rate", "optimizer.weight_decay", "schedule.warmup")
+"""Settings that depend on the task."""
 
 TASKS = ("pretrain", "finetune", "lora", "qlora")
 MEANT_BY_TASK = {
@@ -26,7 +30,7 @@ MEANT_BY_OBJECTIVE = {
     **{name: f'a task: set task to "{name}", and objective to what is minimised' for name in TASKS},
     **dict.fromkeys(("sft", "clm", "ce", "cross_entropy", "lm"), 'objective = "next_token" here'),
 }
-"""What somebody meant who gave one of these as ``task`` or ``objective``."""
+"""Suggestions for values of ``task`` or ``objective`` that other programs use."""
 
 MEANT = {
     "lr": "optimizer.learning_rate",
@@ -87,7 +91,7 @@ MEANT = {
 
 
 def hint(where: str, key: str, names: list[str]) -> str:
-    """What somebody meant who wrote ``key`` in the table ``where`` (``""`` or ``"data."``)."""
+    """Suggest a setting for the unknown ``key`` in the table ``where`` (``""`` or ``"data."``)."""
     near = difflib.get_close_matches(key, names, 1, 0.8)
     if near:
         return f"did you mean {where}{near[0]}?"
@@ -99,7 +103,13 @@ def hint(where: str, key: str, names: list[str]) -> str:
 
 
 def _known(key: str) -> str:
-    return ", ".join(TASKS if key == "task" else RATES)
+    return ", ".join(TASKS if key == "task" else objectives())
+
+
+def rates_of(objective: object) -> tuple[float, float]:
+    """Learning rates of an objective: for all weights, and for adapters."""
+    kind = objective_kind(objective)
+    return RATES.get(str(objective), RATES["next_token"]) if kind is None else kind.rates
 
 
 def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +125,7 @@ def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and value in meant:
             raise ValueError(f"{key} = {value!r}: that is {meant[value]} ({key} is one of {_known(key)})")
     adapted = task in ("lora", "qlora")
-    rate = PRETRAINING if task == "pretrain" else RATES.get(str(objective), RATES["next_token"])[adapted]
+    rate = PRETRAINING if task == "pretrain" else rates_of(objective)[adapted]
     decay = 0.1 if task == "pretrain" else 0.0 if adapted else 0.01
     filled["optimizer"] = {"learning_rate": rate, "weight_decay": decay, **optimizer}
     if task != "pretrain":

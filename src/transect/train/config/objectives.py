@@ -6,10 +6,58 @@ Defaults are those of TRL where it has such a setting.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
-Objective = Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"]
+NAMES = ("next_token", "dpo", "kto", "orpo", "grpo", "distill")
+"""Objectives with settings below, or without any."""
+FOLDER = Path(__file__).parents[1] / "objectives"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveKind:
+    """The record of an objective in one file: ``OBJECTIVE`` of ``train/objectives/NAME.py``.
+
+    Attributes:
+        make: makes the objective from a ``TrainConfig``, which has the settings as ``own``, and a ``Trainable``.
+        settings: a frozen dataclass, read from the table ``[NAME]`` of a run's file.
+        rates: default learning rates for all weights and for adapters.
+        compares: the loss compares with the model as it was when the run began.
+    """
+
+    make: Callable[[Any, Any], Any]
+    settings: type
+    rates: tuple[float, float] = (2e-5, 2e-4)
+    compares: bool = False
+
+
+@cache
+def objectives() -> tuple[str, ...]:
+    """Names of all objectives: those with settings here, and files of ``train/objectives/`` that hold a record."""
+    found = (path.stem for path in sorted(FOLDER.glob("*.py")) if "\nOBJECTIVE = " in path.read_text(encoding="utf-8"))
+    return (*NAMES, *found)
+
+
+def check_objective(name: object) -> None:
+    """See that there is such an objective.
+
+    Raises:
+        ValueError: there is none; the message lists them.
+    """
+    if name not in objectives():
+        raise ValueError(f"objective must be one of {', '.join(objectives())}, not {name!r}")
+
+
+def objective_kind(name: object) -> ObjectiveKind | None:
+    """The record of an objective in one file; None for the others, and for names that do not exist."""
+    if name in NAMES or name not in objectives():
+        return None
+    found: ObjectiveKind = import_module(f"transect.train.objectives.{name}").OBJECTIVE
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +65,7 @@ class DPOConfig:
     """Preference pairs.
 
     Attributes:
-        beta: how strongly the model is held to where it began.
+        beta: strength of the pull towards the initial model.
         loss: ``sigmoid`` (DPO), ``hinge`` (SLiC), ``ipo`` (a margin of 1 / (2 beta) for each token), or ``robust``
             (unbiased under labels of which ``label_smoothing`` are wrong).
         label_smoothing: the share of pairs whose sides are thought to be swapped; for ``sigmoid`` and ``robust``.
@@ -42,8 +90,8 @@ class KTOConfig:
     """Answers that are good or bad, each on its own.
 
     Attributes:
-        beta: how strongly the model is held to where it began.
-        desirable_weight, undesirable_weight: how much a good and a bad answer count.
+        beta: strength of the pull towards the initial model.
+        desirable_weight, undesirable_weight: weights of good and bad answers.
     """
 
     beta: float = 0.1
@@ -107,13 +155,13 @@ class GRPOConfig:
             and says nothing of rows without one.
             ``module:function`` or ``path/to/file.py:function`` is called as ``function(answer_text, record)``;
             ``record`` is the prompt's row of the data. It returns a number, or None where it has nothing to say.
-        reward_weights: what each function's reward is multiplied by in the sum; empty: 1.
+        reward_weights: factor of each function's reward in the sum; empty for 1.
         prompts, group: prompts of a rollout, and answers to each.
         minibatches: optimizer steps in which the answers of a rollout are used once.
-        iterations: how often they are used in all: a rollout lasts ``iterations * minibatches`` steps.
+        iterations: number of passes over a rollout, which lasts ``iterations * minibatches`` steps.
         max_tokens: of each answer.
-        temperature, top_p, top_k, min_p: how answers are drawn; the log-probabilities are those of that distribution.
-        clip: how far below 1 the ratio to the model that drew the answer may fall before it counts no more.
+        temperature, top_p, top_k, min_p: sampling of answers; the log-probabilities are those of that distribution.
+        clip: distance below 1 at which the ratio to the model that drew the answer is clipped.
         clip_high: the same above 1; 0: as ``clip``.
         beta: weight of the KL divergence from the model as it was when the run began; 0: none, and nothing is kept.
         unbiased_kl: weigh that divergence by the ratio, so that it is right also after the first step of a rollout.
@@ -180,7 +228,7 @@ class GRPOConfig:
 
     @property
     def truncated(self) -> bool:
-        """Whether answers are drawn from a part of the vocabulary."""
+        """True if answers are drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 

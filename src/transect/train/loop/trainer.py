@@ -46,7 +46,7 @@ from ..data.identity import base_identity, check_settings, compare
 from ..data.loader import Position
 from ..model.build import Trainable, build, device_of, source_of
 from ..model.layer_drop import dropping
-from ..model.merged_layers import MergedLayers, can_merge, stack_of
+from ..model.merging import can_merge, stack_of
 from ..objectives import build as build_objective
 from ..objectives.base import Objective, StepFailed
 from ..optim import build as build_optimizer
@@ -76,7 +76,7 @@ class StepRecord:
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
     flops: float = 0.0
-    """Useful FLOPs of the step (``flops.py``); 0 where nobody counted."""
+    """Useful FLOPs of the step (``flops.py``); 0 if they were not counted."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the objective, such as margins and rewards."""
 
@@ -125,7 +125,7 @@ class _Reading:
 
 
 def _dated(config: TrainConfig, checkpoint: Checkpoint | None, world: World | None) -> TrainConfig:
-    """With the day that chat templates take for today: a run's own, wherever it goes on, and that of the first rank."""
+    """Set the date that chat templates use: the run's own date, also when it is resumed, as known to the first rank."""
     kept = {} if checkpoint is None else checkpoint.state["config"]["data"]
     day = config.data.date or kept.get("date") or datetime.date.today().isoformat()
     if world is not None:
@@ -134,13 +134,13 @@ def _dated(config: TrainConfig, checkpoint: Checkpoint | None, world: World | No
 
 
 class Trainer:
-    """A run that can take steps, measure itself, and be stopped and taken up again at any step.
+    """Training run that can take steps, evaluate, and be stopped and resumed at any step.
 
     Args:
         config: the run.
-        checkpoint: where to resume; None to start.
+        checkpoint: checkpoint to resume; None to start.
         allow_changed: parts of ``data/identity.py`` that may differ from the checkpoint's.
-        world: the ranks that train together, each with a ``Trainer`` of the same run; None: this process alone.
+        world: the ranks that train together, each with a ``Trainer`` of the same run; None for this process alone.
 
     Raises:
         ValueError: the model, the data or a setting is at fault, the run does not fit in memory, or the checkpoint is
@@ -158,7 +158,7 @@ class Trainer:
         config = self.config = _dated(config, checkpoint, world)
         self.crew = Crew(config, world)
         self.told: list[str] = []
-        """What a person should know of the run before it starts."""
+        """Notices for the user, shown before the run starts."""
         for table in config.unused():
             need = 'task = "lora" or "qlora"' if table == "lora" else f'objective = "{table}"'
             self.told.append(f"the settings of [{table}] mean nothing to this run: they are for {need}")
@@ -176,10 +176,11 @@ class Trainer:
         check_length(config, source.config)
         device = device_of(config.device)
         self.memory = fit(begun, source.config, device, least_free(device, world))
-        self.trainable: Trainable = self.crew.cut(build(begun, self.told.append, lean=self.crew.lean(source.config)))
+        whole = build(begun, self.told.append, lean=self.crew.lean(source.config))
+        self.trainable: Trainable = self.crew.strategy.cut(whole)
         self.model, self.device = self.trainable.model, self.trainable.device
         sharded = config.parallel.sharded
-        for part in self.crew.parts(self.model):
+        for part in self.crew.strategy.parts(self.model):
             part.stack = stack_of(part, self.memory.checkpointing, config.merged and not sharded, self.memory.whole)
         if config.layer_keep < 1:
             recompute = self.memory.checkpointing != "none"
@@ -188,9 +189,11 @@ class Trainer:
         self.objective: Objective = build_objective(config, self.trainable)
         if checkpoint is not None:
             self._load_weights(checkpoint)
-        parameters, shapes = self.crew.take(self.trainable, recompute=self.memory.checkpointing != "none")
+        parameters, shapes = self.crew.strategy.take(self.trainable, recompute=self.memory.checkpointing != "none")
         if sharded and config.merged and can_merge(self.model):
-            units = self.crew.units
+            from ..model.merged_layers import MergedLayers
+
+            units = self.crew.strategy.units
             self.model.stack = MergedLayers(self.model, self.memory.checkpointing, self.memory.whole, units)
         self.optimizer = build_optimizer(
             config.optimizer,
@@ -200,7 +203,7 @@ class Trainer:
             shapes=shapes,
             offload=self.crew.offload(),
         )
-        self.crew.connect(self.optimizer, self.trainable)
+        self.crew.strategy.connect(self.optimizer, self.trainable)
         if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
             self.told.append(
                 'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
@@ -243,7 +246,7 @@ class Trainer:
         on_device = [batch.to(self.device) for batch in batches]
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
-            norm = self.crew.gradients(on_device, self._loss, self.optimizer, losses).to(self.device)
+            norm = self.crew.strategy.gradients(on_device, self._loss, self.optimizer, losses).to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
         rate = factor(self.config.schedule, self.steps_done, self.config.steps)
@@ -258,7 +261,7 @@ class Trainer:
         taken = self._check(values[:-1], values[-1], before, on_device, labels)
         if taken and not early:
             self.optimizer.step(rate, scale)
-        self.crew.stepped(self.optimizer)
+        self.crew.strategy.stepped(self.optimizer)
         self.steps_done += 1
         measured = self.crew.share().means(self.objective.metrics())
         extra = {name: mean for name, (mean, count) in measured.items() if count}
@@ -340,20 +343,20 @@ class Trainer:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether ``patience`` has come to its end."""
+        """True if ``patience`` has run out."""
         return bool(self.config.patience) and self.best.since >= self.config.patience
 
     @property
     def finished(self) -> bool:
-        """Whether there is no further step."""
+        """True if there is no further step."""
         return self.steps_done >= self.config.steps or self.stopped_early
 
     def snapshot(self) -> Snapshot:
         """The state of the run now, on the CPU; of several ranks, which all ask together, this one's part."""
         self.crew.at("a checkpoint", alone=True)
         self.optimizer.settle()
-        write = self.crew.snapshot(self.trainable)
-        tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.state(self.optimizer).items()}
+        write = self.crew.strategy.snapshot(self.trainable)
+        tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.strategy.state(self.optimizer).items()}
         if self.crew.leads:
             tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
@@ -364,7 +367,7 @@ class Trainer:
             "losses": list(self.watch.losses),
             "best": self.best.state(),
         }
-        rank, ranks = self.crew.rank, self.crew.writers
+        rank, ranks = self.crew.rank, self.crew.strategy.writers
         return Snapshot(self.steps_done, write, tensors, state, self.best.step, rank, ranks, self.optimizer.taken)
 
     @torch.no_grad()
@@ -377,14 +380,15 @@ class Trainer:
                     raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                 parameter.copy_(checkpoint.tensors[f"weight/{name}"])
         else:
-            self.crew.fill(self.model, lambda: stored_weights(resolve(str(checkpoint.path))))
+            self.crew.strategy.fill(self.model, lambda: stored_weights(resolve(str(checkpoint.path))))
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
         if "identity" not in state:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
-        self.crew.load_state(self.optimizer, Below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
+        own = self.crew.strategy.own_state(Below("optimizer/", checkpoint.tensors))
+        self.optimizer.load_state_tensors(own, state["optimizer_steps"])
         self.objective.load_state(Below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
@@ -392,7 +396,7 @@ class Trainer:
         self.steps_done = checkpoint.step
 
     def _check(self, losses: list[float], norm: float, position: Position, batches: list[Batch], labels: int) -> bool:
-        """Whether the step is to be taken.
+        """Return True if the optimizer step should be taken.
 
         Raises:
             TrainingStopped: a number is not finite, or the model has gone wrong and ``on_spike`` says to stop.
@@ -418,7 +422,7 @@ class Trainer:
         if self.config.on_spike == "stop":
             raise TrainingStopped(
                 f"the loss jumped at {where}, and a batch of a moment ago jumped with it, so the model has gone wrong: "
-                f'lower the learning rate, or go on with --resume --set on_spike="skip"; {self._whole()}'
+                f'lower the learning rate, or continue with --resume --set on_spike="skip"; {self._whole()}'
             )
         log.warning("%s. The model has gone wrong%s", where, self._consequence("wrong"))
         self.watch.losses.append(loss)  # this is its level now
@@ -431,14 +435,14 @@ class Trainer:
 
     @torch.no_grad()
     def _model_has_jumped(self) -> bool:
-        """Whether a batch that was calm a step ago has a loss far above what it had."""
+        """Return True if a batch with a normal loss a step ago now has a much higher loss."""
         if self._calm is None:
             return True
         batch, before = self._calm
         return self.watch.has_jumped(before, float(self.objective.loss(batch)))
 
     def _whole(self) -> str:
-        """The checkpoint that the run can go on from, as a clause; waits for one that is being written."""
+        """Name the checkpoint to resume from, as a clause; wait for one that is being written."""
         self.crew.at("a checkpoint", alone=True)
         try:
             self._written()
@@ -450,7 +454,7 @@ class Trainer:
     def _first_bad(self, losses: list[float], batches: list[Batch]) -> tuple[int, str]:
         """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-        if self.crew.parallel is not None:
+        if self.crew.strategy.together:
             mine = self.optimizer
             found = first_bad_number(mine.numbers, mine.parameters, mine.gradients())
             return bad[0] if bad else 0, self.crew.first(found)
@@ -465,11 +469,11 @@ class Trainer:
         raise AssertionError("a step has a micro-batch")
 
     def _due(self, every: int, last: bool) -> bool:
-        """Whether something happens after this step that happens every so many steps, and after the last one."""
+        """Return True if an action of period ``every`` is due after this step; it is always due after the last one."""
         return last or bool(every and self.steps_done % every == 0)
 
     def _evaluated(self, listeners: Sequence[Listener]) -> bool:
-        """Whether a measurement was the best so far."""
+        """Evaluate, and return True if the result is the best so far."""
         self.crew.at("the evaluation", alone=True)
         record = self.evaluate()
         if record is None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...ops.optim.adamw import FusedAdamW, Step
+from ...ops.optim.adamw import AdamWStep, FusedAdamW
 from ...ops.optim.rounding import FIRST, SECOND, WEIGHT
 from .base import Optimizer
 
@@ -25,7 +25,7 @@ class AdamW(Optimizer):
     """State: ``m`` and ``v`` like the parameter. On a GPU a step is one launch over all parameters."""
 
     WIDE = 2**22
-    """How many elements of a 16-bit parameter a step on the CPU holds in float32 at a time."""
+    """Number of elements of a 16-bit parameter that a step on the CPU holds in float32 at a time."""
     _fused: tuple[tuple[str, ...], FusedAdamW] | None = None
 
     @property
@@ -66,7 +66,7 @@ class AdamW(Optimizer):
             super().update_all(gradients, factor, scale)
             return
         config = self.config
-        numbers = Step(
+        numbers = AdamWStep(
             config.learning_rate * factor,
             config.beta1,
             config.beta2,

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GPUParts:
-    """What ``build_engine`` needs to know of an engine on a GPU."""
+    """Parts of a GPU engine that ``build_engine`` uses."""
 
     runner: GPURunner
     size: KVSize
@@ -44,31 +44,6 @@ class GPUParts:
     """Where the memory went, and the time."""
     fill_tokens: int | None
     """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
-
-
-def device_for(config: EngineConfig) -> tuple[torch.device, str]:
-    """The device that a configuration runs on, and why.
-
-    Raises:
-        ValueError: ``cuda`` was asked for and cannot be used.
-    """
-    if config.device == "cpu":
-        return torch.device("cpu"), "device=cpu"
-    reason = None
-    if not torch.cuda.is_available():
-        reason = "torch sees no CUDA GPU"
-    elif config.native:
-        reason = "native=True asks for the C++ CPU kernels"
-    else:
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            reason = "Triton is not installed: pip install 'transect[gpu]'"
-    if reason is None:
-        return torch.device("cuda", config.first_device or torch.cuda.current_device()), "a GPU is here"
-    if config.device == "cuda":
-        raise ValueError(f"device is cuda, but {reason}; give device='cpu' to run on the processor")
-    return torch.device("cpu"), reason
 
 
 def build_gpu(

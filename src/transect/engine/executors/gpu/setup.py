@@ -20,7 +20,7 @@ from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
-from ....ops.attention.paged.paged_attention import PagedTriton
+from ....ops.attention.paged.dispatch import PagedTriton
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
 from ....ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -58,7 +58,7 @@ class Setup:
     dtype: torch.dtype
     storage: Storage
     layouts: Layouts
-    """How the checkpoint packs the matrices that stay so."""
+    """Layouts of the matrices that stay packed as in the checkpoint."""
     device: torch.device
     ops: OpSet
     limits: dict[str, Any]
@@ -78,7 +78,7 @@ class Setup:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What the KV cache holds."""
+        """Data type of the KV cache."""
         return cache_dtype(self.config.dtype, self.config.kv_cache_dtype)
 
     @property
@@ -89,7 +89,7 @@ class Setup:
     @property
     def irregular(self) -> bool:
         """Requests come one by one, or prompts are spread over decode steps: every graph is captured at the start."""
-        return self.config.itl_target is not None or self.fill_tokens is not None
+        return self.config.step_limit.seconds is not None or self.fill_tokens is not None
 
 
 def set_up(
@@ -159,8 +159,10 @@ def set_up(
 
 
 def plan_of(config: EngineConfig, model: ModelConfig, storage: Storage, dtype: torch.dtype) -> ServingPlan:
-    """What a GPU is to hold of a whole model. Where nobody asks for a context it is one step's tokens: an engine takes
-    what its cache holds."""
+    """Plan the memory of a GPU for a whole model.
+
+    Without ``max_model_len`` the planned context is one step's tokens: the engine takes what its cache holds.
+    """
     max_seqs, max_tokens = config.limits("cuda")
     return ServingPlan(
         weights=int(weight_bytes(model, storage)),
@@ -204,14 +206,16 @@ def gpu_ops(
 
 
 def by_torch(ops: OpSet) -> bool:
-    """Whether paged attention is torch's: on a GPU that the kernels here are not made for."""
+    """Return True if paged attention runs in torch, on a GPU that our kernels do not support."""
     return get("paged_attention").implementations[dict(ops.chosen)["paged_attention"]].backend == "torch"
 
 
 def without_graphs(config: EngineConfig, ops: OpSet, stream: StreamPlan | None = None) -> EngineConfig:
-    """The configuration, with CUDA graphs off where torch's paged attention runs, which reads lengths on the host, and
-    where layers stream: their copies go on from one step to the next, which a graph of a step cannot say, and launching
-    kernels one by one takes less time than they do."""
+    """Return the configuration, with CUDA graphs turned off where they cannot be used.
+
+    Torch's paged attention reads lengths on the host. If layers stream, their copies continue from one step into the
+    next, which the graph of one step cannot express, and launching kernels one by one takes less time than the copies.
+    """
     if stream is not None and config.cuda_graphs != "off":
         log.info("CUDA graphs are off: %s", stream)
         config = replace(config, cuda_graphs="off")
@@ -246,12 +250,12 @@ def runner_tricks(
 
 
 def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> int | None:
-    """Up to how many tokens ``fill_steps`` fills steps; None where it is not asked for or does not pay."""
+    """Tokens up to which steps are filled while sequences decode; None if that is not asked for or does not pay."""
     seqs, most = config.limits("cuda")
     tokens = row_bucket(max(seqs, FILL_TOKENS))
     if storage.streamed:  # a step of many tokens takes no longer then
         return None
-    asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
+    asked = config.step_limit.fill and config.policy == "continuous"
     asked = asked and config.layout.pipeline == 1  # stages have weights of different sizes
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 
