@@ -1,8 +1,8 @@
 """Programs of well-known libraries, each slow in one way: is the right finding first, and is its gain that of the mend.
 
-    python benchmarks/explain_programs.py [NAMES]
+    python benchmarks/explain/programs.py [NAMES]
 
-Each program of ``benchmarks/explain_corpus`` runs until three seconds are over, is explained in windows as
+Each program of ``benchmarks/explain/corpus`` runs until three seconds are over, is explained in windows as
 `transect explain run` does, and is timed without explaining, slow and mended in turns. Healthy programs may get no
 finding above 5%. Programs that are held out were written after the last change of what is measured.
 """
@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-import record
+import _paths  # noqa: F401
+from benchmarks import record
 from transect.explain.program.explain import Explain, machine_ceilings
 from transect.hardware.cores import usable_cores
 
-FOLDER = Path(__file__).resolve().parent / "explain_corpus"
+FOLDER = Path(__file__).resolve().parent / "corpus"
 LARGE = 0.05
 NEAR = 0.3
 
@@ -146,7 +147,7 @@ def main() -> None:
     ceilings = machine_ceilings()
     known = programs()
     result: dict[str, Any] = {
-        "command": f"python benchmarks/explain_programs.py --seconds {options.seconds:g} --threads {options.threads}",
+        "command": f"python benchmarks/explain/programs.py --seconds {options.seconds:g} --threads {options.threads}",
         "environment": record.environment(),
         "programs": [],
         "failed": {},
