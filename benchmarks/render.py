@@ -16,50 +16,50 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import batching
-import clients
-import cpu_lora
-import cpu_vs_llamacpp
-import data_formats
-import engine_tables
-import explain_apply
-import explain_faults
-import explain_programs
-import explain_sums
-import explain_tables
-import format_tables
-import formats_quality
-import gpu_queue
-import grammars
-import hostile_schemas
-import http_vs_offline
-import issue_rates
-import jump_ahead
-import ladder_tables
-import large_trace
-import long_prompts
-import moe_tables
-import numerics
-import offload_tables
-import ops_tables
-import precisions
-import pretrain_tables
-import products_by_shape
-import products_fp8
-import record
-import request_walk
-import scaling_tables
-import serve_load
-import serve_load_cpu
-import serving_steps
-import shapes_gpu
-import step_policy
-import step_prediction
-import streaming_tables
-import structured_cost
-import structured_masks
-import train_tables
-import tuning_table
+import _paths  # noqa: F401
+from benchmarks import gpu_queue, record
+from benchmarks.checks import numerics
+from benchmarks.engine import (
+    batching,
+    cpu_vs_llamacpp,
+    grammars,
+    jump_ahead,
+    long_prompts,
+    serving_steps,
+    speculation,
+    step_policy,
+    structured_cost,
+    structured_masks,
+)
+from benchmarks.engine import shapes as shapes_gpu
+from benchmarks.explain import apply as explain_apply
+from benchmarks.explain import faults as explain_faults
+from benchmarks.explain import large_trace, step_prediction
+from benchmarks.explain import programs as explain_programs
+from benchmarks.explain import sums as explain_sums
+from benchmarks.formats import quality as formats_quality
+from benchmarks.ops import issue_rates, products_by_shape, products_fp8
+from benchmarks.plan import clocked as plan_clocked
+from benchmarks.plan import fleet as plan_fleet
+from benchmarks.plan import scaling as plan_scaling
+from benchmarks.plan import validation as plan_validation
+from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
+from benchmarks.server import load as serve_load
+from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import engine as engine_tables
+from benchmarks.tables import explain as explain_tables
+from benchmarks.tables import formats as format_tables
+from benchmarks.tables import front
+from benchmarks.tables import ladder as ladder_tables
+from benchmarks.tables import moe as moe_tables
+from benchmarks.tables import offload as offload_tables
+from benchmarks.tables import ops as ops_tables
+from benchmarks.tables import pretrain as pretrain_tables
+from benchmarks.tables import scaling as scaling_tables
+from benchmarks.tables import streaming as streaming_tables
+from benchmarks.tables import train as train_tables
+from benchmarks.tables import tuning as tuning_table
+from benchmarks.train import cpu_lora, data_formats, precisions
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 SITE = record.ROOT / "mkdocs.yml"
