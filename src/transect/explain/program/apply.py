@@ -58,7 +58,7 @@ class Applied:
 
 
 def apply(script: Script, explanation: Explanation) -> list[Applied]:
-    """All of ``applied``."""
+    """Return all of ``applied``."""
     return list(applied(script, explanation))
 
 
@@ -98,7 +98,7 @@ def _measured(script: Script, finding: Finding, name: str) -> Applied:
 
 
 def _batching(script: Script) -> Change:
-    """See what the script's modules are called with, that batches give the same, and in which order they could be
+    """Check what the script's modules are called with, that batches give the same, and in which order they could be
     computed: no module may be called with what depends on its own earlier results, by way of others or not."""
     batched = Batched()
     with batched.record():

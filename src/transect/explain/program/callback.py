@@ -61,7 +61,7 @@ class ExplainCallback:
             self._run = None
 
     def __getattr__(self, name: str) -> Any:
-        """Every other event of either library does nothing."""
+        """Return a function that does nothing, for every other event of either library."""
         if name.startswith("on_") or name in ("setup", "teardown"):
             return lambda *args, **kwargs: None
         raise AttributeError(name)

@@ -141,7 +141,7 @@ class _Graph:
 
 @contextmanager
 def graphed() -> Iterator[Running]:
-    """Each outermost module is captured in a CUDA graph for each set of shapes, and replayed."""
+    """Run each outermost module captured in a CUDA graph for each set of shapes, and replayed."""
     if not torch.cuda.is_available():
         raise NotPossible("there is no CUDA GPU")
     running = Running()
@@ -274,8 +274,10 @@ class Batched:
 
 @contextmanager
 def pinned() -> Iterator[Running]:
-    """Copy from pinned memory to a GPU, beside the computing: a tensor that goes
-    again and again has a pinned copy, and a ``DataLoader`` pins its batches."""
+    """Copy tensors from the host to a GPU through pinned memory, in parallel with computation.
+
+    A tensor that is copied repeatedly gets a pinned copy, and a ``DataLoader`` pins its batches.
+    """
     running = Running()
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
     room = MOST_PINNED
@@ -317,7 +319,7 @@ def pinned() -> Iterator[Running]:
 
 @contextmanager
 def loader_workers() -> Iterator[Running]:
-    """A ``DataLoader`` that would load in the main process has workers, and keeps them."""
+    """Give workers to each ``DataLoader`` that would load in the main process, and keep them."""
     loader = torch.utils.data.DataLoader
     plain = loader.__init__
 
@@ -357,7 +359,7 @@ def fused_optimizers() -> Iterator[Running]:
 
 
 def _on_gpu(target: Any) -> bool:
-    """Return if an argument of ``Tensor.to`` names a GPU."""
+    """Return True if an argument of ``Tensor.to`` names a GPU."""
     if isinstance(target, Tensor):
         return target.is_cuda
     if isinstance(target, int):
@@ -371,7 +373,7 @@ def _beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _close(one: Any, other: Any) -> bool:
-    """Return if two results are near each other, tensor by tensor where they hold several."""
+    """Return True if two results are close, tensor by tensor if they hold several."""
     leaves, structure = torch.utils._pytree.tree_flatten(one)
     others, same = torch.utils._pytree.tree_flatten(other)
     return structure == same and all(map(_near, leaves, others))

@@ -96,13 +96,13 @@ class Doing:
 
 
 def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """A stack without the frames that run the script, and without those of the explanation itself."""
+    """Return a stack without the frames that run the script, and without those of the explanation itself."""
     return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
 
 
 @functools.lru_cache(maxsize=10_000)
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
-    """Name the work of a stack, innermost frame first."""
+    """Classify a stack, given innermost frame first."""
     stack = tuple(itertools.takewhile(lambda frame: not frame.file.endswith(RUNS), stack))
     user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
     if stack and NATIVE in stack[0].file:
@@ -127,7 +127,7 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
 
 
 def _by_library(inner: Sequence[Frame]) -> str:
-    """Name the work of a library for the user's line; empty if its files do not show it."""
+    """Classify the work of a library by its files; empty if they do not decide."""
     for frame in reversed(inner):
         for kind, place in LIBRARIES:
             if place.search(f"{frame.file}:{frame.function}"):
@@ -141,7 +141,7 @@ def _by_library(inner: Sequence[Frame]) -> str:
 
 
 def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
-    """Name the work by the text of the user's line, which called the ``inner`` frames."""
+    """Classify by the text of the user's line, which called the ``inner`` frames."""
     text = linecache.getline(user.file, user.line) if user is not None else ""
     alone = all(WRITERS.search(frame.file) for frame in inner)
     return next((kind for kind, each in LINES if (alone or kind in READS) and each.search(text)), "python")

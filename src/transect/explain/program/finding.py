@@ -24,9 +24,8 @@ class Finding:
         title: name of the cause.
         evidence: facts in the trace.
         gain: seconds that the change is predicted to save.
-        advice: what to do.
-        apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.
-        where: the user's line, and the function of a library that it calls there; empty without samples.
+        advice: change to make.
+        apply: changes that ``--apply`` can try, by the names in ``changes.py``, separated by ", "; empty for none.
         gains: seconds that one of these is predicted to save, where that is not ``gain``.
     """
 

@@ -33,7 +33,7 @@ VALUE_BYTES = 64
 
 
 def find(material: Material) -> list[Finding]:
-    """All findings worth a look, the best first."""
+    """Return all findings worth a look, the best first."""
     found = [each for detector in DETECTORS for each in detector(material)]
     left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
     found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
@@ -90,7 +90,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
 
 
 def _sync_launch(split: Split, calls: int) -> float:
-    """Return the time of launching in the loop around so many waits: operators that are called about as often."""
+    """Return the launch time in the loop around ``calls`` waits: that of operators called about as often."""
     inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls)
     every = sum(op.calls for op in split.ops) or 1
     return split.parts["launch"] * inside / every if calls >= MANY else 0.0
@@ -141,7 +141,7 @@ def _is_product(name: str) -> bool:
 
 
 def _fewer_calls(material: Material) -> str:
-    """Name the changes that make fewer calls of operators."""
+    """Return the change that makes fewer calls of operators, if no backward pass runs."""
     if material.facts.get("backward", True):
         return "compile"
     return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
@@ -256,7 +256,7 @@ def wide_numbers(material: Material) -> Iterator[Finding]:
 
 
 def _has_doubles(key: Key) -> bool:
-    """Return if a tensor among the inputs is in float64; a plain number of Python's is listed with that type too."""
+    """Return True if a tensor input is in float64; plain Python numbers are listed with that type too."""
     shapes = key.shapes if isinstance(key.shapes, list) else []
     return any(kind == "double" and shape != [] for kind, shape in zip(key.types, shapes, strict=False))
 
@@ -276,7 +276,7 @@ def padding(material: Material) -> Iterator[Finding]:
 
 
 def gradients(material: Material) -> Iterator[Finding]:
-    """Find operators that autograd records though no backward pass runs."""
+    """Find recording by autograd whose gradients are never used."""
     if material.facts.get("backward", True):
         return
     split = material.split
@@ -341,7 +341,7 @@ def transfers(material: Material) -> Iterator[Finding]:
 
 
 def allocation(material: Material) -> Iterator[Finding]:
-    """The GPU's memory is allocated and freed in the loop."""
+    """Find allocation and freeing of the GPU's memory in the loop."""
     split = material.split
     calls = _runtime(split, r"Malloc$|Free$|HostAlloc")
     if len(calls) >= MANY:

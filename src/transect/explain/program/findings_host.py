@@ -50,7 +50,7 @@ IDLE = ("wait", "sleep")
 
 
 def host(material: Material) -> Iterator[Finding]:
-    """Find the host's work in gaps, by kind and line."""
+    """Find work of the host in gaps, by kind and line."""
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
@@ -69,7 +69,7 @@ def host(material: Material) -> Iterator[Finding]:
 
 
 def library(material: Material) -> Iterator[Finding]:
-    """Find functions of libraries that take long, with the operators that they call."""
+    """Find work of library functions, including the operators that they call."""
     split = material.split
     for kind, (count, line) in whole_shares(material).items():
         seconds = count * split.own
@@ -88,7 +88,7 @@ def library(material: Material) -> Iterator[Finding]:
 
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
-    """For each of the kinds in ``WHOLE`` the share of the samples in it, and the user's line that is most of them."""
+    """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
     samples = material.samples.samples if material.samples is not None else []
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
@@ -130,7 +130,7 @@ def _thread_share(material: Material) -> float:
 
 
 def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
-    """In how many other threads an operator was under way at each of these moments, which rise."""
+    """Count the other threads in which an operator was under way at each of these rising moments."""
     trace = split.trace
     ops = trace.where(OP)
     counts = np.zeros(len(moments), dtype=int)
@@ -143,7 +143,7 @@ def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
 
 
 def collector(material: Material) -> Iterator[Finding]:
-    """Find automatic runs of the garbage collector."""
+    """Find time of the garbage collector, if the program does not call it."""
     if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
         return
     found = material.samples.samples

@@ -103,8 +103,10 @@ def _communicating(split: Split, samples: Samples | None) -> Iterator[Gap]:
 
 
 def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
-    """Find Python of a library in the gaps of a loop that calls operators, such as reading a file by tensors:
-    its time is not that of calling them."""
+    """Name the work of a Python library in the gaps of a loop that calls operators.
+
+    An example is reading a file tensor by tensor, whose time is not that of calling operators.
+    """
     gaps = [gap for gap in split.gaps if gap.part == "launch"]
     begins = [gap.begin for gap in gaps]
     counts: Counter[Doing] = Counter()
@@ -138,7 +140,7 @@ def _moved(split: Split, named: list[Named]) -> list[Named]:
 
 
 def _named(split: Split, samples: Samples | None) -> list[Named]:
-    """Name the host's work in its gaps, without the profiler's share of them."""
+    """Name the work of the host in its gaps, without the profiler's own time."""
     found = _sampled(split, samples) if samples is not None and samples.samples else _called(split)
     whole = sum(gap.seconds for gap in split.gaps if gap.part == "host")
     return [replace(each, seconds=each.seconds * split.parts["host"] / whole) for each in found]
@@ -194,7 +196,7 @@ def _called(split: Split) -> list[Named]:
 
 
 def _python(name: str) -> Doing:
-    """Name the work of a ``python_function`` event, such as ``train.py(12): step``."""
+    """Classify a ``python_function`` event, such as ``train.py(12): step``."""
     found = re.match(r"(.*)\((\d+)\): (.*)", name)
     frame = Frame(found[1], found[3], int(found[2])) if found else Frame("", name, 0)
     return doing_of((frame,))

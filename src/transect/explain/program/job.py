@@ -109,7 +109,7 @@ class Job:
             }
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds."""
+        """Return the figures for JSON; seconds."""
         ranks = [{"name": r.name, "step_s": r.step, "waiting_s": r.waiting, **r.figures} for r in self.ranks]
         return {"status": self.status, "findings": self.findings, "ranks": ranks}
 

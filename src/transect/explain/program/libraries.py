@@ -104,7 +104,7 @@ def _switches(kind: str, samples: Sequence[Sample]) -> Iterator[str]:
 
 
 def _where(samples: Sequence[Sample]) -> str:
-    """The user's line that most samples are below, and the function that it calls there."""
+    """Return the user's line that most samples are below, and the function that it calls there."""
     counts: Counter[tuple[Frame, Frame | None]] = Counter()
     for sample in samples:
         stack = user_stack(sample.stack)
@@ -120,7 +120,7 @@ def _where(samples: Sequence[Sample]) -> str:
 
 
 def _library(file: str) -> str:
-    """A library's file from the library's name on."""
+    """Return a library's file from the library's name on."""
     return re.split(r"/(?:site|dist)-packages/|/lib/python[\d.]+/", file)[-1]
 
 

@@ -35,7 +35,7 @@ def is_export(path: Path) -> bool:
 
 
 def read_export(path: Path, progress: Callable[[float], None] | None = None) -> Trace:
-    """The events of an export.
+    """Read the events of an export.
 
     Raises:
         ValueError: it is no export of Nsight Systems, or has no events of CUDA or NVTX.
@@ -83,7 +83,7 @@ class _Export:
         yield from self._database.execute(f"SELECT {chosen} FROM {table} {order}")
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """All events as a Chrome trace has them; those of the host first, whose operators kernels refer to."""
+        """Yield all events as a Chrome trace has them; those of the host first, whose operators kernels refer to."""
         yield from self._host()
         device = ("start", "end", "deviceId", "streamId", "correlationId")
         for begin, end, card, stream, call, *names in self._rows(
@@ -134,7 +134,7 @@ class _Export:
     def _event(
         self, cat: str, name: str, begin: int, end: int, lane: tuple[Any, Any], call: int | None = None, **args: Any
     ) -> dict[str, Any]:
-        """An event; an export counts nanoseconds."""
+        """Make an event; an export counts nanoseconds."""
         if call is not None and call in self._operators:
             args["External id"] = self._operators[call]
         times = {"ts": begin * 1e-3, "dur": (end - begin) * 1e-3}

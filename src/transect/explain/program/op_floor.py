@@ -146,7 +146,7 @@ def _bag(sizes: Sizes, dim: int) -> Cost:
 
 
 def _into(sizes: Sizes, dim: int) -> Cost:
-    """The first input gets as many numbers as the last has."""
+    """Count a first input that gets as many numbers as the last has."""
     return Cost(0, sum(count * width for count, width in sizes[1:]), sizes[-1][0] * sizes[0][1])
 
 
@@ -157,7 +157,7 @@ def _picked(sizes: Sizes, dim: int) -> Cost:
 
 
 def _looked_up(sizes: Sizes, dim: int) -> Cost:
-    """Each number of the second input is looked for in the first."""
+    """Count a look-up of each number of the second input in the first."""
     count, width = sizes[1]
     return Cost(0, count * width, 4 * count)
 
@@ -169,7 +169,7 @@ def _loss_backward(sizes: Sizes, dim: int) -> Cost:
 
 
 def _pool_backward(sizes: Sizes, dim: int) -> Cost:
-    """The gradient of what was pooled, of which only the shape is looked at."""
+    """Count the gradient of a pooled tensor, of which only the shape is read."""
     (gradients, width), (count, _) = sizes[:2]
     return Cost(gradients, gradients * width, count * width)
 
@@ -247,8 +247,11 @@ def cost(key: Key) -> Cost | None:
 
 
 def _moved(key: Key, tensors: list[_Tensor], said: Signature) -> Cost:
-    """Cost of operators that are bound by bytes: inputs are read, and those that the operator updates are written, or
-    what ``out`` names, or a new tensor as large as the largest input."""
+    """Compute the cost of an operator bound by bytes.
+
+    Inputs are read; written are the inputs that the operator updates, or those named by ``out``, or a new tensor as
+    large as the largest input.
+    """
     updated = [each for each in tensors if each.place in said.updated]
     outputs = [each for each in tensors if each.place in said.outputs]
     inputs = [each for each in tensors if each not in outputs]
@@ -310,7 +313,7 @@ def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.n
 
 
 def _delegates(key: Key) -> bool:
-    """Return if an operator that moves numbers lets others do it on a processor."""
+    """Return True if an operator that moves numbers delegates the work to other operators on a CPU."""
     computes = key.name in PRODUCTS or key.name in CONVOLUTIONS or any(each in key.name for each in ATTENTION)
     return not computes and key.name != "aten::_convolution" and signature(key.name, key.types).composite
 
@@ -359,8 +362,8 @@ def _product(name: str, shapes: list[list[int]], width: int) -> Cost | None:
 
 
 def _convolution(key: Key, shapes: list[list[int]], width: int, read: int) -> Cost | None:
-    """A backward pass has a product for each of the gradients that are asked for, input's and weight's. Where the trace
-    has no padding it is taken to keep the input's extent."""
+    """Count a backward pass: it has a product for each of the gradients that are asked for, input's and weight's.
+    Where the trace has no padding it is taken to keep the input's extent."""
     if key.name.endswith("_backward"):
         if len(shapes) < 3:
             return None
@@ -442,8 +445,7 @@ class _Tensor:
 
 
 def _tensors(key: Key) -> list[_Tensor]:
-    """Each input that is a tensor, or a list of them; none if one has a type of unknown size, or no
-    strides."""
+    """List the inputs that are tensors or lists of tensors; empty if one has an unknown type or no strides."""
     if not isinstance(key.shapes, list):
         return []
     found: list[_Tensor] = []
@@ -465,7 +467,7 @@ def _tensors(key: Key) -> list[_Tensor]:
 
 
 def _numbers(shape: list[int], strides: Any) -> int:
-    """Numbers of a tensor in memory: a stride of 0 repeats them."""
+    """Return the number of elements of a tensor in memory: a stride of 0 repeats elements."""
     if not isinstance(strides, list) or len(strides) != len(shape):
         return math.prod(shape)
     return math.prod(extent for extent, step in zip(shape, strides, strict=True) if step or not extent)

@@ -105,7 +105,7 @@ class Recording:
         return [] if self._sampler is None else self._sampler.found.samples
 
     def read(self) -> tuple[Trace, Samples | None]:
-        """The trace from its mark on, and the samples on its clock."""
+        """Read the trace from its mark on, and the samples on its clock."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json" if self._file is None else Path(self._file)
             self._profiler.export_chrome_trace(str(path))
@@ -119,7 +119,7 @@ class Recording:
 
 
 def marks(trace: Trace) -> list[int]:
-    """The ranges that mark what is explained."""
+    """Return the ranges that mark the explained stretch."""
     return [int(i) for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
 
 
@@ -148,8 +148,10 @@ def _idle_seconds() -> float | None:
 
 @functools.cache
 def profiler_seconds(device: str = "") -> float:
-    """Measure once the seconds that the profiler adds to a small operator; by default on the GPU, if there is one,
-    where an operator launches a kernel."""
+    """Measure once the seconds that the profiler adds to a small operator on ``device``.
+
+    The default is the GPU, if there is one, where an operator launches a kernel.
+    """
     on_gpu = device != "cpu" and torch.cuda.is_available()
     x = torch.ones(4, device="cuda" if on_gpu else "cpu")
 
@@ -170,7 +172,7 @@ def profiler_seconds(device: str = "") -> float:
 
 @functools.cache
 def autograd_seconds(on_gpu: bool) -> float:
-    """Measure once the seconds that recording adds to a small product."""
+    """Measure once the seconds that recording by autograd adds to a small product."""
     device = "cuda" if on_gpu else "cpu"
     x, weight = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
 
@@ -191,15 +193,17 @@ def autograd_seconds(on_gpu: bool) -> float:
 
 
 def _activities() -> list[torch.profiler.ProfilerActivity]:
-    """All that there are on this machine."""
+    """Return all activities of this machine."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints
     every = torch.profiler.ProfilerActivity
     return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
 
 
 def _settings() -> Any:
-    """Have the profiler keep nothing but its trace: a run of minutes has millions of events. Where there is no
-    GPU it sees operators of all threads too; where there is one, it follows autograd's by itself."""
+    """Return settings that make the profiler keep only its trace: a run of minutes has millions of events.
+
+    Without a GPU it also records operators of all threads; with one, it follows autograd's threads by itself.
+    """
     kind = torch._C._profiler._ExperimentalConfig
     threads: Any = {} if torch.cuda.is_available() else {"profile_all_threads": True}
     try:

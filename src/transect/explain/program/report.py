@@ -20,7 +20,7 @@ CACHED = "operators above 100% of their floor found their inputs in a cache: flo
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Parts of the wall time, findings, and the material of these."""
+    """Result: the parts of the wall time, the findings, and the material they are based on."""
 
     split: Split
     findings: list[Finding]
@@ -33,7 +33,7 @@ class Explanation:
     """The steps that are explained; None if none repeat."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds."""
+        """Return the figures for JSON; seconds."""
         return as_dict(self)
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def of_floor(op: OpStat) -> str:
 
 
 def notes(explanation: Explanation) -> list[str]:
-    """Return remarks about the figures."""
+    """Return remarks on the figures."""
     faster = any(op.floor and op.calls * op.floor > SURE * op.seconds for op in heaviest(explanation))
     return [*explanation.split.notes, *([CACHED] if faster else [])]
 
@@ -91,7 +91,7 @@ def heaviest(explanation: Explanation) -> list[OpStat]:
 
 
 def as_dict(explanation: Explanation) -> dict[str, Any]:
-    """For JSON; seconds."""
+    """Return the figures for JSON; seconds."""
     split = explanation.split
     return {
         "wall_s": split.wall,

@@ -58,7 +58,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Samples:
-    """Samples of a thread; ``collections``: (begin, end) of each run of the garbage collector."""
+    """Recorded samples; ``collections``: (begin, end) of each run of the garbage collector."""
 
     period: float = PERIOD_S
     samples: list[Sample] = field(default_factory=list)
@@ -159,12 +159,13 @@ def _anomaly_detection() -> bool:
 
 
 def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:
-    """Return (code, line) of a thread's frames, innermost first, and the code that each thread is in.
+    """(code, line) of a thread's frames, innermost first, and the code that each thread is in.
 
-    A caller that holds a frame when its function returns ends the function's variables, in the thread that lets go of
-    it; and torch has guards that switch something of their own thread back when they end. So each of these is one call
-    that keeps no frame, and in which no other thread runs: it calls nothing but C, and nothing is collected
-    meanwhile."""
+    A thread that holds a frame when its function returns destroys the function's variables in its own thread when it
+    releases the frame, and torch has guards that restore thread-local state when they are destroyed. So each look is
+    one call that keeps no frame, and during which no other thread runs: it calls only C code, and no garbage is
+    collected.
+    """
     collecting = sys.version_info < (3, 12) and gc.isenabled()  # later ones collect between two instructions alone
     if collecting:
         gc.disable()
@@ -191,7 +192,7 @@ def _codes() -> Iterator[Any]:
 
 
 def _ran(thread: threading.Thread) -> int | None:
-    """Nanoseconds that a thread has run on a core; None if the system does not report it."""
+    """Return nanoseconds that a thread has run on a core; None if the system does not report them."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
             return int(file.read().split()[0])

@@ -27,8 +27,8 @@ OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """End of a script. ``failed``: the reason in a line; empty where all went well. ``error``: what it raised.
-    ``interrupted``: by Ctrl-C."""
+    """End of a script. ``failed``: reason in one line, empty after success. ``error``: the exception raised.
+    ``interrupted``: True after Ctrl-C."""
 
     failed: str = ""
     error: Exception | None = None
@@ -53,7 +53,7 @@ class Input:
         self.source, self.kept = source, bytearray()
 
     def again(self) -> io.TextIOWrapper:
-        """All of it as text: what earlier runs have read, then what is left."""
+        """Return all of it as text: what earlier runs have read, then what is left."""
         return io.TextIOWrapper(io.BufferedReader(_Again(self)), encoding="utf-8", errors="surrogateescape")
 
 
@@ -76,13 +76,13 @@ class _Again(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script to run.
+    """Script to run.
 
     Args:
         path: the file; or the name of a module, where ``module`` is set.
-        arguments: of its own.
-        stdin: what it reads from standard input; None if that of this process.
-        seconds: after which it is interrupted, as by Ctrl-C; 0: never.
+        arguments: the script's own arguments.
+        stdin: its standard input; None for that of this process.
+        seconds: time after which it is interrupted, as by Ctrl-C; 0 for never.
     """
 
     path: str | Path
@@ -93,11 +93,11 @@ class Script:
 
     @property
     def name(self) -> str:
-        """Name of the script."""
+        """Name of the script in reports."""
         return str(self.path)
 
     def check(self) -> None:
-        """See that there is such a script.
+        """Check that there is such a script.
 
         Raises:
             ValueError: there is none.
@@ -180,7 +180,7 @@ def _as_it_was() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Interrupt the program after ``seconds``, as Ctrl-C would; never if 0."""
+    """Raise KeyboardInterrupt inside the block after ``seconds``; 0 for never."""
     if not seconds:
         yield
         return

@@ -42,7 +42,7 @@ def signature(name: str, types: tuple[str, ...]) -> Signature:
 
 
 def _fits(argument: str, recorded: str) -> bool:
-    """Return if an argument of a type can have been recorded so; None has no type."""
+    """Return True if an argument of a type can have been recorded like this; None is recorded without a type."""
     tensor, many = "Tensor" in argument, "List[" in argument
     if recorded == "TensorList":
         return tensor and many

@@ -92,7 +92,7 @@ class OpStat:
 
     @property
     def title(self) -> str:
-        """Name in tables: an operator, or the kernel's name without its templates behind that of its operator."""
+        """Title: the kernel's name, after that of its operator if one launched it."""
         if not self.operator:
             return kernel_name(self.key.name, templates=True)
         return f"{self.operator}: {kernel_name(self.key.name)}"
@@ -108,8 +108,8 @@ class OpStat:
 
 
 def kernel_name(name: str, *, templates: bool = False) -> str:
-    """A kernel's name without what it returns, its namespaces and its parameters, and those of its template unless
-    ``templates``; names that are none of C++ stay as they are.
+    """Return a kernel's name without its result, its namespaces and its parameters, and those of its template
+    unless ``templates``; names that are none of C++ stay as they are.
 
     >>> kernel_name("void at::native::(anonymous namespace)::copy<float, 4>(int, f<float>)")
     'copy'
@@ -255,7 +255,7 @@ def _own_overhead(trace: Trace, begin: float) -> list[tuple[float, float]]:
 
 
 def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
-    """From the end of the first launch to the beginning of the first kernel, where that is long (``HELD_S``)."""
+    """Return the time from the first launch to the first kernel, where that is long (``HELD_S``)."""
     firsts = [float(trace.ts[i]) for kind in (KERNEL, COPY, SET) for i in trace.where(kind)[:1]]
     calls = [int(i) for i in trace.where(RUNTIME) if re.search(GIVES, trace.key_of(int(i)).name)]
     if not firsts or not calls or trace.ts[calls[0]] < begin:
@@ -329,7 +329,7 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
-    """Split the time of the main thread, where no kernel ran on a GPU."""
+    """Split the time of the main thread, if no kernel ran on a GPU."""
     mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
     stats: dict[int, OpStat] = {}
     gaps: list[Gap] = []
@@ -394,8 +394,11 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
 def _device(
     trace: Trace, ceilings: Ceilings, begin: float, end: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
-    """Split the time of the GPU. A kernel's shapes are those of the operator that launched it; where one operator
-    launched several kernels, its floor is theirs together, and each has as much of it as it has of their time."""
+    """Split the time of the GPU.
+
+    A kernel's shapes are those of the operator that launched it. If an operator launched several kernels, its floor is
+    divided between them in proportion to their times.
+    """
     launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):

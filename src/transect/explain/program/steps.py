@@ -93,7 +93,7 @@ class StepWatch:
             self._undo.pop()()
 
     def step(self) -> Mark | None:
-        """The best mark that repeats; None if none does yet."""
+        """Return the best mark that repeats; None if none does yet."""
         for kind in KINDS:
             for mark, count in self.counts.items():
                 if mark[0] == kind and count >= self._needed(mark):
@@ -129,7 +129,7 @@ class StepWatch:
         self._seen(mark)
 
     def _called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """A forward pre-hook of all modules. It waits for nothing: ids are looked at in the end."""
+        """Note a call, as a forward pre-hook of all modules. It waits for nothing: ids are looked at in the end."""
         if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
             return
         if id(module) not in self._inside:
@@ -140,7 +140,7 @@ class StepWatch:
             self._look(inputs[0], module.padding_idx)
 
     def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """A forward hook of all modules: marks the calls of roots."""
+        """Mark the calls of roots, as a forward hook of all modules."""
         if torch.compiler.is_compiling() or id(module) not in self._roots:
             return
         mask = kwargs.get("attention_mask")
@@ -182,7 +182,7 @@ def _is_mask(mask: Tensor) -> bool:
 
 
 def _padded(ids: Tensor, pad: int) -> float:
-    """The share of padding at the ends or at the beginnings of rows: inside of one the id may also be a token."""
+    """Return the share of padding at the ends of rows; ``pad``: None for the id that ends at least half of the rows."""
     padded = ids == pad
     return float((padded.flip(1).cumprod(1).flip(1) | padded.cumprod(1)).double().mean())
 
@@ -206,7 +206,7 @@ class StepTimes:
         self._last = time.perf_counter()
 
     def mark(self) -> bool:
-        """A step ended; returns whether there are enough."""
+        """Count a step that ended; return if there are enough."""
         now = time.perf_counter()
         self.seconds.append(now - self._last)
         self._last = now

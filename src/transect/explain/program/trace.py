@@ -67,8 +67,10 @@ class WrittenEvent(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The name of an event, and where the trace has them the shapes, types and plain arguments of its inputs.
-    ``nodes`` says that autograd recorded it."""
+    """Identity of an event: its name, and if recorded the shapes, types and plain arguments of its inputs.
+
+    ``nodes`` is set if autograd recorded the event.
+    """
 
     name: str
     shapes: Any = None
@@ -261,23 +263,23 @@ class Trace:
         return np.flatnonzero(self.kind == kind)
 
     def key_of(self, index: int) -> Key:
-        """Return the name and the shapes of an event."""
+        """Return the identity of an event."""
         return self.keys[self.key[index]]
 
     def latest_ends(self) -> np.ndarray:
-        """For each event the latest end of it and all before it, in seconds; it never falls."""
+        """Return for each event the latest end of it and all before it, in seconds; it never falls."""
         if self._ends is None:
             self._ends = np.maximum.accumulate(self.ts + self.dur)
         return self._ends
 
     @property
     def on_gpu(self) -> bool:
-        """Return if kernels ran."""
+        """True if kernels ran."""
         return bool((self.kind == KERNEL).any())
 
 
 def _unusual(shapes: list[Any], strides: Any) -> bool:
-    """Return if a tensor, or one in a list of them, repeats numbers, or has no strides."""
+    """Return True if a tensor, or one in a list of them, repeats elements or has no strides."""
     if not isinstance(strides, list):
         return False
     for shape, steps in zip(shapes, strides, strict=False):
@@ -292,7 +294,7 @@ def _unusual(shapes: list[Any], strides: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Return if a value of JSON is a number of a usual size."""
+    """Return True if a JSON value is a usable number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST
 
 

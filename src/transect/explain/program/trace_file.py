@@ -79,8 +79,8 @@ class _Text:
                 raise EOFError
 
     def many(self) -> list[WrittenEvent]:
-        """All events of torch's profiler that end in the window, without reading on; empty where they have another
-        form."""
+        """Return all events of torch's profiler that end in the window, without reading on; empty where they
+        have another form."""
         last = self.buffer.rfind(_BETWEEN, self.at)
         if last < 0:
             return []
@@ -168,7 +168,7 @@ def _pieces(raw: IO[bytes], size: int, progress: Callable[[float], None]) -> Ite
 
 
 def read_trace(path: str | Path, progress: Callable[[float], None] | None = None) -> Trace:
-    """The events of a trace file: a Chrome trace, or an export of Nsight Systems.
+    """Read the events of a trace file: a Chrome trace, or an export of Nsight Systems.
 
     Args:
         progress: called with the share of the file that has been read.
