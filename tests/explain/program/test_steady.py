@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from transect.explain.program.explain import Explain, explain_script
 from transect.explain.program.finding import Material
-from transect.explain.program.findings_host import library, threads
+from transect.explain.program.findings_host import crowded, library, threads
 from transect.explain.program.plain import fit
 from transect.explain.program.sampler import Frame, Sample, Samples
 from transect.explain.program.script import Script
@@ -176,3 +176,12 @@ def test_watched_models_can_be_copied_and_saved():
     finally:
         watch.stop()
     assert not net._forward_pre_hooks and not net._forward_hooks
+
+
+def test_operators_that_wait_for_threads_are_no_calls(material):
+    op = next(each for each in material.split.ops if each.tiny)
+    op.seconds, op.calls = 1.0, 100
+    assert op.launch < 0.1
+    (found,) = crowded(replace(material, facts={"threads": 2}))
+    assert found.kind == "crowded" and found.gain >= 1.0 and "10.0 ms with 2 threads" in found.evidence
+    assert not list(crowded(replace(material, facts={"threads": 1})))

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ...hardware.cores import usable_cores
 from .finding import MANY, Finding, Material
-from .findings_host import collector, host, library, other_threads, threads, whole_shares
+from .findings_host import collector, crowded, host, library, other_threads, threads, whole_shares
 from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
 from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
@@ -386,6 +386,7 @@ DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     other_threads,
     collector,
     threads,
+    crowded,
     transfers,
     allocation,
     fallback,

@@ -11,7 +11,7 @@ import numpy as np
 from .doing import doing_of
 from .finding import Finding, Material
 from .gaps import Named
-from .split import SYNC, Split
+from .split import SLOW_CALL_S, SYNC, Split
 from .trace import OP
 
 HOST_ADVICE = {
@@ -178,3 +178,18 @@ def threads(material: Material) -> Iterator[Finding]:
         f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}",
         apply="threads",
     )
+
+
+def crowded(material: Material) -> Iterator[Finding]:
+    """Find operators with hardly any work that wait for threads of torch, where other work has the cores."""
+    used = int(material.facts.get("threads") or 1)
+    slow = [op for op in material.split.ops if op.tiny and op.seconds > op.calls * SLOW_CALL_S and op.calls > 1]
+    if used > 1 and slow:
+        most = max(slow, key=lambda op: op.seconds)
+        yield Finding(
+            "crowded",
+            "operators wait for threads that get no core",
+            f"{most.title} takes {1e3 * most.seconds / most.calls:.1f} ms with {used} threads for work of microseconds",
+            sum(op.seconds for op in slow),
+            "OMP_NUM_THREADS=1 or torch.set_num_threads(1): other work has the cores",
+        )

@@ -46,6 +46,8 @@ SMALL_S = 30e-6
 """An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
 TINY_S = 1.5e-6
 """All time of an operator with such a floor, on a host, is that of calling it."""
+SLOW_CALL_S = 200e-6
+"""No call takes so long: such an operator waits for threads, or for a core."""
 SHORT_GAP_S = 30e-6
 """A gap between operators that is no longer is the loop that calls them; where most gaps are longer, so are these."""
 LONG_GAP_S = 500e-6
@@ -98,10 +100,15 @@ class OpStat:
         return f"{self.operator}: {kernel_name(self.key.name)}"
 
     @property
+    def tiny(self) -> bool:
+        """The operator ran on a host, and has less to do than a call takes."""
+        return 0 < (self.floor or 0.0) < TINY_S and not self.operator
+
+    @property
     def launch(self) -> float:
         """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
         floor = self.floor or 0.0
-        if 0 < floor < TINY_S and not self.operator:
+        if self.tiny and self.seconds <= self.calls * SLOW_CALL_S:
             return max(0.0, self.seconds - self.calls * floor)
         most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
         return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
