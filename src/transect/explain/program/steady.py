@@ -75,7 +75,7 @@ class Steady:
         """Moments of the step in the window."""
         self._step: Mark | None = None
         self._state = "first"
-        self._least_s = min(0.3, window_s / 3)
+        self._least_s = min(0.05, window_s / 3)  # steps after the window are timed as well
         self._before, self._after = StepTimes(self._least_s), StepTimes()
         self.recording = self._first
         """The recording to explain."""
