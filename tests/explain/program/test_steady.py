@@ -183,5 +183,5 @@ def test_operators_that_wait_for_threads_are_no_calls(material):
     op.seconds, op.calls = 1.0, 100
     assert op.launch < 0.1
     (found,) = crowded(replace(material, facts={"threads": 2}))
-    assert found.kind == "crowded" and found.gain >= 1.0 and "10.0 ms with 2 threads" in found.evidence
+    assert found.apply == "one thread" and found.gain >= 1.0 and "10.0 ms with 2 threads" in found.evidence
     assert not list(crowded(replace(material, facts={"threads": 1})))

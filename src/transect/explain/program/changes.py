@@ -83,6 +83,17 @@ def all_threads() -> Iterator[Running]:
 
 
 @contextmanager
+def one_thread() -> Iterator[Running]:
+    """Have torch use one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield Running()
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
 def tf32() -> Iterator[Running]:
     """Float32 products on tensor cores, with 10 bits of each factor."""
     before = torch.get_float32_matmul_precision()
@@ -393,6 +404,7 @@ def _near(one: Any, other: Any) -> bool:
 CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Running]]] = {
     "inference mode": inference,
     "threads": all_threads,
+    "one thread": one_thread,
     "tf32": tf32,
     "bfloat16": bfloat16,
     "compile": compiled,

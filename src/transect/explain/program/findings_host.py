@@ -192,4 +192,5 @@ def crowded(material: Material) -> Iterator[Finding]:
             f"{most.title} takes {1e3 * most.seconds / most.calls:.1f} ms with {used} threads for work of microseconds",
             sum(op.seconds for op in slow),
             "OMP_NUM_THREADS=1 or torch.set_num_threads(1): other work has the cores",
+            apply="one thread",
         )
