@@ -35,6 +35,7 @@ from benchmarks.engine import shapes as shapes_gpu
 from benchmarks.explain import apply as explain_apply
 from benchmarks.explain import faults as explain_faults
 from benchmarks.explain import large_trace, step_prediction
+from benchmarks.explain import programs as explain_programs
 from benchmarks.explain import sums as explain_sums
 from benchmarks.formats import quality as formats_quality
 from benchmarks.ops import issue_rates, products_by_shape, products_fp8
@@ -401,6 +402,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
     "worked-product": lambda: explain_tables.product(_load("h200/explain_matmul.json")),
     "explain-faults-cpu": lambda: explain_faults.table(_load("cpu/explain_faults.json")),
+    "explain-programs-cpu": lambda: explain_programs.table(_load("cpu/explain_programs.json")),
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),

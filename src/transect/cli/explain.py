@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +31,7 @@ def backward(
     every: Annotated[bool, typer.Option("--every", help="Every node, also of layers that are alike.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show what loss.backward() does: each node in order, what it saved, its bytes, its time.
+    """Show each node of loss.backward() in order, what it saved, its bytes, its time.
 
     A Python file runs with __name__ set to "__explain__"; its function `loss()` is called twice and measured the second
     time. A model runs one packed batch through the training model, twice as well.
@@ -126,6 +127,8 @@ def replay(
         raise ValueError(f"the replay differs at {found.difference}")
 
 
+AGAIN_S = 10.0
+"""A program without steps that took no longer is run again to time it."""
 HtmlFile = Annotated[Path | None, output_file("--html", help="Write the report as one page that loads nothing.")]
 JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 
@@ -133,7 +136,7 @@ JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures 
 @application.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def run(
     context: typer.Context,
-    command: Annotated[list[str], typer.Argument(help="python SCRIPT ARGUMENTS, after --.")],
+    command: Annotated[list[str], typer.Argument(help="python SCRIPT ARGUMENTS, or torchrun ..., after --.")],
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     keep_trace: Annotated[Path | None, output_file(help="Keep the profiler's trace in this file.")] = None,
     stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
@@ -142,33 +145,41 @@ def run(
     ] = False,
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
     grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
-    seconds: Annotated[
-        float, typer.Option(help="End the program after this many seconds; 0: wait for its end.", min=0)
-    ] = 0.0,
+    seconds: Annotated[float, typer.Option(help="End the program after this time; 0 to let it end.", min=0)] = 0.0,
+    window: Annotated[float, typer.Option(help="Seconds of steps to profile; 0: the whole program.", min=0)] = 3.0,
+    once: Annotated[bool, typer.Option("--once", help="Never run the program twice to time it.")] = False,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
     """Run a PyTorch program and say where its time went, what it could be, and what to change.
 
-    Ctrl-C or --seconds ends the program, and what ran until then is explained: give --seconds to one that runs for
-    minutes, as each call of an operator is kept. With --apply it runs a dozen times more, with the same standard input.
+    The first steps warm up, the next ones are timed without profiling, and steps of --window seconds are profiled. A
+    program without steps is profiled as a whole; one of a few seconds then runs once more, without profiling.
+    The command may also be torchrun, accelerate launch or another launcher: ranks are compared.
+    Ctrl-C or --seconds ends the program, and what ran until then is explained.
+    With --apply it runs a dozen times more, with the same standard input.
     """
     import dataclasses
-    import sys
 
+    from ..explain.program.job import launches
+
+    if launches(words := [*command, *context.args]):
+        _explain_job(words, window, preset or "", stacks, as_json)
+        return
     from ..costs.presets import preset as find
     from ..explain.energy import Energies
     from ..explain.program.apply import applied
     from ..explain.program.explain import Explain, explain_script
     from ..explain.program.script import Input, ScriptFailed
 
-    script = dataclasses.replace(_script([*command, *context.args], sys.stdin if apply else None), seconds=seconds)
+    script = dataclasses.replace(_script(words, sys.stdin if apply or not once else None), seconds=seconds)
     keep_trace, html, as_json = (file and file.absolute() for file in (keep_trace, html, as_json))
     ceilings = None if preset is None else find(preset).ceilings()
     failed: ScriptFailed | None = None
     with Energies(energy, grid) as energies:
         try:
-            found = explain_script(script, Explain(ceilings, stacks=stacks, trace=keep_trace))
+            explain = Explain(ceilings, stacks=stacks, trace=keep_trace, window_s=window, progress=_progress)
+            found = explain_script(script, explain, again_s=0.0 if once else AGAIN_S)
         except ScriptFailed as error:
             failed, found = error, error.found
     found.facts.update(energies.facts)
@@ -177,17 +188,31 @@ def run(
         print(line)
     if failed is not None:
         raise failed
-    nothing = Input(io.BytesIO())
-    again = dataclasses.replace(script, stdin=script.stdin or nothing, seconds=0.0)  # it ended by itself
-    for done in applied(again, found) if apply and not found.interrupted else ():
+    again = dataclasses.replace(script, stdin=script.stdin or Input(io.BytesIO()), seconds=0.0)  # it ended by itself
+    for done in applied(again, found, _progress) if apply and not found.interrupted else ():
         print(done, flush=True)
 
 
-def _script(words: list[str], stdin: Any) -> Any:
-    """Resolve the words of a command line to a script.
+def _explain_job(words: list[str], window: float, preset: str, stacks: bool, as_json: Path | None) -> None:
+    import json
 
-    Its input is recorded while it reads ``stdin``, so that the script can run again.
-    """
+    from ..explain.program.job import run_job
+
+    found = run_job(words, window_s=window, preset=preset, stacks=stacks)
+    print(found)
+    if as_json is not None:
+        as_json.write_text(json.dumps(found.to_dict(), indent=1) + "\n", "utf-8")
+    if found.status:
+        raise ValueError(f"`{' '.join(words)}` ended with exit status {found.status}")
+
+
+def _progress(line: str) -> None:
+    """Print a stage of the analysis for a person."""
+    print(f"transect explain: {line} ...", file=sys.stderr, flush=True)
+
+
+def _script(words: list[str], stdin: Any) -> Any:
+    """Return the script of a command line. ``stdin``: is kept as it is read, for a script that runs more than once."""
     from ..explain.program.script import Input, Script
 
     if words and words[0].startswith("--"):
@@ -209,7 +234,7 @@ def _script(words: list[str], stdin: Any) -> Any:
 
 @application.command("trace")
 def trace(
-    file: Annotated[Path, typer.Argument(help="A Chrome trace of torch.profiler: .json or .json.gz.")],
+    file: Annotated[Path, typer.Argument(help="torch.profiler's .json or .json.gz, or .sqlite of nsys export.")],
     preset: Annotated[str | None, typer.Option(help="The device that it ran on; default: this machine.")] = None,
     html: HtmlFile = None,
     as_json: JsonFile = None,

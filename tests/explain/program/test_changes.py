@@ -159,3 +159,39 @@ def test_graphs_and_pinned_copies_on_a_gpu(tmp_path):
     graph, pins, both = apply(script, Explained("CUDA graph, pinned memory, batching"))
     assert not graph.failed and graph.setup > 0, graph.failed
     assert not pins.failed and not both.failed
+
+
+def test_loaders_get_workers_and_give_the_same_batches(tmp_path):
+    body = "from torch.utils.data import DataLoader\nimport os\nif __name__ == '__main__':\n"
+    body += f"    said = open({str(tmp_path / 'said')!r}, 'a')\n"
+    body += "    for x in DataLoader(torch.arange(12), 4):\n        said.write(f'{x.tolist()} ')\n"
+    script = write(tmp_path / "s.py", body)
+    (done,) = apply(script, Explained("loader workers"))
+    assert not done.failed
+    runs = (tmp_path / "said").read_text().split("[0, 1, 2, 3] [4, 5, 6, 7] [8, 9, 10, 11] ")
+    assert len(runs) > 2 and not any(runs)
+    with changes.loader_workers():
+        loader = torch.utils.data.DataLoader(torch.arange(4))
+        kept = torch.utils.data.DataLoader(torch.arange(4), num_workers=2)
+    assert loader.num_workers >= 1 and loader.persistent_workers and kept.num_workers == 2
+    assert torch.utils.data.DataLoader(torch.arange(4)).num_workers == 0
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_optimizers_are_fused_and_give_the_same_weights(kind):
+    def trained():
+        torch.manual_seed(0)
+        net = nn.Linear(8, 8)
+        optimizer = kind(net.parameters(), lr=0.1, foreach=False)
+        for _ in range(3):
+            net(torch.ones(2, 8)).square().mean().backward()
+            optimizer.step()
+        return net.weight.detach(), optimizer.defaults["fused"]
+
+    plain, fused = trained()
+    assert not fused
+    with changes.fused_optimizers():
+        mended, fused = trained()
+    assert fused
+    torch.testing.assert_close(mended, plain)
+    assert not trained()[1]

@@ -228,7 +228,7 @@ def test_a_line_that_prints_what_a_module_computes_is_no_logging(tmp_path):
     script = tmp_path / "s.py"
     script.write_text("print(model(x))\n")
     user, module = Frame(str(script), "<module>", 1), Frame("/x/torch/nn/modules/linear.py", "forward", 120)
-    assert doing_of((user,)).kind == "logging" and doing_of((module, user)).kind == "python"
+    assert doing_of((user,)).kind == "logging" and doing_of((module, user)).kind == "calls"
 
 
 @pytest.mark.parametrize(
@@ -268,7 +268,11 @@ def test_the_innermost_library_says_what_a_line_does(tmp_path, line, inner, kind
     files = [(file.replace("STDLIB", sysconfig.get_paths()["stdlib"]), function) for file, function in inner]
     stack = (*(Frame(file, function, 1) for file, function in files), Frame(str(script), "<module>", 1))
     assert doing_of(stack).kind == kind and doing_of(stack).frame == stack[-1]
-    below = (*stack, Frame("/x/transect/explain/script.py", "run", 9), Frame("/x/transect/__main__.py", "<module>", 6))
+    below = (
+        *stack,
+        Frame("/x/transect/explain/program/script.py", "run", 9),
+        Frame("/x/transect/__main__.py", "<module>", 6),
+    )
     assert doing_of(below) == doing_of(stack) and doing_of(below[-2:]).frame is None
 
 
@@ -457,7 +461,7 @@ def test_python_of_compiled_code_is_no_compiler():
         Frame("train.py", "step", 3),
     ]
     doing = doing_of(tuple(running))
-    assert doing.part == "host" and doing.frame == running[-1]
+    assert doing.part == "launch" and doing.frame == running[-1]
     compiling = [Frame(f"{site}/_inductor/graph.py", "run", 9), Frame(f"{site}/_inductor/compile_fx.py", "inner", 5)]
     assert doing_of((*compiling, *running[2:])).part == "recompilation"
 

@@ -8,22 +8,18 @@ with a change, or for which it cannot be right, is left as it is, and the result
 from __future__ import annotations
 
 import contextlib
-import os
-import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-
-import numpy as np
-import torch
 
 from .changes import CHANGES, MOST_MODULES, Batched, NotPossible, Running
 from .finding import Finding
 from .report import Explanation
 from .script import Script
+from .timing import timed
 
 RUNS = 3
-SEED = 0
+LONG_S = 3.0
+"""A script that takes longer is measured once with each change."""
 Change = Callable[[], contextlib.AbstractContextManager[Running]]
 
 
@@ -62,11 +58,13 @@ class Applied:
 
 
 def apply(script: Script, explanation: Explanation) -> list[Applied]:
-    """All of ``applied``."""
+    """Return all of ``applied``."""
     return list(applied(script, explanation))
 
 
-def applied(script: Script, explanation: Explanation) -> Iterator[Applied]:
+def applied(
+    script: Script, explanation: Explanation, say: Callable[[str], object] = lambda line: None
+) -> Iterator[Applied]:
     """Run the script with each change that its findings name, and as it is, in turns; what it prints is left out. A
     change that several findings name is made once, for the one that promises most. Each is given when it is measured:
     one that compiles may take a minute."""
@@ -75,6 +73,7 @@ def applied(script: Script, explanation: Explanation) -> Iterator[Applied]:
         for name in filter(None, finding.apply.split(", ")):
             if name not in done:
                 done.add(name)
+                say(f"measuring with {name}")
                 yield _measured(script, finding, name)
 
 
@@ -84,11 +83,13 @@ def _measured(script: Script, finding: Finding, name: str) -> Applied:
     try:
         change = _batching(script) if name == "batching" else CHANGES[name]
         for _ in range(RUNS):
-            before = min(before, _seconds(script))
+            before = min(before, timed(script))
             with change() as running:
-                taken = _seconds(script)
+                taken = timed(script)
             if taken - running.setup_s < after - setup:
                 after, setup = taken, running.setup_s
+            if before > LONG_S:
+                break
     except NotPossible as error:
         return Applied(finding, name, before, after, failed=str(error))
     except Exception as error:
@@ -97,11 +98,11 @@ def _measured(script: Script, finding: Finding, name: str) -> Applied:
 
 
 def _batching(script: Script) -> Change:
-    """See what the script's modules are called with, that batches give the same, and in which order they could be
+    """Check what the script's modules are called with, that batches give the same, and in which order they could be
     computed: no module may be called with what depends on its own earlier results, by way of others or not."""
     batched = Batched()
     with batched.record():
-        _seconds(script)
+        timed(script)
     if not any(len(calls) > 1 for calls in batched.calls.values()):
         raise NotPossible("no module is called twice")
     if len(batched.calls) > MOST_MODULES:
@@ -109,7 +110,7 @@ def _batching(script: Script) -> Change:
     depends: dict[int, set[int]] = {}
     for module in batched.calls:
         with batched.check(module, depends.setdefault(module, set())):
-            _seconds(script)
+            timed(script)
     while depends:
         free = [module for module, users in depends.items() if not users & set(depends)]
         if not free:
@@ -117,38 +118,3 @@ def _batching(script: Script) -> Change:
         for module in free:
             del depends[module]
     return batched.apply
-
-
-def _seconds(script: Script) -> float:
-    """Time a run in seconds, until the GPU has finished; its output is hidden."""
-    with (
-        _same_chance(),
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),
-        contextlib.redirect_stderr(nowhere),
-    ):
-        began = time.perf_counter()
-        ending = script.run(show=False)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken = time.perf_counter() - began
-    if ending.interrupted:
-        raise KeyboardInterrupt
-    if ending.failed:
-        raise ending.error if isinstance(ending.error, NotPossible) else NotPossible(ending.failed)
-    return taken
-
-
-@contextlib.contextmanager
-def _same_chance() -> Iterator[None]:
-    """Inside, a script that sets no seed draws the same numbers every time: its runs are compared."""
-    plain, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(SEED)
-        random.seed(SEED)
-        np.random.seed(SEED)
-        try:
-            yield
-        finally:
-            random.setstate(plain)
-            np.random.set_state(arrays)

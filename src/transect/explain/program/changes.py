@@ -21,12 +21,12 @@ from ...hardware.cores import usable_cores
 
 Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-"""Tolerances between results with a change and results of the unchanged script."""
+"""Tolerances of results, relative to those of the script as it is."""
 LEAST_BYTES = 1 << 16
 MOST_MODULES = 8
 """Number of modules whose calls are inspected."""
 MOST_PINNED = 1 << 30
-"""Bounds on copies from host memory that are pinned: least bytes of one, most bytes of all together."""
+"""Least bytes of a host tensor that is pinned, and most bytes of all pinned copies."""
 
 
 class NotPossible(RuntimeError):
@@ -76,6 +76,17 @@ def all_threads() -> Iterator[Running]:
     """torch uses all cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
+    try:
+        yield Running()
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def one_thread() -> Iterator[Running]:
+    """Have torch use one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         yield Running()
     finally:
@@ -141,7 +152,7 @@ class _Graph:
 
 @contextmanager
 def graphed() -> Iterator[Running]:
-    """Each outermost module is captured in a CUDA graph for each set of shapes, and replayed."""
+    """Run each outermost module captured in a CUDA graph for each set of shapes, and replayed."""
     if not torch.cuda.is_available():
         raise NotPossible("there is no CUDA GPU")
     running = Running()
@@ -317,6 +328,47 @@ def pinned() -> Iterator[Running]:
         Tensor.to, Tensor.cuda, loader.__init__ = plain_to, plain_cuda, plain_init  # type: ignore[method-assign]
 
 
+@contextmanager
+def loader_workers() -> Iterator[Running]:
+    """Give workers to each ``DataLoader`` that would load in the main process, and keep them."""
+    loader = torch.utils.data.DataLoader
+    plain = loader.__init__
+
+    def init(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+        alone = len(args) < 5 and not kwargs.get("num_workers")  # the sixth parameter
+        if alone and not isinstance(dataset, torch.utils.data.IterableDataset):
+            kwargs |= {"num_workers": max(1, usable_cores() - 1), "persistent_workers": True}
+        plain(self, dataset, *args, **kwargs)
+
+    loader.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield Running()
+    finally:
+        loader.__init__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def fused_optimizers() -> Iterator[Running]:
+    """Adam, AdamW and SGD update all parameters in one kernel for each type."""
+    kinds = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
+    plain: dict[type, Any] = {kind: kind.__init__ for kind in kinds}
+
+    def replaced(kind: type) -> Callable[..., None]:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            inside = type(self) is not kind  # AdamW calls Adam's
+            plain[kind](self, *args, **kwargs if inside else kwargs | {"fused": True, "foreach": None})
+
+        return init
+
+    for kind in kinds:
+        kind.__init__ = replaced(kind)  # type: ignore[method-assign]
+    try:
+        yield Running()
+    finally:
+        for kind in kinds:
+            kind.__init__ = plain[kind]  # type: ignore[method-assign]
+
+
 def _on_gpu(target: Any) -> bool:
     """Return True if an argument of ``Tensor.to`` names a GPU."""
     if isinstance(target, Tensor):
@@ -352,10 +404,13 @@ def _near(one: Any, other: Any) -> bool:
 CHANGES: dict[str, Callable[[], contextlib.AbstractContextManager[Running]]] = {
     "inference mode": inference,
     "threads": all_threads,
+    "one thread": one_thread,
     "tf32": tf32,
     "bfloat16": bfloat16,
     "compile": compiled,
     "CUDA graph": graphed,
     "pinned memory": pinned,
+    "loader workers": loader_workers,
+    "fused optimizer": fused_optimizers,
 }
 """By the names in ``Finding.apply``. ``batching`` is beside them: it needs a run before."""

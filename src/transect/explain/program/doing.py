@@ -1,4 +1,4 @@
-"""Classify a thread's work from its Python stack: a kind of work, and the user's line that caused it.
+"""Names the work that a Python stack shows: its kind, and the line of the user's that asked for it.
 
 The innermost frames decide if they can: a library that waits, imports, logs, starts a process, tokenizes text. Else the
 text of the user's line decides, but only if that line itself is running: ``print(pool.map(f))`` waits for a pool, and
@@ -19,7 +19,7 @@ from .sampler import Frame
 
 OURS = "/transect/explain/"
 """Files of these run and watch the user's."""
-RUNS = "/transect/explain/script.py"
+RUNS = "/transect/explain/program/script.py"
 """Runs a script: frames outwards of it are not the script's."""
 LIBRARY = (
     sysconfig.get_paths()["stdlib"],
@@ -43,11 +43,16 @@ LINES = (
     ("collection", re.compile(r"gc\.collect")),
     ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
-"""Kinds of work by the text of the user's line, if that line is the innermost frame."""
+"""Kinds of work by the text of the user's line, where that line is the innermost."""
 READS = ("parse", "file")
 """Kinds that the user's line determines whatever library it called."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
 """Libraries that a line which logs may be in."""
+CALLERS = re.compile(
+    r"/(?:torch|transformers|accelerate|peft|trl|diffusers|lightning\w*|pytorch_lightning|torch_geometric|timm"
+    r"|sentence_transformers|torchvision/models|torchvision/ops)/"
+)
+"""Libraries that mostly call operators: their Python between operators is the cost of calling these."""
 NATIVE = "/transect/ops/cpu/"
 """Files of these call C++ kernels, which no profiler sees."""
 COMPILER_FILES = (
@@ -70,7 +75,7 @@ LIBRARIES = (
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )
-"""Kinds of work by library function, including all that the function calls, operators too."""
+"""Kinds of work by the function of a library, with all that it calls."""
 RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
 """Functions of ``subprocess`` that start a process and wait for its end."""
 FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
@@ -88,6 +93,11 @@ class Doing:
     part: str
     kind: str
     frame: Frame | None
+
+
+def user_stack(stack: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return a stack without the frames that run the script, and without those of the explanation itself."""
+    return tuple(f for f in itertools.takewhile(lambda f: not f.file.endswith(RUNS), stack) if OURS not in f.file)
 
 
 @functools.lru_cache(maxsize=10_000)
@@ -111,6 +121,8 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
         if "/logging/" in frame.file and frame.function not in FORKS:
             return Doing("host", "logging", user)
     kind = _by_library(inner) or _by_line(inner, user)
+    if kind == "python" and any(CALLERS.search(frame.file) for frame in inner):
+        return Doing("launch", "calls", user)
     return Doing("loading" if kind == "file" else "host", kind, user)
 
 

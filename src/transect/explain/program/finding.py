@@ -37,6 +37,7 @@ class Finding:
     apply: str = ""
     share: float = 0.0
     """The gain as a part of the program's own time."""
+    where: str = ""
     gains: Mapping[str, float] = field(default_factory=dict)
 
 

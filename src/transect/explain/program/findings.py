@@ -1,4 +1,4 @@
-"""Find changes that would help, ordered by predicted gain.
+"""Finds changes that save time, in the order of their predicted gain.
 
 A finding has evidence in the trace, a predicted gain in seconds of the wall time that was looked at, and what to do.
 Detectors are small functions over the same material; each names one cause, and no time is claimed twice by causes that
@@ -13,18 +13,19 @@ from dataclasses import replace
 
 from ...hardware.cores import usable_cores
 from .finding import MANY, Finding, Material
-from .findings_host import collector, host, library, other_threads, threads, whole_shares
+from .findings_host import collector, crowded, host, library, other_threads, threads, whole_shares
+from .libraries import attention, placed
 from .op_floor import ATTENTION, CONVOLUTIONS, FREE, PRODUCTS, SIZES, cost, floor
-from .split import COPIES, SYNC, WAITS, OpStat, Split, on_the_host
+from .split import COPIES, SYNC, WAITS, OpStat, Split, of_number, on_the_host
 from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 CALLING = ("launch", "sync")
-"""Findings about calls of operators, from any caller."""
+"""Kinds of findings about calls of operators."""
 LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
 RECORDING_S = 1e-6
-"""Seconds that autograd adds to an operator, if not measured."""
+"""Seconds that autograd adds to an operator, if nothing is measured."""
 REACHED = 0.5
 """The part of a device's rate that a product of some hundred rows reaches about."""
 VALUE_BYTES = 64
@@ -32,13 +33,13 @@ VALUE_BYTES = 64
 
 
 def find(material: Material) -> list[Finding]:
-    """All findings worth a look, the best first."""
+    """Return all findings worth a look, the best first."""
     found = [each for detector in DETECTORS for each in detector(material)]
     left = 1.0 - sum(share for share, _ in whole_shares(material).values())  # operators that a library calls are its
     found = [replace(each, gain=each.gain * left) if each.kind in CALLING else each for each in found]
     wall = material.split.own or 1.0
     found = [replace(each, gain=min(each.gain, wall), share=min(each.gain, wall) / wall) for each in found]
-    return sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain)
+    return list(placed(sorted((each for each in found if each.share >= LEAST), key=lambda each: -each.gain), material))
 
 
 def compiling(material: Material) -> Iterator[Finding]:
@@ -195,6 +196,8 @@ def conversions(material: Material) -> Iterator[Finding]:
     """Copies that change the type, the layout or the length of the same tensors."""
     groups: dict[str, list[OpStat]] = {"convert": [], "layout": [], "grow": []}
     for op in material.split.named(*COPIES):
+        if of_number(op.key) and not material.split.on_gpu:
+            continue
         if op.name in ("aten::cat", "aten::stack"):
             groups["grow"].append(op)
         elif len(op.key.types) > 1 and op.key.types[0] in SIZES and op.key.types[1] in SIZES:
@@ -279,6 +282,7 @@ def gradients(material: Material) -> Iterator[Finding]:
     split = material.split
     calls = min(split.trace.recorded, sum(op.calls for op in split.ops if op.key.nodes))
     seconds = calls * float(material.facts.get("autograd_s", RECORDING_S))
+    seconds = min(seconds, (split.parts["launch"] + split.parts["inefficiency"]) / 2)
     if split.on_gpu:  # beside what the GPU computes recording costs nothing
         seconds = min(seconds, max(0.0, split.issuing - split.busy))
     if calls >= MANY:
@@ -313,6 +317,7 @@ def loading(material: Material) -> Iterator[Finding]:
         f"{1e3 * seconds:.1f} ms in DataLoader.__next__",
         seconds - left,
         advice,
+        apply="" if beside or usable_cores() < 2 else "loader workers",
     )
 
 
@@ -336,7 +341,7 @@ def transfers(material: Material) -> Iterator[Finding]:
 
 
 def allocation(material: Material) -> Iterator[Finding]:
-    """The GPU's memory is allocated and freed in the loop."""
+    """Find allocation and freeing of the GPU's memory in the loop."""
     split = material.split
     calls = _runtime(split, r"Malloc$|Free$|HostAlloc")
     if len(calls) >= MANY:
@@ -381,7 +386,9 @@ DETECTORS: tuple[Callable[[Material], Iterator[Finding]], ...] = (
     other_threads,
     collector,
     threads,
+    crowded,
     transfers,
     allocation,
     fallback,
+    attention,
 )

@@ -1,4 +1,4 @@
-"""Find changes on the host: Python between operators, other threads, the garbage collector, idle cores."""
+"""Finds changes on the host: Python between operators, other threads, the garbage collector, idle cores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from .doing import doing_of
 from .finding import Finding, Material
 from .gaps import Named
-from .split import SYNC, Split
+from .split import SLOW_CALL_S, SYNC, Split
 from .trace import OP
 
 HOST_ADVICE = {
@@ -34,7 +34,6 @@ HOST_ADVICE = {
     "saving": ("checkpoints are written in the loop", "save every N steps, or copy the state and write it in a thread"),
     "copying": ("objects are copied deep in the loop", "keep one copy and write into it: tensor.copy_()"),
     "optimizer": ("the optimizer goes from parameter to parameter", "fused=True, or foreach=True"),
-    "import": ("modules are imported", "import only what is needed; it is done once, so a longer run shows the rest"),
     "python": (
         "Python computes between operators",
         "vectorize it with torch (numpy's work shows as Python's here), or move it out of the loop",
@@ -84,17 +83,20 @@ def library(material: Material) -> Iterator[Finding]:
         if split.on_gpu:  # beside what the GPU computes it costs nothing
             seconds = min(seconds, max(0.0, split.issuing - split.busy))
         title, advice = HOST_ADVICE[kind]
-        yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice)
+        apply = "fused optimizer" if kind == "optimizer" else ""
+        yield Finding(kind, title, f"{count:.0%} of the time, most of it in {line}", max(0.0, seconds), advice, apply)
 
 
 def whole_shares(material: Material) -> dict[str, tuple[float, str]]:
-    """For each of the kinds in ``WHOLE`` the share of the samples in it, and the user's line that is most of them."""
+    """Return for each kind in ``WHOLE`` its share of the samples, and the user's line that is most of them."""
     samples = material.samples.samples if material.samples is not None else []
     lines: dict[str, Counter[str]] = {}
     for sample in samples:
         doing = doing_of(sample.stack)
         if doing.kind in WHOLE:
             lines.setdefault(doing.kind, Counter())[str(doing.frame or "a library")] += 1
+    if material.samples is not None and not material.samples.anomalies:
+        lines.pop("stacks", None)  # other code wrote a stack down
     return {kind: (seen.total() / len(samples), seen.most_common(1)[0][0]) for kind, seen in lines.items()}
 
 
@@ -128,7 +130,7 @@ def _thread_share(material: Material) -> float:
 
 
 def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
-    """In how many other threads an operator was under way at each of these moments, which rise."""
+    """Count the other threads in which an operator was under way at each of these rising moments."""
     trace = split.trace
     ops = trace.where(OP)
     counts = np.zeros(len(moments), dtype=int)
@@ -160,7 +162,11 @@ def collector(material: Material) -> Iterator[Finding]:
 def threads(material: Material) -> Iterator[Finding]:
     """torch uses fewer threads than there are cores."""
     used, cores = material.facts.get("threads"), material.facts.get("cores")
-    if material.split.on_gpu or not used or not cores or used >= cores:
+    if material.split.on_gpu or not used or not cores:
+        return
+    left = float(material.facts.get("idle_cores", cores))  # other programs may be using them
+    cores = min(cores, used + int(left + 0.3))
+    if used >= cores:
         return
     large = [op for op in material.split.ops if op.seconds / op.calls > 200e-6 and op.key.name not in SYNC]
     seconds = sum(op.seconds for op in large)
@@ -172,3 +178,19 @@ def threads(material: Material) -> Iterator[Finding]:
         f"torch.set_num_threads({cores}), or OMP_NUM_THREADS={cores}",
         apply="threads",
     )
+
+
+def crowded(material: Material) -> Iterator[Finding]:
+    """Find operators with hardly any work that wait for threads of torch, where other work has the cores."""
+    used = int(material.facts.get("threads") or 1)
+    slow = [op for op in material.split.ops if op.tiny and op.seconds > op.calls * SLOW_CALL_S and op.calls > 1]
+    if used > 1 and slow:
+        most = max(slow, key=lambda op: op.seconds)
+        yield Finding(
+            "crowded",
+            "operators wait for threads that get no core",
+            f"{most.title} takes {1e3 * most.seconds / most.calls:.1f} ms with {used} threads for work of microseconds",
+            sum(op.seconds for op in slow),
+            "OMP_NUM_THREADS=1 or torch.set_num_threads(1): other work has the cores",
+            apply="one thread",
+        )

@@ -8,16 +8,16 @@ kernels are named by the calls of the driver's interface and the ranges that lie
 from __future__ import annotations
 
 import re
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from .doing import Doing, doing_of
 from .sampler import Frame, Samples
-from .split import LONG_GAP_S, SHORT_GAP_S, Gap, Split, on_the_host, self_segments
+from .split import COMMUNICATION, LONG_GAP_S, SHORT_GAP_S, Gap, Split, on_the_host, self_segments
 from .stretches import pieces, stretches
 from .trace import OP, PYTHON, RANGE, RUNTIME, Trace
 
@@ -68,8 +68,9 @@ def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
     short = SHORT_GAP_S
     if len(split.gaps) >= 100:
         short = min(max(short, 10 * float(np.median([gap.seconds for gap in split.gaps]))), LONG_GAP_S)
+    split.gaps = list(_communicating(split, samples))
     for gap in split.gaps:
-        if gap.seconds <= short:
+        if gap.seconds <= short and gap.part == "host":
             gap.part = "launch"
         split.parts[gap.part] += gap.seconds
     named = _named(split, samples)
@@ -79,6 +80,26 @@ def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
         loop = Doing("launch", "loop", None)
         named = [replace(each, doing=loop) if each.doing.kind == "python" else each for each in named]
     return _moved(split, named) + _inside_calls(split, samples)
+
+
+def _communicating(split: Split, samples: Samples | None) -> Iterator[Gap]:
+    """Gaps of the main thread, cut where it waits inside of torch while another thread talks to other ranks."""
+    trace, spans = split.trace, list[tuple[float, float, str]]()
+    numbers = [number for number, key in enumerate(trace.keys) if COMMUNICATION.search(key.name)]
+    chosen = np.isin(trace.kind, (OP, RANGE)) & np.isin(trace.key, numbers) & (trace.lane != split.lane)
+    for index in np.flatnonzero(chosen).tolist():
+        begin, end = float(trace.ts[index]), float(trace.ts[index] + trace.dur[index])
+        begin = max(begin, spans[-1][1]) if spans else begin
+        if end > begin:
+            spans.append((begin, end, "communication"))
+    found = samples.samples if samples is not None and spans else []
+    times = [sample.at for sample in found]
+    for gap in split.gaps:
+        for begin, end, part in pieces(spans, gap.begin, gap.end) if spans else ((gap.begin, gap.end, ""),):
+            inside = found[bisect_left(times, begin) : bisect_right(times, end)]
+            waits = sum("/torch/" in sample.stack[0].file for sample in inside)
+            communicates = part and 2 * waits >= len(inside)
+            yield Gap(begin, end, "communication" if communicates else gap.part, gap.label)
 
 
 def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
@@ -111,10 +132,11 @@ def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
 def _moved(split: Split, named: list[Named]) -> list[Named]:
     """Give the parts that are no Python their time."""
     for each in named:
-        if each.doing.part != "host":
+        part = "startup" if each.doing.kind == "import" else each.doing.part
+        if part != "host":
             split.parts["host"] -= each.seconds
-            split.parts[each.doing.part] += each.seconds
-    return named
+            split.parts[part] += each.seconds
+    return [each for each in named if each.doing.kind != "import"]
 
 
 def _named(split: Split, samples: Samples | None) -> list[Named]:

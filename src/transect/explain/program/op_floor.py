@@ -3,9 +3,9 @@
 Products are bound by FLOPs or bytes, all others by bytes: each input read once, one output written that is as large as
 the largest input, but for those that read or write a part of a tensor (``_PARTS``), or write what they were given
 (``signatures.py``). Numbers that a tensor repeats (``expand``) count once. That is the roofline bound of an operator
-that runs alone; several operators fused take less. There is no floor for operators that are neither PyTorch's nor
-simple ones of this project, for recurrent layers, for types that are not in ``SIZES``, and for tensors without strides
-(sparse and nested ones).
+that runs alone; several operators fused take less. Of operators that are neither PyTorch's nor simple ones of this
+project the work is unknown, as is that of recurrent layers, of types that are not in ``SIZES``, and of tensors
+without strides (sparse and nested ones).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ max_pool2d max_pool1d mse_loss smooth_l1_loss huber_loss binary_cross_entropy mu
 glu
 """
 REDUCES = frozenset(f"aten::{name}" for name in _REDUCES.split())
-"""Operators that write little compared with what they read."""
+"""Operators whose output is small beside their inputs."""
 _TESTS = "eq ne lt le gt ge isnan isinf isposinf isneginf signbit logical_and logical_or logical_xor logical_not"
 TESTS = frozenset(f"aten::{name}" for name in _TESTS.split())
 """They write truths, of one byte each."""
@@ -136,7 +136,7 @@ repeat_interleave grid_sampler_2d grid_sampler_3d
 PICKS = frozenset(f"aten::{name}" for name in _PICKS.split())
 """They touch as much of a tensor as values say, which no trace has."""
 Sizes = list[tuple[int, int]]
-"""Number of elements of each input, and bytes of one element."""
+"""Numbers of each input, and the bytes of one."""
 
 
 def _bag(sizes: Sizes, dim: int) -> Cost:
@@ -146,7 +146,7 @@ def _bag(sizes: Sizes, dim: int) -> Cost:
 
 
 def _into(sizes: Sizes, dim: int) -> Cost:
-    """The first input gets as many numbers as the last has."""
+    """Count a first input that gets as many numbers as the last has."""
     return Cost(0, sum(count * width for count, width in sizes[1:]), sizes[-1][0] * sizes[0][1])
 
 
@@ -157,7 +157,7 @@ def _picked(sizes: Sizes, dim: int) -> Cost:
 
 
 def _looked_up(sizes: Sizes, dim: int) -> Cost:
-    """Each number of the second input is looked for in the first."""
+    """Count a look-up of each number of the second input in the first."""
     count, width = sizes[1]
     return Cost(0, count * width, 4 * count)
 
@@ -169,7 +169,7 @@ def _loss_backward(sizes: Sizes, dim: int) -> Cost:
 
 
 def _pool_backward(sizes: Sizes, dim: int) -> Cost:
-    """The gradient of what was pooled, of which only the shape is looked at."""
+    """Count the gradient of a pooled tensor, of which only the shape is read."""
     (gradients, width), (count, _) = sizes[:2]
     return Cost(gradients, gradients * width, count * width)
 
@@ -288,25 +288,25 @@ def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.n
     own = np.full(len(trace.ts), np.nan)
     wholes: dict[int, float | None] = {}
     delegating: dict[int, bool] = {}
-    stack: list[tuple[float, int, list[float]]] = []
+    stack: list[tuple[float, int, int, list[float]]] = []
 
     def close() -> None:
-        _, index, called = stack.pop()
-        number = int(trace.key[index])
+        _, index, number, called = stack.pop()
         whole, inside = wholes[number], sum(called)
         if whole is not None:
             own[index] = 0.0 if inside and delegating[number] else max(0.0, whole - inside)
         if stack:
-            stack[-1][2].append(max(whole or 0.0, inside))
+            stack[-1][3].append(max(whole or 0.0, inside))
 
-    for index in indices:
-        while stack and stack[-1][0] <= trace.ts[index]:
+    chosen = np.asarray(indices, dtype=np.int64)
+    columns = (chosen, trace.ts[chosen], trace.ts[chosen] + trace.dur[chosen], trace.key[chosen])
+    for index, begin, end, number in zip(*(column.tolist() for column in columns), strict=True):
+        while stack and stack[-1][0] <= begin:
             close()
-        number = int(trace.key[index])
         if number not in wholes:
             wholes[number] = floor(trace.keys[number], ceilings)
             delegating[number] = _delegates(trace.keys[number])
-        stack.append((float(trace.ts[index] + trace.dur[index]), index, []))
+        stack.append((end, index, number, []))
     while stack:
         close()
     return own
@@ -362,8 +362,8 @@ def _product(name: str, shapes: list[list[int]], width: int) -> Cost | None:
 
 
 def _convolution(key: Key, shapes: list[list[int]], width: int, read: int) -> Cost | None:
-    """A backward pass has a product for each of the gradients that are asked for, input's and weight's. Where the trace
-    has no padding it is taken to keep the input's extent."""
+    """Count a backward pass: it has a product for each of the gradients that are asked for, input's and weight's.
+    Where the trace has no padding it is taken to keep the input's extent."""
     if key.name.endswith("_backward"):
         if len(shapes) < 3:
             return None

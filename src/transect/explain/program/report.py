@@ -10,6 +10,7 @@ from ...costs.ceilings import Ceilings
 from .finding import Finding
 from .gaps import Named
 from .split import PARTS, OpStat, Split
+from .steady import Steps
 
 MOST_OPS = 12
 SURE = 1.1
@@ -28,9 +29,11 @@ class Explanation:
     ceilings: Ceilings | None = None
     interrupted: bool = False
     """Ctrl-C ended what was explained."""
+    steps: Steps | None = None
+    """The steps that are explained; None if none repeat."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds."""
+        """Return the figures for JSON; seconds."""
         return as_dict(self)
 
     def __str__(self) -> str:
@@ -40,7 +43,10 @@ class Explanation:
 def lines(explanation: Explanation) -> Iterator[str]:
     """Parts, findings, and the operators that cost the most."""
     split = explanation.split
-    yield f"wall time {1e3 * split.wall:.1f} ms, {'GPU' if split.on_gpu else 'CPU'}"
+    if explanation.steps is not None:
+        yield str(explanation.steps)
+    device = "GPU" if split.on_gpu else "CPU"
+    yield f"wall time {1e3 * split.wall:.1f} ms profiled, {1e3 * split.own:.1f} ms {split.source}, {device}"
     yield ""
     for part, meaning in PARTS.items():
         seconds = split.parts.get(part, 0.0)
@@ -53,6 +59,8 @@ def lines(explanation: Explanation) -> Iterator[str]:
     for number, found in enumerate(explanation.findings, 1):
         yield f"{number}. {found.title}: {1e3 * found.gain:.1f} ms to gain ({found.share:.0%})"
         yield f"   evidence: {found.evidence}"
+        if found.where:
+            yield f"   where: {found.where}"
         yield f"   do: {found.advice}" + (f"   [--apply does: {found.apply}]" if found.apply else "")
     top = heaviest(explanation)
     if top:
@@ -60,6 +68,8 @@ def lines(explanation: Explanation) -> Iterator[str]:
         yield "   time ms   calls   of floor  operator"
         for op in top:
             yield f"{1e3 * op.seconds:10.2f} {op.calls:7d}  {of_floor(op):>9}  {op.title} {op.key.shapes or ''}"[:160]
+    for child in explanation.facts.get("children", ()):
+        yield f"child process {child['pid']} ({child['name']}): {child['busy']:.0%} of a core"
     for note in notes(explanation):
         yield f"note: {note}"
 
@@ -81,10 +91,13 @@ def heaviest(explanation: Explanation) -> list[OpStat]:
 
 
 def as_dict(explanation: Explanation) -> dict[str, Any]:
-    """For JSON; seconds."""
+    """Return the figures for JSON; seconds."""
     split = explanation.split
     return {
         "wall_s": split.wall,
+        "plain_s": split.own,
+        "plain_measured": split.measured,
+        "steps": None if explanation.steps is None else asdict(explanation.steps),
         "on_gpu": split.on_gpu,
         "parts_s": {part: split.parts.get(part, 0.0) for part in PARTS},
         "findings": [asdict(found) for found in explanation.findings],

@@ -26,7 +26,7 @@ MOST_EVENTS = 20_000
 COLOURS = {
     "floor": "#2b8a3e", "inefficiency": "#f08c00", "unrated": "#868e96", "padding": "#e599f7", "launch": "#fab005",
     "host": "#1c7ed6", "sync": "#c92a2a", "loading": "#5f3dc4", "copies": "#0b7285", "communication": "#d6336c",
-    "recompilation": "#a61e4d", "profiler": "#ced4da", "unexplained": "#212529",
+    "recompilation": "#a61e4d", "profiler": "#ced4da", "startup": "#adb5bd", "unexplained": "#212529",
 }  # fmt: skip
 
 

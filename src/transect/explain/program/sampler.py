@@ -20,11 +20,11 @@ from typing import Any, Self
 
 PERIOD_S = 0.002
 SWITCH_S = 20e-6
-"""Seconds after which the watched thread releases the interpreter's lock. With Python's default of 5 ms it would mostly
-do so at the next operator, and every sample would show that line."""
+"""Seconds after which the watched thread hands over the interpreter's lock. With Python's own 5 ms it would mostly do
+so at the next operator, and every sample would show that line."""
 SLACK_NS = 1000
-"""Nanoseconds by which a timer of the sampling thread may be late. With Linux's default of 50 us it would request the
-lock that much later, and lines that release it would be over-represented (docs/lab-notes/explain.md)."""
+"""Slack of timers of the sampling thread, in nanoseconds. With Linux's own 50 us it would ask for the lock so much
+later, and lines that let go of it would be seen more often than they run (docs/lab-notes/explain.md)."""
 PR_SET_TIMERSLACK = 29
 LITTLE_S = 100e-6
 """A thread that ran no longer than this since the sample before was waiting."""
@@ -63,6 +63,14 @@ class Samples:
     period: float = PERIOD_S
     samples: list[Sample] = field(default_factory=list)
     collections: list[tuple[float, float]] = field(default_factory=list)
+    anomalies: int = 0
+    """Samples in which autograd's anomaly detection was on."""
+
+    def between(self, begin: float, end: float) -> Samples:
+        """Those of a stretch."""
+        inside = [each for each in self.samples if begin <= each.at < end]
+        kept = [(first, last) for first, last in self.collections if begin <= first < end]
+        return Samples(self.period, inside, kept, self.anomalies)
 
     def on_clock(self, offset: float) -> Samples:
         """Return the same, with times that lie ``offset`` seconds later: those of another clock."""
@@ -70,6 +78,7 @@ class Samples:
             self.period,
             [replace(sample, at=sample.at + offset) for sample in self.samples],
             [(begin + offset, end + offset) for begin, end in self.collections],
+            self.anomalies,
         )
 
 
@@ -119,6 +128,7 @@ class StackSampler:
                 waits = at - seen.get(thread, -1.0) > RECENT_S
                 busy += not (waits or code.co_name in WAITS)
             before = {ident: ran for ident, ran in now.items() if ident is not None and ran is not None}
+            self.found.anomalies += _anomaly_detection()
             if places:
                 self.found.samples.append(Sample(at, self._stack(places), busy))
 
@@ -134,10 +144,18 @@ class StackSampler:
         return self._stacks.setdefault(stack, stack)
 
     def _collection(self, phase: str, info: dict[str, int]) -> None:
+        if threading.get_ident() != self._watched:
+            return  # samples are objects too
         if phase == "start":
             self._collecting = time.perf_counter()
         else:
             self.found.collections.append((self._collecting, time.perf_counter()))
+
+
+def _anomaly_detection() -> bool:
+    """Return if autograd looks for anomalies."""
+    torch = sys.modules.get("torch")
+    return bool(torch is not None and torch.is_anomaly_enabled())
 
 
 def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:

@@ -53,7 +53,7 @@ class Input:
         self.source, self.kept = source, bytearray()
 
     def again(self) -> io.TextIOWrapper:
-        """All of it as text: what earlier runs have read, then what is left."""
+        """Return all of it as text: what earlier runs have read, then what is left."""
         return io.TextIOWrapper(io.BufferedReader(_Again(self)), encoding="utf-8", errors="surrogateescape")
 
 
@@ -97,7 +97,7 @@ class Script:
         return str(self.path)
 
     def check(self) -> None:
-        """See that there is such a script.
+        """Check that there is such a script.
 
         Raises:
             ValueError: there is none.

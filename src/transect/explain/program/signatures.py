@@ -1,4 +1,5 @@
-"""Look up PyTorch's own facts of an operator in a trace: inputs it writes, views, and delegation on a CPU.
+"""Reads PyTorch's schema of an operator in a trace: which inputs it writes, whether it only looks at one in another
+way, and whether others do its work on a processor.
 
 A trace has a name and the types of the inputs, which determine the overload. Another version of PyTorch may have
 recorded the trace: if no overload fits, there are no facts.
@@ -24,7 +25,7 @@ class Signature:
     updated: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     view: bool = False
-    """True if the operator returns a view of its input."""
+    """The output is a view of an input."""
     composite: bool = False
     """True if other operators do its work on a CPU."""
 

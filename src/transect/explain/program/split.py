@@ -36,13 +36,18 @@ PARTS: Mapping[str, str] = {
     "copies": "copies, conversions and changes of layout",
     "communication": "communication that nothing hides",
     "recompilation": "compiling",
+    "startup": "start-up: imports",
     "profiler": "what profiling itself cost",
     "unexplained": "unexplained",
 }
 LAUNCH_S = 3e-6
-"""Seconds that calling an operator costs, if not measured."""
+"""Seconds to call an operator, if nothing is measured."""
 SMALL_S = 30e-6
 """An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
+TINY_S = 1.5e-6
+"""All time of an operator with such a floor, on a host, is that of calling it."""
+SLOW_CALL_S = 200e-6
+"""No call takes so long: such an operator waits for threads, or for a core."""
 SHORT_GAP_S = 30e-6
 """A gap between operators that is no longer is the loop that calls them; where most gaps are longer, so are these."""
 LONG_GAP_S = 500e-6
@@ -55,14 +60,14 @@ ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
 HOST_OP_S = 500e-6
 """An operator that takes longer without any such call computes on the host."""
 OWN_OVERHEAD = r"^(?:Activity Buffer Request|Instrumentation|Resource|CUPTI)"
-"""Events of the profiler's own work; the driver's overhead (loading a kernel, say) is the program's."""
+"""Work of the profiler for itself; the driver's overhead (loading a kernel, say) is the program's."""
 GIVES = r"Launch|Memcpy|Memset"
 """Calls that give the GPU something to do."""
 HELD_S = 200e-6
 """A GPU that has nothing else to do begins within microseconds of a launch. If its first kernel under a profiler begins
 so much later, the profiler was setting itself up."""
 PLUMBING = ("autograd::", "Optimizer", "torch::autograd", "TorchDynamo Cache Lookup", "Pregraph bytecode")
-"""Events of autograd, optimizers and torch.compile around calls of operators."""
+"""Names of the work by which autograd, optimizers and torch.compile call operators."""
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
 
 
@@ -95,16 +100,23 @@ class OpStat:
         return f"{self.operator}: {kernel_name(self.key.name)}"
 
     @property
+    def tiny(self) -> bool:
+        """The operator ran on a host, and has less to do than a call takes."""
+        return 0 < (self.floor or 0.0) < TINY_S and not self.operator
+
+    @property
     def launch(self) -> float:
         """Seconds that go into calling, at most those above the floor; of work that is smaller than a call, most."""
         floor = self.floor or 0.0
+        if self.tiny and self.seconds <= self.calls * SLOW_CALL_S:
+            return max(0.0, self.seconds - self.calls * floor)
         most = LAUNCH_S if floor > LAUNCH_S else SMALL_S
         return min(self.calls * most, max(0.0, self.seconds - self.calls * floor))
 
 
 def kernel_name(name: str, *, templates: bool = False) -> str:
-    """A kernel's name without what it returns, its namespaces and its parameters, and those of its template unless
-    ``templates``; names that are none of C++ stay as they are.
+    """Return a kernel's name without its result, its namespaces and its parameters, and those of its template
+    unless ``templates``; names that are none of C++ stay as they are.
 
     >>> kernel_name("void at::native::(anonymous namespace)::copy<float, 4>(int, f<float>)")
     'copy'
@@ -165,6 +177,14 @@ class Split:
     """Seconds in which a GPU had nothing to do because of the profiler."""
     held_host: float = 0.0
     """The part of ``held`` seconds in which the host was held too."""
+
+    measured: bool = False
+    """The program was also timed without profiling."""
+
+    @property
+    def source(self) -> str:
+        """Words for the time without profiling."""
+        return "plain" if self.measured else "plain (estimated)"
 
     @property
     def own(self) -> float:
@@ -242,7 +262,7 @@ def _own_overhead(trace: Trace, begin: float) -> list[tuple[float, float]]:
 
 
 def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
-    """From the end of the first launch to the beginning of the first kernel, where that is long (``HELD_S``)."""
+    """Return the time from the first launch to the first kernel, where that is long (``HELD_S``)."""
     firsts = [float(trace.ts[i]) for kind in (KERNEL, COPY, SET) for i in trace.where(kind)[:1]]
     calls = [int(i) for i in trace.where(RUNTIME) if re.search(GIVES, trace.key_of(int(i)).name)]
     if not firsts or not calls or trace.ts[calls[0]] < begin:
@@ -287,9 +307,10 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
     """(begin, end, event) of every stretch of a thread between two moments: the innermost event, or -1 for none."""
     stack: list[tuple[float, int]] = []
     at = begin
-    for index in indices:
-        first = min(max(float(trace.ts[index]), begin), end)
-        last = min(float(trace.ts[index] + trace.dur[index]), end)
+    chosen = np.asarray(indices, dtype=np.int64)
+    firsts, lasts = trace.ts[chosen], trace.ts[chosen] + trace.dur[chosen]
+    columns = (chosen, np.clip(firsts, begin, end), np.minimum(lasts, end))
+    for index, first, last in zip(*(column.tolist() for column in columns), strict=True):
         if last <= begin or first >= end:
             continue
         while stack and stack[-1][0] <= first:
@@ -316,32 +337,33 @@ def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
     """Split the time of the main thread, if no kernel ran on a GPU."""
-    mine = [int(i) for i in trace.where(OP) if trace.lane[i] == lane]
+    mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
     stats: dict[int, OpStat] = {}
     gaps: list[Gap] = []
-    seen: set[int] = set()
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
-    least = own_floors(trace, mine, ceilings)
+    least, numbers = own_floors(trace, mine, ceilings).tolist(), trace.key.tolist()
     segments = self_segments(trace, mine, begin, end)
-    for first, last, owner, index in ((*each, index) for a, b, index in segments for each in pieces(owners, a, b)):
+    cut = ((*each, index) for a, b, index in segments for each in (pieces(owners, a, b) if owners else ((a, b, ""),)))
+    seen: set[int] = set()
+    for first, last, owner, index in cut:
         if owner:
             parts[owner] += last - first
             continue
         if index < 0:
             gaps.append(Gap(first, last))
             continue
-        number = int(trace.key[index])
+        number = numbers[index]
         stat = stats.get(number)
         if stat is None:
-            known = None if np.isnan(least[index]) else 0.0
+            known = None if least[index] != least[index] else 0.0
             stat = stats[number] = OpStat(trace.keys[number], first=first, floor=known)
         stat.seconds += last - first
         stat.last = last
         if index not in seen:
             seen.add(index)
             stat.calls += 1
-            stat.floor = stat.floor + float(least[index]) if stat.floor is not None else None
+            stat.floor = stat.floor + least[index] if stat.floor is not None else None
     for stat in stats.values():
         stat.floor = stat.floor / stat.calls if stat.floor is not None else None
         parts["profiler"] += (cost := min(stat.calls * profiler_s, 0.9 * stat.seconds))
@@ -350,13 +372,18 @@ def _host(
     return list(stats.values()), gaps, parts
 
 
+def of_number(key: Key) -> bool:
+    """Return if all inputs are single numbers: a number of Python's became a tensor."""
+    return isinstance(key.shapes, list) and bool(key.shapes) and not any(key.shapes)
+
+
 def _add_op(parts: dict[str, float], stat: OpStat) -> None:
     name = stat.key.name
     if COMMUNICATION.search(name):
         parts["communication"] += stat.seconds
     elif name in SYNC:
         parts["sync"] += stat.seconds
-    elif name in COPIES:
+    elif name in COPIES and not of_number(stat.key) and not 0 < (stat.floor or 0.0) < TINY_S:
         parts["copies"] += stat.seconds
     elif stat.floor is None:
         launch = min(stat.calls * LAUNCH_S, stat.seconds)

@@ -14,14 +14,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from .trace import Trace
+import msgspec
+
+from .nsight import is_export, read_export
+from .trace import Trace, WrittenEvent
 
 PIECE = 1 << 20
 """Characters that are read at a time."""
 LONGEST_EVENT = 64 << 20
-"""Longest event in characters; a longer value is not an event."""
+"""Most characters of an event."""
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
+_BETWEEN = "\n  },\n  {"
+"""Between two events as torch's profiler writes them. Inside a string JSON has no line ends."""
+_WRITTEN = msgspec.json.Decoder(list[WrittenEvent])
+"""Decodes many events of the form that torch's profiler writes; others raise an error."""
 
 
 class _Text:
@@ -71,6 +78,20 @@ class _Text:
             if not self.more() and not self.ended:
                 raise EOFError
 
+    def many(self) -> list[WrittenEvent]:
+        """Return all events of torch's profiler that end in the window, without reading on; empty where they
+        have another form."""
+        last = self.buffer.rfind(_BETWEEN, self.at)
+        if last < 0:
+            return []
+        end = last + _BETWEEN.index(",")
+        try:
+            found = _WRITTEN.decode(f"[{self.buffer[self.at : end]}]")
+        except (msgspec.DecodeError, ValueError):
+            return []
+        self.at = end
+        return found
+
 
 def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
     """Yield the events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values go to
@@ -105,6 +126,7 @@ def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
 
 
 def _items(text: _Text) -> Iterator[Any]:
+    tried = ""
     while True:
         following = text.peek()
         if following == "]":
@@ -114,6 +136,9 @@ def _items(text: _Text) -> Iterator[Any]:
             text.at += 1
         elif not following:
             raise EOFError
+        elif text.buffer is not tried:
+            tried = text.buffer
+            yield from text.many()
         else:
             yield text.value()
 
@@ -143,7 +168,7 @@ def _pieces(raw: IO[bytes], size: int, progress: Callable[[float], None]) -> Ite
 
 
 def read_trace(path: str | Path, progress: Callable[[float], None] | None = None) -> Trace:
-    """Read the events of a trace file.
+    """Read the events of a trace file: a Chrome trace, or an export of Nsight Systems.
 
     Args:
         progress: called with the share of the file that has been read.
@@ -157,13 +182,19 @@ def read_trace(path: str | Path, progress: Callable[[float], None] | None = None
         raw = path.open("rb")
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({error.strerror}): give a trace file") from None
+    if is_export(path):
+        raw.close()
+        return read_export(path, progress)
     with raw:
         text = _Text(_pieces(raw, size, progress or (lambda share: None)))
         head: dict[str, Any] = {}
         trace = Trace(str(path))
         try:
             for event in events(text, head):
-                trace.add(event)
+                if isinstance(event, WrittenEvent):
+                    trace.add_written(event)
+                else:
+                    trace.add(event)
         except EOFError:
             trace.truncated = True
         except ValueError as error:

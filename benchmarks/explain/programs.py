@@ -1,0 +1,175 @@
+"""Programs of well-known libraries, each slow in one way: is the right finding first, and is its gain that of the mend.
+
+    python benchmarks/explain/programs.py [NAMES]
+
+Each program of ``benchmarks/explain/corpus`` runs until three seconds are over, is explained in windows as
+`transect explain run` does, and is timed without explaining, slow and mended in turns. Healthy programs may get no
+finding above 5%. Programs that are held out were written after the last change of what is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _paths  # noqa: F401
+from benchmarks import record
+from transect.explain.program.explain import Explain, machine_ceilings
+from transect.hardware.cores import usable_cores
+
+FOLDER = Path(__file__).resolve().parent / "corpus"
+LARGE = 0.05
+NEAR = 0.3
+
+
+def programs() -> dict[str, Any]:
+    """The corpus; importing a file enters its programs."""
+    sys.path.insert(0, str(FOLDER))
+    import corpus
+
+    for path in sorted(FOLDER.glob("*.py")):
+        if path.stem != "corpus":
+            __import__(path.stem)
+    return dict(corpus.PROGRAMS)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Time of one run; nobody sees its output."""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+
+def judged(each: Any, ceilings: Any, long_s: float) -> dict[str, Any]:
+    """One program: findings, and the gain of its mend."""
+    torch.manual_seed(0)
+    slow, fast = each.make(False), each.make(True)
+    once = min(seconds(slow), seconds(slow))
+    seconds(fast)
+    began = time.perf_counter()
+    with Explain(ceilings, window_s=long_s / 3) as run:
+        while (lasted := time.perf_counter() - began) < long_s or (lasted < 3 * long_s and not run.done):
+            seconds(slow)
+    took = time.perf_counter() - began
+    found = run.result
+    assert found is not None
+    pairs = [(seconds(slow), seconds(fast)) for _ in range(3)]
+    before, after = (min(side) for side in zip(*pairs, strict=True))
+    right = [one for one in found.findings if one.kind in each.kinds]
+    gain = (before - after) / before if each.kinds else 0.0
+    promised = right[0].share if right else 0.0
+    return {
+        "name": each.name,
+        "library": each.library,
+        "held_out": each.held_out,
+        "kinds": list(each.kinds),
+        "findings": [[one.kind, one.share, one.where] for one in found.findings],
+        "first": found.findings[0].kind if found.findings else "",
+        "promised": promised,
+        "gain": gain,
+        "slow_s": before,
+        "fast_s": after,
+        "before_s": once,
+        "explaining_s": took,
+        "plain_measured": found.split.measured,
+        "steps": found.steps and found.steps.kind,
+        "right": bool(found.findings and found.findings[0].kind in each.kinds),
+        "near": abs(promised - gain) <= NEAR * gain if each.kinds else None,
+        "clean": all(one.share <= LARGE for one in found.findings),
+        "said": str(found),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Counts over all programs, and over those that were held out."""
+    counts: dict[str, Any] = {}
+    faulty = [row for row in rows if row["kinds"]]
+    for name, chosen in (("all", faulty), ("held_out", [row for row in faulty if row["held_out"]])):
+        counts[name] = {
+            "programs": len(chosen),
+            "right": sum(row["right"] for row in chosen),
+            "near": sum(row["near"] for row in chosen),
+        }
+    healthy = [row for row in rows if not row["kinds"]]
+    counts["healthy"] = {"programs": len(healthy), "clean": sum(row["clean"] for row in healthy)}
+    return counts
+
+
+def table(result: dict[str, Any]) -> str:
+    """Counts, and what was promised beside the gain of the mend."""
+    counts, rows = result["summary"], result["programs"]
+    every, held, healthy = counts["all"], counts["held_out"], counts["healthy"]
+    lines = [
+        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the mend's gain. Of those "
+        f"that were held out: {held['right']} and {held['near']} of {held['programs']}. Healthy programs without a "
+        f"finding above 5%: {healthy['clean']} of {healthy['programs']}.",
+        "",
+        "| program | library | found first | right | promised | the mend gave |",
+        "|---|---|---|---|---:|---:|",
+    ]
+    for row in rows:
+        if row["kinds"]:
+            right = "yes" if row["right"] else "no"
+            name = row["name"].replace("_", " ") + (" (held out)" if row["held_out"] else "")
+            lines.append(
+                f"| {name} | {row['library']} | {row['first'] or 'nothing'} | {right} | {row['promised']:.0%} "
+                f"| {row['gain']:.0%} |"
+            )
+        else:
+            found = ", ".join(f"{kind} {share:.0%}" for kind, share, _ in row["findings"])
+            name = row["name"].replace("_", " ")
+            lines.append(
+                f"| {name} | {row['library']} | {found or 'nothing'} | {'yes' if row['clean'] else 'no'} | | |"
+            )
+    machine = result["environment"]
+    where = f"{machine['processor']}, {machine['cores']} cores"
+    return "\n".join(lines) + f"\n\n`{result['command']}` on {where}, {record.made_at([machine])}.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="some of the programs; all if none is named")
+    parser.add_argument("--seconds", type=float, default=3.0, help="length of an explained run")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--say", action="store_true", help="print whole explanations of what is not right")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "explain_programs.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    ceilings = machine_ceilings()
+    known = programs()
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/explain/programs.py --seconds {options.seconds:g} --threads {options.threads}",
+        "environment": record.environment(),
+        "programs": [],
+        "failed": {},
+    }
+    for name in options.names or known:
+        try:
+            row = judged(known[name], ceilings, options.seconds)
+        except Exception as error:  # one that cannot run must not hide the others
+            result["failed"][name] = f"{type(error).__name__}: {error}"
+            print(f"{name} failed: {result['failed'][name]}", flush=True)
+            continue
+        said = row.pop("said")
+        result["programs"].append(row)
+        good = row["right"] and row["near"] if row["kinds"] else row["clean"]
+        found = " ".join(f"{kind} {share:.0%}" for kind, share, _ in row["findings"][:3])
+        print(f"{name:38} gain {row['gain']:4.0%}: {found}{'' if good else '   <--'}", flush=True)
+        if options.say and not good:
+            print(said, flush=True)
+        result["summary"] = summary(result["programs"])
+        record.write(options.out, result)
+    print(result.get("summary"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Records a stretch of a program: torch's profiler, a sampler of Python stacks, and how many cores were idle.
+
+The cost of profiling an operator is measured beforehand, for programs that were not timed without profiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .sampler import Sample, Samples, StackSampler
+from .split import WINDOW
+from .trace import RANGE, Trace
+from .trace_file import read_trace
+
+PROBES = 2000
+"""Operators by which the profiler's own cost is measured."""
+HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
+"""A warning about hooks of ``StepWatch``, which are none of the program's."""
+ONE_PROFILER = "torch's profiler is at work already, and there can be one at a time"
+
+
+class Recording:
+    """A stretch of this process under the profiler.
+
+    Args:
+        stacks: sample the Python stack.
+        file: file of the trace; None if the trace is not kept.
+    """
+
+    def __init__(self, *, stacks: bool = True, file: str | Path | None = None) -> None:
+        self._stacks, self._file = stacks, file
+        self.span = [0.0, math.inf]
+        """Begin and end on ``time.monotonic()``."""
+        self.began = 0.0
+        """The beginning on ``time.perf_counter()``."""
+        self.idle_cores: float | None = None
+        """Cores of the machine that had nothing to do meanwhile; None where the system does not say."""
+        self.children: list[dict[str, Any]] = []
+        """Child processes at the end: ``pid``, ``name`` and ``busy``, the share of a core that each used."""
+
+    def start(self) -> None:
+        """Begin to record.
+
+        Raises:
+            ValueError: another profiler is at work.
+        """
+        if torch.autograd.profiler._is_profiler_enabled:
+            raise ValueError(f"{ONE_PROFILER}: explain what is not profiled otherwise")
+        self._quiet = ("ignore", re.compile(HOOKS), UserWarning, None, 0)
+        warnings.filters.insert(0, self._quiet)  # type: ignore[attr-defined]
+        self._sampler = StackSampler() if self._stacks else None
+        with torch.profiler.record_function(WINDOW):
+            pass  # the first one of a process takes milliseconds, which would be the program's
+        self._profiler = torch.profiler.profile(
+            activities=_activities(), record_shapes=True, experimental_config=_settings()
+        )
+        self._profiler.__enter__()
+        self._alone = _no_other_profiler()
+        self._alone.__enter__()
+        if torch.cuda.is_available():
+            _first_launches()
+        if self._sampler is not None:
+            self._sampler.__enter__()
+        self._range = torch.profiler.record_function(WINDOW)
+        self._range.__enter__()
+        self._idle, self._children = _idle_seconds(), children()
+        self.began = time.perf_counter()
+        self.span = [time.monotonic(), math.inf]
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End it, after the GPU has done what it was asked for, if ``wait``."""
+        if wait and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.span[1] = time.monotonic()
+        idle, lasted = _idle_seconds(), self.span[1] - self.span[0]
+        for process, (name, seconds) in children().items() if lasted > 0.1 else ():
+            busy = (seconds - self._children.get(process, ("", 0.0))[1]) / lasted
+            self.children.append({"pid": process, "name": name, "busy": busy})
+        if self._idle is not None and idle is not None and lasted > 0.1:
+            self.idle_cores = max(0.0, idle - self._idle) / lasted
+        self._range.__exit__(None, None, None)
+        if self._sampler is not None:
+            self._sampler.__exit__()
+        self._alone.__exit__(None, None, None)
+        self._profiler.__exit__(None, None, None)
+        if self._quiet in warnings.filters:
+            warnings.filters.remove(self._quiet)  # type: ignore[attr-defined]
+
+    @property
+    def sampled(self) -> list[Sample]:
+        """Samples of the Python stack, with times of ``time.perf_counter()``."""
+        return [] if self._sampler is None else self._sampler.found.samples
+
+    def read(self) -> tuple[Trace, Samples | None]:
+        """Read the trace from its mark on, and the samples on its clock."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json" if self._file is None else Path(self._file)
+            self._profiler.export_chrome_trace(str(path))
+            trace = read_trace(path)
+        found = marks(trace)
+        for index in found[:1]:
+            trace.drop_before(float(trace.ts[index]))
+        found = marks(trace)
+        self.offset = float(trace.ts[found[0]]) - self.began if found else 0.0
+        return trace, None if self._sampler is None else self._sampler.found.on_clock(self.offset)
+
+
+def marks(trace: Trace) -> list[int]:
+    """Return the ranges that mark the explained stretch."""
+    return [int(i) for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
+
+
+def children() -> dict[int, tuple[str, float]]:
+    """(name, seconds on a core) of each child process, loader workers among them; empty where the system does not
+    say."""
+    found: dict[int, tuple[str, float]] = {}
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for process in map(int, path.read_text().split()):
+                with contextlib.suppress(OSError, ValueError, IndexError):
+                    name, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")[2].rpartition(") ")
+                    words = rest.split()
+                    found[process] = name, (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _idle_seconds() -> float | None:
+    """Seconds that all cores of the machine together have had nothing to do; None where the system does not say."""
+    try:
+        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()
+        return int(words[4]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+@functools.cache
+def profiler_seconds(device: str = "") -> float:
+    """Measure once the seconds that the profiler adds to a small operator on ``device``.
+
+    The default is the GPU, if there is one, where an operator launches a kernel.
+    """
+    on_gpu = device != "cpu" and torch.cuda.is_available()
+    x = torch.ones(4, device="cuda" if on_gpu else "cpu")
+
+    def work() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(PROBES):
+            x.neg()
+        return time.perf_counter() - began
+
+    work()
+    plain = min(work() for _ in range(3))
+    with torch.profiler.profile(activities=_activities(), record_shapes=True):
+        watched = min(work() for _ in range(3))
+    return max(0.0, (watched - plain) / PROBES)
+
+
+@functools.cache
+def autograd_seconds(on_gpu: bool) -> float:
+    """Measure once the seconds that recording by autograd adds to a small product."""
+    device = "cuda" if on_gpu else "cpu"
+    x, weight = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
+
+    def work() -> float:
+        if on_gpu:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(PROBES):
+            x.mm(weight)
+        return time.perf_counter() - began
+
+    recorded, plain = [], []
+    for _ in range(5):  # in turns: other work on the machine must not hold up one of them alone
+        recorded.append(work())
+        with torch.inference_mode():
+            plain.append(work())
+    return max(0.0, (min(recorded) - min(plain)) / PROBES)
+
+
+def _activities() -> list[torch.profiler.ProfilerActivity]:
+    """Return all activities of this machine."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler logs each start and end among what the program prints
+    every = torch.profiler.ProfilerActivity
+    return [every.CPU, every.CUDA] if torch.cuda.is_available() else [every.CPU]
+
+
+def _settings() -> Any:
+    """Return settings that make the profiler keep only its trace: a run of minutes has millions of events.
+
+    Without a GPU it also records operators of all threads; with one, it follows autograd's threads by itself.
+    """
+    kind = torch._C._profiler._ExperimentalConfig
+    threads: Any = {} if torch.cuda.is_available() else {"profile_all_threads": True}
+    try:
+        return kind(trace_only=True, **threads)
+    except TypeError:  # torch 2.12 and before make an object of each event
+        return kind(**threads)
+
+
+@contextmanager
+def _no_other_profiler() -> Iterator[None]:
+    """Inside, starting torch's profiler is an error of the program: a second one would end the first, and with it the
+    process."""
+    kind: Any = torch.autograd.profiler.profile
+    plain = kind._prepare_trace
+
+    def refuse(self: Any) -> None:
+        raise ValueError(
+            f"{ONE_PROFILER}: switch the program's own off while it is explained, or give the trace that it writes to "
+            "`transect explain trace`"
+        )
+
+    kind._prepare_trace = refuse
+    try:
+        yield
+    finally:
+        kind._prepare_trace = plain
+
+
+def _first_launches() -> None:
+    """Lets the profiler set itself up on the GPU: the first kernels that it watches begin up to 20 ms late, and would
+    be the program's otherwise."""
+    for kind in (torch.float32, torch.int64):
+        x = torch.ones(128, 8, device="cuda", dtype=kind)
+        x[::2].clone().neg_()
+    torch.cuda.synchronize()

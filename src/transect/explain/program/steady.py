@@ -1,0 +1,183 @@
+"""Records the steady state of a program: its first steps, some without profiling, then a window of profiled ones.
+
+The first recording begins with the program and ends when a step has repeated. It is explained where the program ends
+too early for a window, and where it has no steps. Steps without profiling are timed before the window and after it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from .doing import doing_of
+from .recording import Recording
+from .steps import KINDS, Mark, StepTimes, StepWatch
+
+MOST_AFTER = 50
+"""Steps that are timed after the window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """The steps of a program, and those that are explained. Times are seconds."""
+
+    kind: str
+    """The event that marks a step."""
+    count: int
+    """Steps of the whole program."""
+    explained: int
+    plain_s: float
+    """Median time of a step without profiling; 0 if none was timed."""
+    profiled_s: float
+    """Median time of a profiled step."""
+    startup_s: float
+    """Time until the first step began or ended."""
+    imports_s: float
+    """Time of importing modules in it."""
+    total_s: float
+    """Wall time of the program as it was explained."""
+
+    @property
+    def plain_share(self) -> float:
+        """Share of the profiled time that steps need without profiling; 1 if unknown."""
+        return min(1.0, self.plain_s / self.profiled_s) if self.plain_s and self.profiled_s else 1.0
+
+    def __str__(self) -> str:
+        plain = f"{1e3 * self.plain_s:.2f} ms plain, " if self.plain_s else ""
+        imports = f" (imports {self.imports_s:.1f} s)" if self.imports_s >= 0.05 else ""
+        return (
+            f"program {self.total_s:.1f} s: start-up {self.startup_s:.1f} s{imports}, then {self.count} steps (each a "
+            f"{self.kind}); {self.explained} of them are explained: a step takes {plain}"
+            f"{1e3 * self.profiled_s:.2f} ms profiled"
+        )
+
+
+class Steady:
+    """Recordings of one program.
+
+    Args:
+        window_s: seconds of steps that are profiled; 0: all that runs is, without looking for steps.
+        stacks: sample the Python stack.
+        file: where to keep the trace.
+    """
+
+    def __init__(self, window_s: float = 0.0, *, stacks: bool = True, file: str | Path | None = None) -> None:
+        self._window_s, self._stacks, self._file = window_s, stacks, file
+        self.watch = StepWatch(self._seen if window_s else None)
+        self._first = Recording(stacks=stacks, file=file)
+        self._window: Recording | None = None
+        self._moments: dict[Mark, list[float]] = {}
+        """Moments of each mark in the first recording."""
+        self._inside: list[float] = []
+        """Moments of the step in the window."""
+        self._step: Mark | None = None
+        self._state = "first"
+        self._least_s = min(0.05, window_s / 3)  # steps after the window are timed as well
+        self._before, self._after = StepTimes(self._least_s), StepTimes()
+        self.recording = self._first
+        """The recording to explain."""
+        self.steps: Steps | None = None
+        """Its steps; None if none repeat."""
+        self.between: tuple[float, float] | None = None
+        """The part of the recording to explain, on ``time.perf_counter()``; None if all of it is."""
+
+    def start(self) -> None:
+        """Begin."""
+        self._process = os.getpid()
+        self.watch.start()
+        try:
+            self._first.start()
+        except BaseException:
+            self.watch.stop()
+            raise
+        self._began = time.perf_counter()
+
+    def _seen(self, mark: Mark) -> None:
+        if os.getpid() != self._process:  # a worker that was forked
+            return
+        now = time.perf_counter()
+        if self._state == "first":
+            self._moments.setdefault(mark, []).append(now)
+            if self.watch.step() == mark:
+                self._step, self._state = mark, "plain"
+                self._first.stop()
+                if mark[0] != KINDS[-1]:
+                    self.watch.ignore_forward()
+                self._before.restart()
+            return
+        if self._state == "plain" and mark != self._step and self._better(mark):
+            self._step, self._before = mark, StepTimes(self._least_s)
+            return
+        if mark != self._step:
+            return
+        if self._state == "plain":
+            if self._before.mark():
+                self._window, self._state = Recording(stacks=self._stacks, file=self._file), "window"
+                self._window.start()
+                self._inside.append(time.perf_counter())
+        elif self._state == "window":
+            self._inside.append(now)
+            spent = now - self._inside[0]
+            if spent >= self._window_s and (len(self._inside) > 3 or spent > 10 * self._window_s):
+                assert self._window is not None
+                self._window.stop()
+                self._state = "after"
+                self._after.restart()
+        elif len(self._after.seconds) < MOST_AFTER:
+            self._after.mark()
+
+    def _better(self, mark: Mark) -> bool:
+        """Return if another mark repeats and says more of steps than the one that was chosen."""
+        chosen = self._step
+        better = chosen is not None and KINDS.index(mark[0]) < KINDS.index(chosen[0])
+        return better and self.watch.step() == mark
+
+    @property
+    def done(self) -> bool:
+        """The window is over, or no step has repeated yet."""
+        return self._state in ("first", "after")
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End all recordings and choose the one to explain."""
+        ended = time.perf_counter()
+        self.watch.stop()
+        if self._state == "first":
+            self._first.stop(wait=wait)
+        elif self._state == "window":
+            assert self._window is not None
+            self._window.stop(wait=wait)
+        if self._step is None:
+            return
+        moments = self._moments.get(self._step, [])
+        inside = self._inside
+        if len(inside) > 3 or (1 < len(inside) >= len(moments)):
+            assert self._window is not None
+            self.recording = self._window
+        else:
+            inside = moments[1:] if len(moments) > 2 else moments  # the first one warms up
+        if len(inside) < 2:
+            return
+        lengths = sorted(last - first for first, last in itertools.pairwise(inside))
+        plain = StepTimes()
+        plain.seconds = self._before.seconds + self._after.seconds
+        first = moments[0] if moments else inside[0]
+        self.between = inside[0], inside[-1]
+        self.steps = Steps(
+            self._step[0],
+            self.watch.counts[self._step],
+            len(inside) - 1,
+            plain.median,
+            lengths[len(lengths) // 2],
+            first - self._began,
+            self._imports(first),
+            ended - self._began,
+        )
+
+    def _imports(self, until: float) -> float:
+        """Seconds before a moment in which modules were imported."""
+        samples = [each for each in self._first.sampled if each.at < until]
+        count = sum(doing_of(each.stack).kind == "import" for each in samples)
+        return (until - self._began) * count / len(samples) if samples else 0.0

@@ -1,0 +1,227 @@
+"""Finds the step that a program repeats: an optimizer's step, a batch of a loader, ``generate``, or a forward call.
+
+Hooks note the moment when each of these ends or begins. Marks that come again and again are the program's steps. Only
+the thread that started the watch counts.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import dataloader
+
+KINDS = ("optimizer step", "generate call", "batch of a loader", "forward call")
+"""The best sign of a step first."""
+REPEATS = 3
+"""Marks of one object that make a step."""
+LATER = 8
+"""Marks of a lesser kind where a module trains, or beside a loader: an optimizer or the loader may mark the steps."""
+TOKENS = 24
+"""Forward calls inside of one ``generate``, after which a step is a token."""
+LOOKS = 200
+"""Calls whose masks and ids are looked at."""
+SEEN_ROWS = 64
+"""Rows of each batch of ids that are kept for that."""
+LEAST_PADDING = 0.05
+
+Mark = tuple[str, int]
+"""A kind, and the number of its module; 0 for optimizers and loaders, which programs make again."""
+
+
+class StepWatch:
+    """Hooks that see steps, and padding: only a mask or a ``padding_idx`` says that a token is padding.
+
+    Args:
+        seen: called with each mark; None if only padding is wanted.
+    """
+
+    def __init__(self, seen: Callable[[Mark], None] | None = None) -> None:
+        self._seen = seen
+        self.counts: Counter[Mark] = Counter()
+        self._generating = 0
+        self._training: dict[Mark, bool] = {}
+        self._inside: set[int] = set()
+        """Modules that lie in a root: a module that was called by no other."""
+        self._roots: dict[int, nn.Module] = {}
+        self._masks: list[tuple[Tensor, int]] = []
+        self._ids: list[tuple[Tensor, int, int]] = []
+        self._undo: list[Callable[[], object]] = []
+        self._generate: type | None = None
+
+    def start(self) -> None:
+        """Install the hooks."""
+        self._thread = threading.get_ident()
+        # A model's own hooks would be copied and saved with it: these are of all modules.
+        hooks = nn.modules.module
+        self._forward = [
+            hooks.register_module_forward_pre_hook(self._called),
+            hooks.register_module_forward_hook(self._root, with_kwargs=True),
+        ]
+        self._undo.append(self.ignore_forward)
+        if self._seen is None:
+            return
+        hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._mark(KINDS[0], optimizer))
+        self._undo.append(hook.remove)
+        kind = dataloader._BaseDataLoaderIter
+        plain = kind.__next__
+
+        @functools.wraps(plain)
+        def following(loader: Any) -> Any:
+            self._mark(KINDS[2])
+            return plain(loader)
+
+        kind.__next__ = following  # type: ignore[method-assign,assignment]
+        self._undo.append(lambda: setattr(kind, "__next__", plain))
+
+    def ignore_forward(self) -> None:
+        """Look at no more calls of modules."""
+        while self._forward:
+            self._forward.pop().remove()
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        while self._undo:
+            self._undo.pop()()
+
+    def step(self) -> Mark | None:
+        """Return the best mark that repeats; None if none does yet."""
+        for kind in KINDS:
+            for mark, count in self.counts.items():
+                if mark[0] == kind and count >= self._needed(mark):
+                    return mark
+        return None
+
+    @property
+    def padding(self) -> float:
+        """The share of padding: of attention masks where there are any, else of ids with a ``padding_idx``. 0 where it
+        is too small to matter."""
+        shares = [(1.0 - float((mask != 0).double().mean()), count) for mask, count in self._masks]
+        if not shares:
+            shares = [(_padded(rows.cpu(), pad), count) for rows, pad, count in self._ids]
+        tokens = sum(count for _, count in shares)
+        share = sum(each * count for each, count in shares) / tokens if tokens else 0.0
+        return share if share > LEAST_PADDING else 0.0
+
+    def _needed(self, mark: Mark) -> int:
+        if mark[0] == KINDS[2]:  # loaders prefetch
+            return LATER if any(self._training.values()) else REPEATS
+        if mark[0] != KINDS[3]:
+            return REPEATS
+        if self._generating:
+            return TOKENS
+        beside = any(kind != KINDS[3] for kind, _ in self.counts)
+        return LATER if beside or self._training.get(mark) else REPEATS
+
+    def _mark(self, kind: str, owner: object = None) -> None:
+        if threading.get_ident() != self._thread or self._seen is None:
+            return
+        mark = kind, 0 if owner is None else id(owner)
+        self.counts[mark] += 1
+        self._seen(mark)
+
+    def _called(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Note a call, as a forward pre-hook of all modules. It waits for nothing: ids are looked at in the end."""
+        if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+            return
+        if id(module) not in self._inside:
+            self._inside |= {id(each) for each in module.modules()}
+            self._roots[id(module)] = module  # held, so that no other module gets its number
+            self._watch_generate()
+        elif isinstance(module, nn.Embedding) and module.padding_idx is not None and inputs:
+            self._look(inputs[0], module.padding_idx)
+
+    def _root(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Mark the calls of roots, as a forward hook of all modules."""
+        if torch.compiler.is_compiling() or id(module) not in self._roots:
+            return
+        mask = kwargs.get("attention_mask")
+        if isinstance(mask, Tensor) and _is_mask(mask) and len(self._masks) < LOOKS:
+            self._masks.append((mask.detach()[:: -(-len(mask) // SEEN_ROWS)].clone(), mask.numel()))
+        mark = KINDS[3], id(module)
+        self._training[mark] = module.training and torch.is_grad_enabled()
+        self._mark(KINDS[3], module)
+
+    def _look(self, ids: Any, pad: int) -> None:
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 4 or ids.device.type == "meta":
+            return
+        if len(ids) and len(self._ids) < LOOKS:
+            self._ids.append((ids.detach()[:: -(-len(ids) // SEEN_ROWS)].clone(), pad, ids.numel()))
+
+    def _watch_generate(self) -> None:
+        """Mark calls of transformers' ``generate``, where that has been imported."""
+        module = sys.modules.get("transformers.generation.utils")
+        kind = getattr(module, "GenerationMixin", None)
+        if kind is None or self._generate is not None or self._seen is None:
+            return
+        self._generate, plain = kind, kind.generate
+
+        @functools.wraps(plain)
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self._mark(KINDS[1], model)
+            self._generating += 1
+            try:
+                return plain(model, *args, **kwargs)
+            finally:
+                self._generating -= 1
+
+        kind.generate = generate
+        self._undo.append(lambda: setattr(kind, "generate", plain))
+
+
+def _is_mask(mask: Tensor) -> bool:
+    return mask.ndim == 2 and mask.device.type != "meta" and mask.numel() > 0 and not mask.is_floating_point()
+
+
+def _padded(ids: Tensor, pad: int) -> float:
+    """Return the share of padding at the ends of rows; ``pad``: None for the id that ends at least half of the rows."""
+    padded = ids == pad
+    return float((padded.flip(1).cumprod(1).flip(1) | padded.cumprod(1)).double().mean())
+
+
+class StepTimes:
+    """The times of steps without profiling, after those that warm up.
+
+    Args:
+        least_s: the seconds that steps must have taken together.
+    """
+
+    FEWEST, WARMING, SLOWER, LONGEST_S = 3, 8, 1.5, 5.0
+
+    def __init__(self, least_s: float = 0.3) -> None:
+        self._least_s, self._dropped = least_s, 0
+        self._last = time.perf_counter()
+        self.seconds: list[float] = []
+
+    def restart(self) -> None:
+        """Do not count the step that is under way."""
+        self._last = time.perf_counter()
+
+    def mark(self) -> bool:
+        """Count a step that ended; return if there are enough."""
+        now = time.perf_counter()
+        self.seconds.append(now - self._last)
+        self._last = now
+        while len(self.seconds) > 1 and self._dropped < self.WARMING:
+            later = sorted(self.seconds[1:])
+            if self.seconds[0] <= self.SLOWER * later[len(later) // 2]:
+                break
+            self.seconds.pop(0)  # it compiled, or filled caches
+            self._dropped += 1
+        spent = sum(self.seconds)
+        enough = len(self.seconds) >= self.FEWEST and spent >= self._least_s
+        return enough or (len(self.seconds) > 1 and spent >= self.LONGEST_S)
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step; 0 where none has ended."""
+        ordered = sorted(self.seconds)
+        return ordered[len(ordered) // 2] if ordered else 0.0
