@@ -9,6 +9,11 @@ from .request import Request, RequestState, Sequence
 from .scheduler_config import SchedulerConfig
 
 
+CONTINUED = 2**62
+"""Requests that began elsewhere rank before all that came here, as if they had arrived this many requests earlier;
+those that have tokens come first of all, as preempted ones do."""
+
+
 def seed_of(engine: int, number: int) -> int:
     """The seed of request ``number`` of an engine, where it has none of its own."""
     key = blake2b(f"{engine} {number}".encode(), digest_size=8)
@@ -41,8 +46,11 @@ class Arrivals:
             seed = seed_of(self._seed, self._requests)
         priority = request.priority if self._ranked else 0
         order = len(request.prompt_token_ids) - max_length if self._longest_first and self._ranked else 0
+        number = self._requests
+        if (given := request.output_token_ids) is not None:
+            number -= 2 * CONTINUED if any(given) else CONTINUED * self._ranked  # static batches are not joined
         for index in range(request.params.n):
-            rank = (priority, order, self._requests, index)
+            rank = (priority, order, number, index)
             state.choices.append(Sequence(state, self._sequences, index, rank, seed))
             self._sequences += 1
         self._requests += 1

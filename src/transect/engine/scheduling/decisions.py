@@ -64,6 +64,8 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     grammar: bool
     prompt_logprobs: bool
     """Or something else for which every token of the prompt must be computed."""
+    known: list[int] | None = None
+    """Of a request that is continued: tokens that each choice has already, -1 for one that has ended."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -232,7 +234,7 @@ class DecisionLog:
     def added(self, request: Request) -> None:
         """A request was queued."""
         state = self.scheduler.requests[request.request_id]
-        params = request.params
+        params, given = request.params, request.output_token_ids
         self._put(
             Added(
                 self.now(),
@@ -245,6 +247,7 @@ class DecisionLog:
                 state.arrival,
                 request.constraint is not None,
                 request.whole_prompt,
+                None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
             )
         )
 

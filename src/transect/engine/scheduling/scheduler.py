@@ -107,7 +107,8 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request. One that is continued (``Request.output_token_ids``) has been admitted before, elsewhere:
+        its sequences wait as preempted ones do, and ``max_queue`` does not count it.
 
         Raises:
             ValueError: it can never fit, or its id is in use; the message has the numbers.
@@ -116,11 +117,14 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
-        self.waiting.check_room()
-        state = self.arrivals.state(request, max_length, self.clock.now())
+        if request.output_token_ids is None:
+            self.waiting.check_room()
+        now = self.clock.now()
+        state = self.arrivals.state(request, max_length, now)
         self.requests[request.request_id] = state
-        state.leader.cached = len(self.blocks.find_prefix(state.leader)) * self.config.block_size
-        self.waiting.push(state.leader)
+        for seq in state.begin(now):
+            seq.cached = len(self.blocks.find_prefix(seq)) * self.config.block_size
+            self.waiting.push(seq)
 
     def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
         """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;
