@@ -6,7 +6,7 @@ choice must yield is computed beforehand by ``expected_tokens``, from the reques
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from grammar_fakes import Steps, allowed_after
 from hypothesis import note

@@ -8,7 +8,6 @@ from hashlib import blake2b
 from .request import Request, RequestState, Sequence
 from .scheduler_config import SchedulerConfig
 
-
 CONTINUED = 2**62
 """Requests that began elsewhere rank before all that came here, as if they had arrived this many requests earlier;
 those that have tokens come first of all, as preempted ones do."""
