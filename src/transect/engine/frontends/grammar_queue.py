@@ -48,7 +48,8 @@ class GrammarQueue:
         if request.request_id in self._late:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         waiting = scheduler.waiting
-        if waiting.max_new is not None and waiting.num_new + len(self._late) >= waiting.max_new:
+        new, most = request.output_token_ids is None, waiting.max_new
+        if new and most is not None and waiting.num_new + len(self._late) >= most:
             raise QueueFull(waiting.num_new + len(self._late), waiting.retry_after())
         if request.arrival_time is None:
             request = msgspec.structs.replace(request, arrival_time=scheduler.clock.now())

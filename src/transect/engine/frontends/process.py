@@ -199,8 +199,10 @@ class _Loop:
                     tuple(message.prompt_token_ids),
                     SamplingParams(**message.params),
                     priority=message.priority,
+                    arrival_time=message.arrival,
                     eos_token_ids=self._eos,
                     pooling=message.pooling,
+                    output_token_ids=message.output_token_ids,
                 )
             )
         except (QueueFull, ValueError) as error:

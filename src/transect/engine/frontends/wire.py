@@ -20,6 +20,10 @@ class Submit(msgspec.Struct, tag="submit"):
     """Counts the submits of the sender, from 1 on."""
     priority: int = 0
     pooling: str | None = None
+    output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
+    """Of a request that another engine has begun, see ``Request``."""
+    arrival: float | None = None
+    """When it came to that engine, on the machine's monotonic clock; None for now."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
