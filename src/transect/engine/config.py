@@ -22,6 +22,8 @@ DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_TIMED_SEQS = {"cpu": 64, "cuda": 512}
 """The same where steps are sized by time, as servers do: a place for a prompt is one that it does not wait for."""
 
+HUNG_AFTER_S, REPLACED_AFTER_S = 60.0, 20.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
@@ -100,7 +102,9 @@ class EngineConfig:
         check_plans: to find errors: the ranks compare what they planned in every step.
         decisions: keep a log of what the scheduler decides, in memory (``decisions.py``).
         decision_log: a file that gets this log too, from the start to the end.
-        hung_after_s: silence of the engine process, in seconds, that counts as a hung step.
+        hung_after_s: silence of the engine process, in seconds, that counts as a hung step; None: 60, or 20 where other
+            replicas can take over its requests.
+        fail_over: continue the requests of a replica that has ended or hangs in the others, and start it again.
 
     Raises:
         ValueError: a value is out of its range.
@@ -153,7 +157,8 @@ class EngineConfig:
     check_plans: bool = False
     decisions: bool = True
     decision_log: str | None = None
-    hung_after_s: float = 60.0
+    hung_after_s: float | None = None
+    fail_over: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", dtype_name(self.dtype))
@@ -192,7 +197,7 @@ class EngineConfig:
         self._check_layout()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
-        if not self.hung_after_s > 0:
+        if self.hung_after_s is not None and not self.hung_after_s > 0:
             raise ValueError(f"hung_after_s must be above 0, got {self.hung_after_s}")
 
     @property
@@ -214,6 +219,11 @@ class EngineConfig:
     def replicas(self) -> int:
         """Whole engines behind one server; each has a ``data_parallel_size`` of 1 then (``replicas.config_of``)."""
         return 1 if self.enable_expert_parallel else self.data_parallel_size
+
+    @property
+    def silence_s(self) -> float:
+        """``hung_after_s``, or its default."""
+        return self.hung_after_s or (HUNG_AFTER_S if self.replicas == 1 else REPLACED_AFTER_S)
 
     @property
     def shares_data(self) -> bool:

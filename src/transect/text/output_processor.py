@@ -95,6 +95,9 @@ class Update:
     times: Any = None
     """The engine's ``RequestTimes``, where it sent them."""
     final: RequestOutput | None = None
+    approximate: bool = False
+    """From here on another engine continues the choices, whose bits are not those of the first: what follows may differ
+    from what that one would have said."""
 
     @property
     def finished(self) -> bool:
@@ -111,6 +114,7 @@ class Update:
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
         self.times = later.times if later.times is not None else self.times
         self.final = later.final
+        self.approximate = self.approximate or later.approximate
 
 
 def together(updates: list[Update | Exception]) -> list[Update | Exception]:
@@ -303,7 +307,9 @@ class OutputProcessor:
             raise ValueError(f"request {request_id!r} is not running: it has ended or was never added")
         return self._request_output(request_id, request)
 
-    def _take_tokens(self, request: RunningRequest, choice: _Choice, output: EngineOutputLike, update: Update) -> str | None:
+    def _take_tokens(
+        self, request: RunningRequest, choice: _Choice, output: EngineOutputLike, update: Update
+    ) -> str | None:
         """Append the step's tokens and their text up to the one that completes a stop string; return that string."""
         tokens = output.new_token_ids
         if not tokens:

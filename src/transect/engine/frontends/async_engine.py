@@ -77,8 +77,11 @@ class AsyncEngine(Generates):
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
         """The number of the newest submit, and of the newest that the engine has read."""
+        self.retired = False
+        """Another engine has taken its place; it finishes its streams."""
         self._death: str | None = None
-        self._heard = time.monotonic()
+        self.heard = time.monotonic()
+        """When the process last said something, in seconds of the monotonic clock."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -187,6 +190,11 @@ class AsyncEngine(Generates):
         return self._process.pid
 
     @property
+    def served(self) -> bool:
+        """True once the process has read a request."""
+        return self._taken > 0
+
+    @property
     def death(self) -> str | None:
         """Why the engine has ended; None while it lives."""
         return self._death
@@ -245,10 +253,7 @@ class AsyncEngine(Generates):
         if not stream.begun:
             self._check_room()
         name = stream.request_id
-        if stream.state is None:
-            self._processor.add(name, stream.prompt, stream.prompt_token_ids, **text_options(stream.params))
-        else:
-            self._processor.adopt(name, stream.state)
+        self._take_over(stream)
         self._submitted += 1
         stream.number = self._submitted
         self._streams[name] = stream
@@ -282,14 +287,27 @@ class AsyncEngine(Generates):
         if self._death is None:
             await self._send(wire.Abort(request_id))
 
+    def end(self, stream: Stream) -> list[Update]:
+        """End a request that no engine has. Returns the terminal updates of its running choices."""
+        self._take_over(stream)
+        stream.state = None
+        return self._processor.finish(stream.request_id)
+
+    def _take_over(self, stream: Stream) -> None:
+        if stream.state is None:
+            options = text_options(stream.params)
+            self._processor.add(stream.request_id, stream.prompt, stream.prompt_token_ids, **options)
+        else:
+            self._processor.adopt(stream.request_id, stream.state)
+
     # ---- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
         """Whether the engine lives and makes progress. Does not wait for it."""
         if self._death is not None:
             return EngineHealth("dead", self._death)
-        silent = time.monotonic() - self._heard
-        if silent > self.config.hung_after_s:
+        silent = time.monotonic() - self.heard
+        if silent > self.config.silence_s:
             return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s")
         return EngineHealth("ok", "the engine makes progress")
 
@@ -314,6 +332,12 @@ class AsyncEngine(Generates):
     async def drain(self) -> None:
         """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""
         await self._idle.wait()
+
+    def kill(self, reason: str) -> None:
+        """End the engine process at once, whatever it is doing. Streams that still run raise ``EngineDeadError``."""
+        self._die(reason)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def shutdown(self) -> None:
         """End the engine process. Streams that still run raise ``EngineDeadError``. Harmless when repeated."""
@@ -373,7 +397,7 @@ class AsyncEngine(Generates):
     async def _receive(self) -> None:
         while True:
             message = wire.decode_from_engine(await self._socket.recv())
-            self._heard = time.monotonic()
+            self.heard = time.monotonic()
             match message:
                 case wire.Outputs():
                     if message.decisions:

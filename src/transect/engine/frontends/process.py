@@ -107,6 +107,7 @@ def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
         kv_tokens=built.kv_tokens,
         kernels=built.kernels,
         load_seconds=seconds,
+        numerics=built.numerics,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import msgspec
 
@@ -55,6 +56,11 @@ class Stream:
         self.number = 0
         """Of its submit to the engine that has it."""
         self.aborted = False
+        """It was aborted while no engine had it."""
+        self.engine: Any = None
+        """The ``AsyncEngine`` that had it last, where there are several."""
+        self.deaths = self.all_deaths = 0
+        """Engines that have ended while they had it: in a row without a token from it, and in all."""
         self._arrival = time.monotonic()
         self._times: dict[int, RequestTimes] = {}
         """By choice, those that the first engine with news of it gave."""
@@ -72,9 +78,7 @@ class Stream:
     def submit(self) -> wire.Submit:
         """The message that queues it in an engine."""
         fields = {field.name: getattr(self.params, field.name) for field in dataclasses.fields(self.params)}
-        message = wire.Submit(
-            self.request_id, self.prompt_token_ids, fields, self.number, self.priority, self.pooling
-        )
+        message = wire.Submit(self.request_id, self.prompt_token_ids, fields, self.number, self.priority, self.pooling)
         if self.state is not None:
             message.output_token_ids, message.arrival = self.state.output_token_ids(), self._arrival
         return message

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ..numerics import Numerics
 from ..scheduling.outputs import EngineOutput, SchedulerStats
 
 
@@ -61,6 +62,8 @@ class Ready(msgspec.Struct, tag="ready"):
     kernels: str
     """Which kernels run, and why."""
     load_seconds: float
+    numerics: Numerics
+    """What its bits depend on."""
 
 
 class Failed(msgspec.Struct, tag="failed"):
