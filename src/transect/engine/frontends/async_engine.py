@@ -59,6 +59,9 @@ class EngineHealth:
 class AsyncEngine(Generates):
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
 
+    process_module = "transect.engine.frontends.process"
+    """The program of the engine process."""
+
     def __init__(self, config: EngineConfig, text: ModelText) -> None:
         self.config = config
         self.tokenizer = text.tokenizer
@@ -115,7 +118,7 @@ class AsyncEngine(Generates):
             endpoint = f"ipc://{directory}/{NAME}"
             socket.bind(endpoint)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "transect.engine.frontends.process", endpoint),
+                *(sys.executable, "-m", cls.process_module, endpoint),
                 stdin=asyncio.subprocess.PIPE,
                 process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
             )

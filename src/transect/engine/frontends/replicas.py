@@ -41,11 +41,17 @@ MOST_DEATHS = 10
 """Replicas that may end while they have one request, with tokens between or without."""
 
 
-async def start_engines(config: EngineConfig | None = None, **settings: Any) -> AsyncEngine | Replicas:
-    """One engine, or as many as ``data_parallel_size`` says. Arguments and errors are those of
-    ``AsyncEngine.start``."""
+async def start_engines(
+    config: EngineConfig | None = None, *, replaceable: bool = False, **settings: Any
+) -> AsyncEngine | Replicas:
+    """One engine, or as many as ``data_parallel_size`` says. Arguments and errors are those of ``AsyncEngine.start``.
+
+    Args:
+        replaceable: a single engine is one replica too, which ``reload`` can replace; not where groups share experts.
+    """
     config = config if config is not None else EngineConfig(**engine_settings(settings))
-    return await (AsyncEngine.start(config) if config.replicas == 1 else Replicas.start(config))
+    single = config.replicas == 1 and (config.enable_expert_parallel or not replaceable)
+    return await (AsyncEngine.start(config) if single else Replicas.start(config))
 
 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
@@ -110,13 +116,12 @@ class Replicas(Generates):
                     await found.shutdown()
             raise
         replicas = cls(config, engines)
-        if config.fail_over:
-            replicas._supervisor = Supervisor(
-                replicas.engines,
-                lambda index: AsyncEngine.start(config_of(replicas.config, index)),
-                config.silence_s,
-                replicas._replaced,
-            )
+        replicas._supervisor = Supervisor(
+            replicas.engines,
+            lambda index: AsyncEngine.start(config_of(replicas.config, index)),
+            config.silence_s if config.fail_over and len(engines) > 1 else None,
+            replicas._replaced,
+        )
         return replicas
 
     def __getattr__(self, name: str) -> Any:
@@ -254,6 +259,8 @@ class Replicas(Generates):
             if stream.num_tokens and not self.info.numerics.promises(stream.engine.info.numerics):
                 raise EngineDeadError(reason)
             return
+        if not supervisor.restarts:
+            raise EngineDeadError(reason)
         stream.deaths += 1
         stream.all_deaths += 1
         if stream.deaths > MOST_REPLAYS or stream.all_deaths > MOST_DEATHS:
@@ -270,7 +277,7 @@ class Replicas(Generates):
         """
         while not (living := self.alive()):
             supervisor = self._supervisor
-            if self._closing or supervisor is None or len(supervisor.given_up) == len(self.engines):
+            if self._closing or supervisor is None or not supervisor.hopes:
                 raise EngineDeadError(self.engines[0].death or "all replicas have ended")
             if stream is not None and stream.aborted:
                 return []
@@ -307,13 +314,15 @@ class Replicas(Generates):
         """``ok`` as long as one replica is; the detail names those that are not. ``hung`` while all are being started
         again. Else what the first one says."""
         reports = [await engine.health() for engine in self.engines]
+        if len(reports) == 1:
+            return reports[0]
         well = sum(report.state == "ok" for report in reports)
         ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
         if well == len(reports):
             return EngineHealth("ok", f"all {well} replicas make progress")
         if well:
             return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
-        if self._supervisor is not None and len(self._supervisor.given_up) < len(reports) and not self._closing:
+        if self._supervisor is not None and self._supervisor.hopes and not self._closing:
             return EngineHealth("hung", f"no replica makes progress, and they are started again; {'; '.join(ill)}")
         return next((report for report in reports if report.state == "hung"), reports[0])
 
@@ -348,11 +357,10 @@ class Replicas(Generates):
         ``drain_s`` seconds continue in a new replica if its bits are the same, and end with an error if not.
 
         Raises:
-            ValueError: fail-over is off, or the new configuration or model is at fault; the old ones go on.
+            ValueError: the new configuration or model is at fault; the old ones go on.
             EngineDeadError: a replica could not be started for another reason; the old ones go on.
         """
-        if self._supervisor is None:
-            raise ValueError("replicas are replaced by their supervisor, which fail_over=False leaves out")
+        assert self._supervisor is not None
         if config is not None and config.data_parallel_size != len(self.engines):
             raise ValueError(
                 f"data_parallel_size is {len(self.engines)} and cannot become {config.data_parallel_size} while the "

@@ -26,7 +26,8 @@ class Supervisor:
     Args:
         engines: the list; ended ones are replaced in it.
         start: starts the engine of one place.
-        silence_s: seconds without a sign of life after which an engine has hung.
+        silence_s: seconds without a sign of life after which an engine has hung; None: engines that hang or end are
+            left alone.
         changed: called when an engine was replaced or given up.
     """
 
@@ -34,13 +35,12 @@ class Supervisor:
         self,
         engines: list[AsyncEngine],
         start: Callable[[int], Awaitable[AsyncEngine]],
-        silence_s: float,
+        silence_s: float | None,
         changed: Callable[[int, AsyncEngine | None], None],
     ) -> None:
         self.given_up: set[int] = set()
         """Places whose engine could not be started again."""
         self._engines, self._start, self._changed = engines, start, changed
-        self._silence = silence_s
         self._quiet: dict[AsyncEngine, tuple[float, float]] = {}
         """(moment of the last sign of life, seconds that were watched since)."""
         self._unused_lives = [0] * len(engines)
@@ -48,14 +48,26 @@ class Supervisor:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._retiring: dict[AsyncEngine, asyncio.Task[None]] = {}
         """Engines that were replaced, and what waits for the end of their streams."""
-        self._watching = asyncio.create_task(self._watch())
+        self._watching = None if silence_s is None else asyncio.create_task(self._watch(silence_s))
+
+    @property
+    def restarts(self) -> bool:
+        """True if engines that end are started again."""
+        return self._watching is not None
+
+    @property
+    def hopes(self) -> bool:
+        """True while some engine lives, or may be started again."""
+        if self.restarts:
+            return len(self.given_up) < len(self._engines)
+        return any(engine.death is None for engine in self._engines)
 
     @property
     def starting(self) -> set[int]:
         """Places whose engine is being started again."""
         return {index for index, task in self._tasks.items() if not task.done()}
 
-    async def _watch(self) -> None:
+    async def _watch(self, silence_s: float) -> None:
         loop = asyncio.get_running_loop()
         before = loop.time()
         while True:
@@ -65,16 +77,16 @@ class Supervisor:
             passed, before = min(now - before, 2 * WATCH_S), now
             for index, engine in enumerate(self._engines):
                 if engine.death is None:
-                    self._check_silence(engine, passed)
+                    self._check_silence(engine, passed, silence_s)
                 elif index not in self.starting and index not in self.given_up:
                     self._tasks[index] = asyncio.create_task(self._restart(index, engine))
             self._quiet = {engine: seen for engine, seen in self._quiet.items() if engine in self._engines}
 
-    def _check_silence(self, engine: AsyncEngine, passed: float) -> None:
+    def _check_silence(self, engine: AsyncEngine, passed: float, limit: float) -> None:
         heard, quiet = self._quiet.get(engine, (engine.heard, 0.0))
         quiet = quiet + passed if heard == engine.heard else 0.0
         self._quiet[engine] = engine.heard, quiet
-        if quiet > self._silence:
+        if quiet > limit:
             engine.kill(f"it gave no sign of life for {quiet:.1f} s and was killed")
 
     async def _restart(self, index: int, old: AsyncEngine) -> None:
@@ -129,7 +141,7 @@ class Supervisor:
     async def close(self) -> None:
         """Stop watching; engines that are being started or retired are ended."""
         retiring = list(self._retiring)
-        tasks = [self._watching, *self._tasks.values(), *self._retiring.values()]
+        tasks = [*filter(None, [self._watching]), *self._tasks.values(), *self._retiring.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
