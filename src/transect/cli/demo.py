@@ -48,7 +48,7 @@ def command(
     console = Console()
     resolve(model)
     console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)
-    with _server(model) as url:
+    with own_server(model) as url:
         talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
         gauges = Gauges()
         with View(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:
@@ -61,13 +61,16 @@ def command(
 
 
 @contextmanager
-def _server(model: str) -> Iterator[str]:
+def own_server(model: str, *options: str) -> Iterator[str]:
     """A server on a free port for the length of the block; gives its URL.
+
+    Args:
+        options: further ones of ``transect serve``.
 
     Raises:
         ValueError: it did not start, or did not stop cleanly.
     """
-    arguments = [sys.executable, "-m", "transect", "serve", model, "--port", "0"]
+    arguments = [sys.executable, "-m", "transect", "serve", model, "--port", "0", *options]
     # A group of its own: Ctrl-C reaches this process alone, which then stops the server in good order.
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, process_group=0)
     try:

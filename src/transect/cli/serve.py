@@ -34,14 +34,19 @@ from .engine_options import (
     takes,
     where_it_runs,
 )
-from .settings import ConfigFile
+from .settings import ARGUMENTS, ConfigFile
 
 if TYPE_CHECKING:
+    from ..engine.config import EngineConfig
     from ..engine.frontends.async_engine import AsyncEngine
+
+REREADS = "transect.rereads"
+"""Key of a context's ``meta``: a list that gets the configuration, in place of a server that starts."""
 
 
 @takes(where_it_runs, how_it_runs)
 def command(
+    context: typer.Context,
     model: ModelArgument = BUILTIN,
     host: Annotated[str, typer.Option(help="Local address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
@@ -78,8 +83,18 @@ def command(
     ] = "auto",
     hung_after: Annotated[
         float | None,
-        typer.Option(help="Seconds of silence after which /health calls the engine hung."),
+        typer.Option(
+            help="Seconds of silence after which an engine is hung: /health says so, or another replica takes over. "
+            "[default: 60, or 20 with replicas]"
+        ),
     ] = None,
+    fail_over: Annotated[
+        bool,
+        typer.Option(help="With --data-parallel-size: replicas continue the answers of one that has ended."),
+    ] = True,
+    drain_timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds for the streams of replaced engines after `transect reload`.")
+    ] = 60.0,
     grace: Annotated[float, typer.Option(min=0, help="Seconds for running requests after SIGTERM.")] = 30.0,
     allowed_origins: Annotated[
         list[str] | None,
@@ -139,7 +154,7 @@ def command(
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
 
-    from ..engine.frontends.replicas import start_engines
+    from ..engine.frontends.replicas import Replicas, start_engines
     from ..parallel.gathering import under_torchrun
     from ..server.operations.request_log import configure
     from ..server.process import bind, bind_unix, serve, url_of
@@ -167,9 +182,11 @@ def command(
         otlp_traces_endpoint=otlp_traces_endpoint,
         max_prompts=min(max_queue, ServerOptions.max_prompts),  # more would never fit, however often they came back
     )
-    configure(request_log, log_level)  # type: ignore[arg-type]
     follows = under_torchrun() and os.environ["RANK"] != "0"
-    sock = None if follows else (bind(host, port) if uds is None else bind_unix(uds))
+    rereads = context.meta.get(REREADS)
+    if rereads is None:
+        configure(request_log, log_level)  # type: ignore[arg-type]
+        sock = None if follows else (bind(host, port) if uds is None else bind_unix(uds))
     settings = engine_config(
         model,
         **engine_settings,
@@ -194,7 +211,11 @@ def command(
         hung_after_s=hung_after,
         data_parallel_size=data_parallel_size,
         check_plans=check_plans,
+        fail_over=fail_over,
     )
+    if rereads is not None:
+        rereads.append((settings, drain_timeout))
+        return 0
     if follows:
         from ..engine.ranks import follow_rank_0
 
@@ -218,11 +239,36 @@ def command(
         )
         print(" | ".join(filter(None, said)), flush=True)
 
+    async def reload(engine: Any) -> None:
+        if not isinstance(engine, Replicas):
+            raise ValueError("an engine whose ranks share experts cannot be replaced while it runs: restart the server")
+        await engine.reload(*reread(context))
+
+    def start() -> Any:
+        return start_engines(settings, replaceable=True)
+
+    # Of a closed terminal SIGHUP means the end, as ever.
+    again = None if sys.stdin is not None and sys.stdin.isatty() else reload
     try:
-        return asyncio.run(serve(lambda: start_engines(settings), options, sock, grace_s=grace, ready=ready))
+        return asyncio.run(serve(start, options, sock, grace_s=grace, ready=ready, reload=again))
     finally:
         if uds is not None:
             Path(uds).unlink(missing_ok=True)
+
+
+def reread(context: Any) -> tuple[EngineConfig, float]:
+    """The configuration of the engine, and ``--drain-timeout``, as the command line, the environment and the file of
+    ``--config`` say them now.
+
+    Raises:
+        ValueError: they are at fault.
+    """
+    found: list[tuple[EngineConfig, float]] = []
+    fresh = context.command.make_context(context.info_name, list(context.meta[ARGUMENTS]), parent=context.parent)
+    fresh.meta[REREADS] = found
+    with fresh:
+        context.command.invoke(fresh)
+    return found[0]
 
 
 def lora_module(

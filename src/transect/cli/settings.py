@@ -20,6 +20,9 @@ from .environment import unknown_variables, warning
 SPREAD = {"lora_modules": lambda word: "=" in word or word.startswith("{")}
 """Options that take several values after one flag, as vLLM's do: parameter to a test of words that are values."""
 
+ARGUMENTS = "transect.arguments"
+"""Key of a context's ``meta``: the words of its command line."""
+
 SERVER, MODEL, ENGINE, GPU, REST = "Server", "Model and text", "Engine", "GPU", "Options"
 GROUPS = {
     **dict.fromkeys(
@@ -55,6 +58,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the flags of ``SPREAD`` before each of their values, which is the form that click knows."""
+        ctx.meta[ARGUMENTS] = tuple(args)
         flags = {flag: SPREAD[param.name] for param in self.params if param.name in SPREAD for flag in param.opts}
         spread: list[str] = []
         flag, values = "", 0
