@@ -2,11 +2,11 @@
 
     python benchmarks/fail_over.py [--kills 1000] [--model smollm2-135m] [--seed 1] [--minutes 30] [--out FILE]
 
-One server with three replicas runs all the time. Every round sends requests of five kinds at once,
-drawn from those of ``transect/bench/same_answers.py``; when one of them, drawn at random, has a random number of its tokens, one of the
-replicas is killed (``kill -9``) or, a third of the time, stopped (SIGSTOP), so that it lives and does nothing. All
-answers are compared with those of a round that nobody disturbed. Writes benchmarks/results/cpu/fail_over.json after
-every round, and continues the count of a file that is there: run it as often as it takes.
+One server with three replicas runs all the time. Every round sends requests of five kinds at once, drawn from those of
+``transect/bench/same_answers.py``; when one of them has a random number of its tokens, one of the replicas is killed
+(``kill -9``) or, a third of the time, stopped (SIGSTOP), so that it lives and does nothing. All answers are compared
+with those of a round that nobody disturbed. Writes benchmarks/results/cpu/fail_over.json after every round, and
+continues the count of a file that is there: run it as often as it takes.
 
 The longest gap between two events of a stream stands beside its prediction: the time until a signal is noticed, and the
 prefill of the longest prompt and answer at the measured rate, on the cores that the starting replica leaves.
