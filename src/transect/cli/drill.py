@@ -98,15 +98,17 @@ async def _round(client: httpx.AsyncClient, hitting: asyncio.Task[None] | None) 
 def _table(calm: dict[str, Answer], disturbed: dict[str, Answer]) -> tuple[Table, bool]:
     from rich.table import Table
 
-    table = Table()
-    for name, justify in (("stream", "left"), ("its beginning", "left"), ("events", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name in ("longest gap, undisturbed", "longest gap, disturbed", "same bytes"):
-        table.add_column(name, justify="right")
+    table = Table(
+        caption="longest pause between two events of a stream, calm and with the signal", caption_justify="left"
+    )
+    table.add_column("stream", no_wrap=True)
+    table.add_column("its beginning", no_wrap=True)
+    for name in ("events", "calm", "signal", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
     all_same = True
     for kind, answer in disturbed.items():
         same = answer.same_as(calm[kind])
         all_same = all_same and same
         gaps = (f"{each.longest_gap_s:.2f} s" for each in (calm[kind], answer))
-        table.add_row(kind, repr(answer.text[:32]), str(answer.pieces), *gaps, "yes" if same else "NO")
+        table.add_row(kind, repr(answer.text[:16]), str(answer.pieces), *gaps, "yes" if same else "NO")
     return table, all_same

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from ...text.output_processor import Update
@@ -24,7 +24,7 @@ from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..scheduling.arrivals import seed_of
 from ..scheduling.outputs import SchedulerStats
-from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router
+from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..scheduling.sampling_params import SamplingParams
 from ..scheduling.waiting_queue import QueueFull
 from . import wire
@@ -67,6 +67,20 @@ def config_of(config: EngineConfig, index: int) -> EngineConfig:
         decision_log=None if file is None else f"{file}.{index}",
         hung_after_s=config.silence_s,
     )
+
+
+@dataclasses.dataclass(slots=True)
+class _Place:
+    """Where a request runs."""
+
+    engine: AsyncEngine
+    ticket: Ticket
+    alone: bool
+    """It holds ``Replicas._alone``."""
+    approximate: bool = False
+    """It continues tokens of an engine with other bits."""
+    silent: bool = True
+    """No token of it has come from there yet."""
 
 
 class Replicas(Generates):
@@ -164,14 +178,14 @@ class Replicas(Generates):
             EngineDeadError: all replicas have ended for good, or this request has ended several.
             QueueFull: no replica has room.
         """
-        if request_id in self._streams:
-            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
+        self._check_new(request_id)
         params = check_params(params)
         if params.seed is None:  # an answer that is continued elsewhere needs the seed of its first engine
             params = params.with_(seed=seed_of(self._seed, self._count))
         self._count += 1
         first = self.engines[(await self._living())[0]]
         stream = first.open(prompt_token_ids, params, request_id, **options)
+        self._check_new(request_id)
         self._streams[request_id] = stream
         try:
             full: set[AsyncEngine] = set()
@@ -186,38 +200,46 @@ class Replicas(Generates):
                             yield item
                     continue
                 try:
-                    async with contextlib.aclosing(self._attempt(stream, full)) as updates:
-                        async for update in updates:
-                            yield update
+                    async with self._placed(stream, full) as place:
+                        if place is None:
+                            continue
+                        async with contextlib.aclosing(place.engine.follow(stream)) as updates:
+                            async for update in updates:
+                                self._router.drawn(place.ticket, len(update.token_ids))
+                                if place.silent and update.token_ids:
+                                    self._begin_news(place, stream, update)
+                                yield update
                 except EngineDeadError as error:
                     self._check_replay(stream, str(error))
         finally:
             del self._streams[request_id]
 
-    async def _attempt(self, stream: Stream, full: set[AsyncEngine]) -> AsyncGenerator[Update, None]:
-        """Run a request on one replica, to its end or that of the replica. ``full``: those that have refused it."""
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._streams:
+            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
+
+    @contextlib.asynccontextmanager
+    async def _placed(self, stream: Stream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
+        """A replica for a request, counted there while it is entered; None if the request was aborted meanwhile.
+        ``full``: replicas that have refused it."""
         params = stream.params
         most = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
         alone = stream.deaths >= MOST_REPLAYS
         if alone:
             await self._alone.acquire()
+        place: _Place | None = None
         try:
             living = await self._living(stream)
             if stream.aborted:
+                yield None
                 return
             open_ones = [index for index in living if self.engines[index] not in full] or living
             ticket = self._router.send(stream.prompt_token_ids, most, open_ones)
             engine = self._where[stream.request_id] = self.engines[ticket.engine]
+            place, alone = _Place(engine, ticket, alone), False
             try:
-                moved = self._moved_to(engine, stream)
-                async with contextlib.aclosing(engine.follow(stream)) as updates:
-                    async for update in updates:
-                        self._router.drawn(ticket, len(update.token_ids))
-                        if update.token_ids:
-                            stream.deaths = 0
-                            alone = self._let_go(alone)
-                        update.approximate, moved = moved, False
-                        yield update
+                place.approximate = self._moved_to(engine, stream)
+                yield place
             except QueueFull:  # comes before anything of the request does
                 self._router.refused(ticket)
                 full.add(engine)
@@ -227,12 +249,16 @@ class Replicas(Generates):
                 self._router.done(ticket)
                 del self._where[stream.request_id]
         finally:
-            self._let_go(alone)
+            if alone or (place is not None and place.alone):
+                self._alone.release()
 
-    def _let_go(self, alone: bool) -> bool:
-        if alone:
+    def _begin_news(self, place: _Place, stream: Stream, update: Update) -> None:
+        """The first token of a request has come from a replica, so it was not what ended the one before."""
+        place.silent, update.approximate = False, place.approximate
+        stream.deaths = 0
+        if place.alone:
+            place.alone = False
             self._alone.release()
-        return False
 
     def _moved_to(self, engine: AsyncEngine, stream: Stream) -> bool:
         """Note where a stream goes. True if it has tokens of an engine of which this one does not promise the bits."""
