@@ -4,6 +4,7 @@ import asyncio
 import os
 import random
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,14 @@ async def test_streams_that_outlive_a_reload_continue_only_where_bits_are_the_sa
             await running
         with pytest.raises(ValueError, match="cannot become 3"):
             await engines.reload(EngineConfig(model="m", data_parallel_size=3))
+
+
+async def test_a_process_that_computes_gets_more_time_than_one_that_is_stopped():
+    spinning = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        await until(lambda: supervisor.is_busy(spinning.pid))
+        spinning.send_signal(signal.SIGSTOP)
+        await until(lambda: not supervisor.is_busy(spinning.pid))
+    finally:
+        spinning.kill()
+        await spinning.wait()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from .async_engine import AsyncEngine
 from .streams import EngineDeadError
@@ -16,8 +17,25 @@ WATCH_S = 0.1
 """How often replicas are looked at, in seconds."""
 MOST_STARTS = 5
 """Tries to start a replica, one after another, before it is given up."""
+QUICK_S = 1.0
+"""A silence that is no reason yet to look at the process, in seconds."""
+PATIENCE = 5.0
+"""So many times longer may a process be silent that computes, or waits for a core or a disk."""
 FIRST_PAUSE_S = 1.0
 """Before the second try; each pause after that is twice as long."""
+
+
+def is_busy(pid: int) -> bool:
+    """True if a thread of the process runs, waits for a core, or waits for a disk. False on systems without ``/proc``,
+    and if the process is stopped (SIGSTOP) or all of its threads sleep."""
+    for each in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            state = each.read_text().rpartition(")")[2].split()[0]
+        except OSError:  # the thread has just ended
+            continue
+        if state in ("R", "D"):
+            return True
+    return False
 
 
 class Supervisor:
@@ -84,7 +102,11 @@ class Supervisor:
 
     def _check_silence(self, engine: AsyncEngine, passed: float, limit: float) -> None:
         heard, quiet = self._quiet.get(engine, (engine.heard, 0.0))
-        quiet = quiet + passed if heard == engine.heard else 0.0
+        if heard != engine.heard:
+            quiet = passed = 0.0
+        elif quiet > QUICK_S and is_busy(engine.pid):
+            passed /= PATIENCE
+        quiet += passed
         self._quiet[engine] = engine.heard, quiet
         if quiet > limit:
             engine.kill(f"it gave no sign of life for {quiet:.1f} s and was killed")
