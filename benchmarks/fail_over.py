@@ -1,11 +1,11 @@
-"""Kills and stops replicas of a server at random tokens of requests of all kinds: no answer may change by a byte.
+"""Kill and stop replicas of a server at random tokens of requests of all kinds, and compare every byte.
 
     python benchmarks/fail_over.py [--kills 1000] [--model smollm2-135m] [--seed 1] [--minutes 30] [--out FILE]
 
 One server with three replicas runs all the time. Every round sends requests of five kinds at once, drawn from those of
 ``transect/bench/same_answers.py``; when one of them has a random number of its tokens, one of the replicas is killed
 (``kill -9``) or, a third of the time, stopped (SIGSTOP), so that it lives and does nothing. All answers are compared
-with those of a round that nobody disturbed. Writes benchmarks/results/cpu/fail_over.json after every round, and
+with those of an undisturbed round. Writes benchmarks/results/cpu/fail_over.json after every round, and
 continues the count of a file that is there: run it as often as it takes.
 
 The longest gap between two events of a stream stands beside its prediction: the time until a signal is noticed, and the
@@ -58,7 +58,7 @@ def engines(server: int) -> list[int]:
 
 
 async def calm_round(client: httpx.AsyncClient) -> dict[str, Answer]:
-    """Answers that nobody disturbs."""
+    """Collect undisturbed answers."""
     answers = await asyncio.gather(*(ask(client, *request) for request in KINDS.values()))
     return dict(zip(KINDS, answers, strict=True))
 
@@ -95,7 +95,7 @@ async def hit_round(
 
 
 async def until_back(client: httpx.AsyncClient, least: int) -> None:
-    """Wait until so many replicas make progress."""
+    """Wait until at least ``least`` replicas make progress."""
     until = time.monotonic() + BACK_WAIT_S
     while time.monotonic() < until:
         detail = (await client.get("/health")).json()["detail"] or ""

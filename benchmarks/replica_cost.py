@@ -1,9 +1,9 @@
-"""What replicas cost while nothing fails: an engine behind them beside the same engine alone, both without a model.
+"""Measure the cost of replicas while nothing fails: one engine behind them, and the same engine alone.
 
     python benchmarks/replica_cost.py [--rounds 7] [--out FILE]
 
-The engine is ``tests/helpers/stub_engine.py``: the shipping process, scheduler and messages, and tokens that cost
-nothing but ``STUB_STEP_S`` a step. Rounds alternate between the two. Time to the first token at one stream; tokens a
+Neither has a model. The engine is ``tests/helpers/stub_engine.py``: the shipping process, scheduler and messages, and
+tokens that cost nothing but ``STUB_STEP_S`` a step. Rounds alternate between the two. Time to the first token at one stream; tokens a
 second at 32 streams, and the processor time that the caller's process spends on a token, which other work on the
 machine hardly changes. Writes benchmarks/results/cpu/replica_cost.json.
 """

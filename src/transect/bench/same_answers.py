@@ -98,11 +98,11 @@ _TEXTS = {"text", "content", "reasoning_content", "reasoning", "arguments", "del
 
 @dataclass
 class Answer:
-    """What came for one request."""
+    """The answer to one request, as its client has it."""
 
     status: int = 0
     value: Any = None
-    """What the client has in the end."""
+    """The folded events, or the whole body."""
     pieces: int = 0
     """Events, or 1."""
     longest_gap_s: float = 0.0

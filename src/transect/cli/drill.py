@@ -110,5 +110,5 @@ def _table(calm: dict[str, Answer], disturbed: dict[str, Answer]) -> tuple[Table
         same = answer.same_as(calm[kind])
         all_same = all_same and same
         gaps = (f"{each.longest_gap_s:.2f} s" for each in (calm[kind], answer))
-        table.add_row(kind, repr(answer.text[:16]), str(answer.pieces), *gaps, "yes" if same else "NO")
+        table.add_row(kind, repr(answer.text[:8]), str(answer.pieces), *gaps, "yes" if same else "NO")
     return table, all_same

@@ -24,14 +24,15 @@ from .config import EngineConfig
 if TYPE_CHECKING:
     import torch
 
-SAMPLES, SAMPLE_BYTES = 64, 4096
-"""Pieces of a weight file that are looked at, and their size: reading all of it would take as long as loading it."""
+SAMPLES, SAMPLE_BYTES, READ_WHOLE = 256, 4096, 2**24
+"""Pieces of a large weight file that are looked at, their size, and the size up to which a file is read whole: reading
+a large one would take as long as loading it."""
 SIZED = ("dtype", "quantization", "kv_cache_dtype", "block_size", "tensor_parallel_size", "pipeline_parallel_size")
 """Settings that choose formats, the tiles of attention, and the order of sums over ranks."""
 
 
 class Numerics(msgspec.Struct, frozen=True):
-    """What an engine's bits depend on.
+    """Everything that an engine's bits depend on.
 
     Attributes:
         parts: by name; the digest of the weights among them.
@@ -96,6 +97,6 @@ def _update(digest: Any, files: Iterable[Path]) -> None:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:
-            for at in range(0, max(1, size), max(SAMPLE_BYTES, size // SAMPLES)):
+            for at in range(0, size, SAMPLE_BYTES if size <= READ_WHOLE else size // SAMPLES):
                 file.seek(at)
                 digest.update(file.read(SAMPLE_BYTES))

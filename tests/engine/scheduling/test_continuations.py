@@ -1,4 +1,4 @@
-"""An answer that is cut after any token goes on in another engine as if nothing had happened.
+"""An answer that is cut after any token continues in another engine like an undisturbed one.
 
 A workload has twenty and more cut requests, so ``make prove`` continues over 100,000 of them.
 """

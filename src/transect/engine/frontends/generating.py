@@ -25,7 +25,7 @@ class Generates(ABC):
     @property
     @abstractmethod
     def info(self) -> wire.Ready:
-        """What the engine said when it was ready."""
+        """The engine's ``Ready`` message."""
 
     @property
     @abstractmethod
@@ -34,7 +34,7 @@ class Generates(ABC):
 
     @abstractmethod
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend."""
+        """Sampling parameters that the model's files recommend."""
 
     @abstractmethod
     def snapshot(self, request_id: str) -> RequestOutput | None:
@@ -67,7 +67,7 @@ class Generates(ABC):
 
         Args:
             prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
-            params: None: the model's own defaults (``default_sampling_params``).
+            params: None for the model's own defaults (``default_sampling_params``).
             request_id: made up if not given.
             priority: lower runs earlier.
             add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.

@@ -1,4 +1,4 @@
-"""``Replicas``: several whole engines as one (data parallel). It has the face of ``AsyncEngine``.
+"""``Replicas``: several whole engines as one (data parallel). Its interface is that of ``AsyncEngine``.
 
 Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``policies/routing.py`` says which of
 them gets a request. When one ends or hangs, its requests continue in the others from the tokens that are known, and
@@ -95,9 +95,9 @@ class Replicas(Generates):
         self._where: dict[str, AsyncEngine] = {}
         """The replica of each request that one has."""
         self._counted: dict[AsyncEngine, SchedulerStats] = {}
-        """What each replica last said of itself; of those that are gone, too."""
+        """The last statistics of each replica, ended ones included."""
         self._supervisor: Supervisor | None = None
-        """None: replicas that end stay so."""
+        """None before ``start`` has made it: replicas that end stay ended."""
         self._change = asyncio.Event()
         """Set, and replaced, when a replica or the state of a waiting stream has changed."""
         self._alone = asyncio.Lock()
@@ -139,14 +139,14 @@ class Replicas(Generates):
         return replicas
 
     def __getattr__(self, name: str) -> Any:
-        """What all replicas have alike (tokenizer, context length, ...) is that of the first which lives."""
+        """Take what all replicas have alike (tokenizer, context length, ...) from the first living one."""
         if name in ("engines", "config"):  # not there yet
             raise AttributeError(name)
         return getattr(self.engines[next(iter(self.alive()), 0)], name)
 
     @property
     def info(self) -> wire.Ready:
-        """What the first living replica said when it was ready."""
+        """The ``Ready`` message of the first living replica."""
         return self.engines[next(iter(self.alive()), 0)].info
 
     @property
@@ -155,7 +155,7 @@ class Replicas(Generates):
         return self.engines[next(iter(self.alive()), 0)].max_model_len
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend."""
+        """Sampling parameters that the model's files recommend."""
         return self.engines[0].default_sampling_params()
 
     def alive(self) -> list[int]:
@@ -311,7 +311,7 @@ class Replicas(Generates):
         return living
 
     def _replaced(self, index: int, old: AsyncEngine | None) -> None:
-        """An engine has taken the place of ``old``; None: it could not."""
+        """Note that an engine has taken the place of ``old``, or, if that is None, that none could."""
         if old is not None:
             self._router.renew(index, self.engines[index].info.kv_tokens)
         self._wake()

@@ -14,13 +14,13 @@ from .streams import EngineDeadError
 log = logging.getLogger(__name__)
 
 WATCH_S = 0.1
-"""How often replicas are looked at, in seconds."""
+"""Seconds between two looks at the replicas."""
 MOST_STARTS = 5
 """Tries to start a replica, one after another, before it is given up."""
 QUICK_S = 1.0
 """A silence that is no reason yet to look at the process, in seconds."""
 PATIENCE = 5.0
-"""So many times longer may a process be silent that computes, or waits for a core or a disk."""
+"""Factor on the allowed silence of a process that computes, or waits for a core or a disk."""
 FIRST_PAUSE_S = 1.0
 """Before the second try; each pause after that is twice as long."""
 
@@ -44,8 +44,8 @@ class Supervisor:
     Args:
         engines: the list; ended ones are replaced in it.
         start: starts the engine of one place.
-        silence_s: seconds without a sign of life after which an engine has hung; None: engines that hang or end are
-            left alone.
+        silence_s: seconds without a sign of life after which an engine has hung; None if engines that hang or end
+            are left alone.
         changed: called when an engine was replaced or given up.
     """
 

@@ -1,4 +1,4 @@
-"""What becomes of a request that arrives: its sequences, with their numbers, ranks and seeds."""
+"""Make the sequences of a request that arrives, with their numbers, ranks and seeds."""
 
 from __future__ import annotations
 
