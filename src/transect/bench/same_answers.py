@@ -148,6 +148,8 @@ async def ask(
                 continue
             event = json.loads(plain(line.removeprefix("data: ").encode()))
             kind = event.get("type", "") if isinstance(event.get("type"), str) else ""
+            if kind == "message_start":  # the count so far goes by the cut into events
+                event["message"]["usage"].pop("output_tokens", None)
             answer.clean = kind in ("message_stop", "response.completed", "response.incomplete")
             _fold(total.setdefault(f"{kind} {event.get('index', event.get('output_index', ''))}", {}), event)
             answer.text += _text_of(event)

@@ -37,6 +37,8 @@ from .vllm_arguments import engine_settings
 
 MOST_REPLAYS = 2
 """Replays of a request in a row without a token between them; the last of them is alone."""
+REPORT = 16
+"""Tokens of a stream that the router hears of together."""
 MOST_DEATHS = 10
 """Replicas that may end while they have one request, with tokens between or without."""
 
@@ -81,6 +83,8 @@ class _Place:
     """It continues tokens of an engine with other bits."""
     silent: bool = True
     """No token of it has come from there yet."""
+    report_at: int = 1
+    """Tokens after which the router hears of them: of the first at once, because the prompt is done then."""
 
 
 class Replicas(Generates):
@@ -203,11 +207,15 @@ class Replicas(Generates):
                     async with self._placed(stream, full) as place:
                         if place is None:
                             continue
+                        ticket, drawn = place.ticket, 0
                         async with contextlib.aclosing(place.engine.follow(stream)) as updates:
                             async for update in updates:
-                                self._router.drawn(place.ticket, len(update.token_ids))
-                                if place.silent and update.token_ids:
+                                drawn += len(update.token_ids)
+                                if place.silent and drawn:
                                     self._begin_news(place, stream, update)
+                                if drawn >= place.report_at:
+                                    self._router.drawn(ticket, drawn)
+                                    drawn, place.report_at = 0, REPORT
                                 yield update
                 except EngineDeadError as error:
                     self._check_replay(stream, str(error))
