@@ -223,6 +223,24 @@ def all_number_formats() -> str:
     return page()
 
 
+def model_families() -> str:
+    """Every record of a model family, and the stacks that its tiny model could run on with heads of 64."""
+    from dataclasses import replace
+
+    from transect.models import fused_stack, native
+    from transect.spec.families.family import TINY
+    from transect.spec.families.registry import families
+    from transect.spec.hf import from_hf
+
+    rows = ["| `model_type` | models | on a CPU | on a GPU | of its own | GGUF |", "|---|---|---|---|---|---|"]
+    for name, family in families().items():
+        config = replace(from_hf(TINY | {"model_type": name, **family.tiny}), head_dim=64)
+        refusals = native.refusal(config, 16), fused_stack.refusal(config)
+        runs = " | ".join("kernels" if refusal is None else "layers" for refusal in refusals)
+        rows.append(f"| `{name}` | {family.models} | {runs} | {', '.join(config.beyond_stacks)} | `{family.gguf}` |")
+    return "\n".join(rows) + "\n"
+
+
 def training_settings() -> str:
     """Every setting of a training run."""
     from transect.train.config.page import page
@@ -334,6 +352,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "engine-gpu": gpu_engine(engine_tables.main_table),
     "number-formats": number_formats,
     "number-formats-all": all_number_formats,
+    "families": model_families,
     "sinks": sinks,
     "engine-gpu-short": gpu_engine(engine_tables.short_table),
     "engine-gpu-energy": gpu_engine(engine_tables.energy_table),

@@ -4,8 +4,8 @@
 
 Neither has a model. The engine is ``tests/helpers/stub_engine.py``: the shipping process, scheduler and messages, and
 tokens that cost nothing but ``STUB_STEP_S`` a step. Rounds alternate between the two. Measured are the time to the
-first token at one stream, tokens a second at 32 streams, and the processor time that the caller's process spends on a token,
-which other work on the machine hardly changes. Writes benchmarks/results/cpu/replica_cost.json.
+first token at one stream, tokens a second at 32 streams, and the processor time that the caller's process spends on a
+token, which other work on the machine hardly changes. Writes benchmarks/results/cpu/replica_cost.json.
 """
 
 from __future__ import annotations

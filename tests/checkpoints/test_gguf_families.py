@@ -23,26 +23,22 @@ from transect.models.decoder import Decoder
 from transect.models.native import refusal
 from transect.models.stored import read_all
 from transect.models.weights.kinds import kinds_for
+from transect.spec.families.registry import families
 from transect.spec.gguf import from_gguf
 from transect.spec.hf import from_hf_directory
 
 FOUR = {"num_hidden_layers": 4}
-FAMILIES = {
-    "mixtral": {},
-    "qwen2-moe": {"mlp_only_layers": []},
-    "qwen3-moe": {},
-    "olmoe": {},
-    "dots1": {},
-    "gpt-oss": {},
+EVERY_FOURTH = {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}
+GRANTED = {
+    "qwen2_moe": {"mlp_only_layers": []},
     "gemma2": {"query_pre_attn_scalar": 16},
-    "gemma3": {"query_pre_attn_scalar": 16, "layer_types": ["sliding_attention"] * 2},
-    "phi3": {},
-    "olmo2": {},
-    "granite": {"attention_multiplier": 0.3},
-    "smollm3": FOUR | {"no_rope_layers": [1, 1, 1, 0]},
-    "llama4": FOUR | {"no_rope_layers": [1, 1, 1, 0], "moe_layers": [0, 1, 2, 3], "attention_chunk_size": 8192,
-                      "floor_scale": 8192, "attn_scale": 0.1},
+    "gemma3_text": {"layer_types": ["sliding_attention"] * 2},
+    "smollm3": EVERY_FOURTH,
+    "llama4_text": EVERY_FOURTH | {"moe_layers": [0, 1, 2, 3], "attention_chunk_size": 8192, "floor_scale": 8192,
+                                   "attn_scale": 0.1},
 }  # fmt: skip
+"""Settings that llama.cpp takes for granted, where tiny models have others."""
+FAMILIES = {name: GRANTED.get(name, {}) for name, record in families().items() if record.gguf}
 
 
 def open_with_config(path):
@@ -86,7 +82,7 @@ def test_files_are_the_model_of_its_safetensors_converted_and_written(tmp_path, 
 
 def test_a_router_of_one_row_may_be_a_matrix(tmp_path):
     """The converter writes a matrix of one row; ``llama-quantize`` makes a vector of it."""
-    model = make_model("qwen2-moe", mlp_only_layers=[])
+    model = make_model("qwen2_moe", mlp_only_layers=[])
 
     def row(name, array):
         return array[None] if name.endswith("ffn_gate_inp_shexp.weight") else array
@@ -96,14 +92,14 @@ def test_a_router_of_one_row_may_be_a_matrix(tmp_path):
     same(matrix, vector, atol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "phi3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "phi3"])
 def test_packed_experts_and_joined_matrices_stay_packed(tmp_path, family):
     model = make_model(family)
     file, config = open_with_config(write_gguf(tmp_path / "m.gguf", model, "Q8_0"))
     model.save_pretrained(tmp_path)
     expected = dict(read_all(stored_hf(tmp_path, from_hf_directory(tmp_path))))
     weights = dict(stored_gguf(file, config))
-    part = "mlp.experts_up" if family == "qwen3-moe" else "mlp.up"
+    part = "mlp.experts_up" if family == "qwen3_moe" else "mlp.up"
     stored = weights[f"layers.1.{part}.weight"]
     assert stored.layout.units.name == "Q8_0"
     rows, whole = stored.read(slice(5, 40)), expected[f"layers.1.{part}.weight"]
@@ -127,7 +123,7 @@ def test_experts_in_mxfp4_are_copied(tmp_path):
     same(experts, {name: expected[name] for name in experts}, atol=0)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt-oss", "qwen3-moe", "llama4"])
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "qwen3_moe", "llama4_text"])
 def test_logits_are_those_of_transformers_by_products_on_the_files_blocks(tmp_path, family):
     model = make_model(family, **FAMILIES[family])
     source = resolve(str(write_gguf(tmp_path / "m.gguf", model, "Q8_0")))
@@ -148,7 +144,7 @@ def test_logits_are_those_of_transformers_by_products_on_the_files_blocks(tmp_pa
     assert float((packed - expected).abs().mean()) < 0.05 * float(expected.std())
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", "phi3"])
+@pytest.mark.parametrize("family", ["gpt_oss", "phi3"])
 def test_kinds_of_weight_for_a_gpu_hold_the_blocks(tmp_path, family):
     source = resolve(str(write_gguf(tmp_path / "m.gguf", make_model(family), "Q8_0")))
     kinds = kinds_for(None, "cpu", layouts=held_layouts(source))
@@ -175,7 +171,7 @@ def refuses(path, message):
 
 def test_what_cannot_be_read_is_said(tmp_path):
     path = tmp_path / "m.gguf"
-    olmo, moe, phi = make_model("olmo2"), make_model("qwen3-moe"), make_model("phi3")
+    olmo, moe, phi = make_model("olmo2"), make_model("qwen3_moe"), make_model("phi3")
     refuses(write_gguf(path, olmo, metadata={"sliding_window": 5}), "OLMo 3, whose layers slide")
     refuses(write_gguf(path, moe, metadata={"expert_gating_func": types.SimpleNamespace(value=3)}), "router of kind 3")
     flat = dict.fromkeys(["blk.0.ffn_up_exps.weight"], None)
@@ -207,7 +203,7 @@ def test_names_that_damage_broke_are_shown_in_one_line(tmp_path):
     [
         ("gemma2", {"query_pre_attn_scalar": 9}, "gemma2 model with scores scaled by other than 0.25 cannot"),
         ("smollm3", {}, "smollm3 model with other layers that rotate than three of four cannot"),
-        ("qwen2-moe", {}, "no qwen2moe model with layers without experts"),
+        ("qwen2_moe", {}, "qwen2_moe model with layers without experts cannot"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}, "a sliding window cannot"),
     ],
 )
@@ -221,6 +217,6 @@ def test_a_mistral_whose_layers_take_turns_is_not_written(tmp_path):
     """llama.cpp reads one window for all layers of a llama."""
     make_model("mistral").save_pretrained(tmp_path)
     config = from_hf_directory(tmp_path)
-    assert gguf_metadata(config, "F16", "m")["llama.attention.sliding_window"] == 5
+    assert gguf_metadata(config, "F16", "m")["llama.attention.sliding_window"] == 9
     with pytest.raises(ValueError, match="a sliding window of some layers cannot"):
         gguf_metadata(dataclasses.replace(config, full_attention_layers=(0,)), "F16", "m")

@@ -114,7 +114,7 @@ def test_files_and_directories_that_are_no_model(tmp_path, smollm2):
     (tmp_path / "config.json").write_text("{")
     fails(str(tmp_path), "config.json is not valid JSON")
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    fails(str(tmp_path), "architecture 'mamba' is not supported; supported are: gpt2, llama")
+    fails(str(tmp_path), "architecture 'mamba' is not supported; supported are: dots1, gemma2")
 
 
 def test_truncated_and_foreign_gguf_files(tmp_path, smollm2):

@@ -6,16 +6,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from tiny_checkpoints import FAMILIES, make_model, write_gguf
+from tiny_checkpoints import make_model, write_gguf
 
 from transect.checkpoints.gguf import half_rotation_rows, stored_gguf
-from transect.checkpoints.hf import stored_hf
 from transect.checkpoints.resolve import resolve
 from transect.formats.ggml_blocks import QuantizedTensor
 from transect.formats.gguf_file import GGUFFile
 from transect.models.stored import read_all
 from transect.spec.gguf import from_gguf
-from transect.spec.hf import from_hf_directory
 from transect.spec.weights import weight_shapes
 
 
@@ -26,18 +24,6 @@ def open_with_config(path):
 
 def dense(weight):
     return torch.from_numpy(weight.dequantize()) if isinstance(weight, QuantizedTensor) else weight
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gives_the_weights_of_the_safetensors(tmp_path, family):
-    model = make_model(family)
-    model.save_pretrained(tmp_path)
-    expected = dict(read_all(stored_hf(tmp_path, from_hf_directory(tmp_path))))
-    file, config = open_with_config(write_gguf(tmp_path / "m.gguf", model))
-    got = dict(read_all(stored_gguf(file, config)))
-    assert list(got) == list(weight_shapes(config)) and set(got) == set(expected)
-    for name, weight in got.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

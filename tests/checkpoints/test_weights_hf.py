@@ -209,9 +209,9 @@ def as_a_part(text, directory, name):
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        ("gemma3", lambda key: f"language_model.{key}"),
-        ("gemma3", lambda key: key.replace("model.", "model.language_model.", 1)),
-        ("llama4", lambda key: f"language_model.{key}"),
+        ("gemma3_text", lambda key: f"language_model.{key}"),
+        ("gemma3_text", lambda key: key.replace("model.", "model.language_model.", 1)),
+        ("llama4_text", lambda key: f"language_model.{key}"),
         ("mistral", lambda key: f"language_model.{key}"),
     ],
 )

@@ -126,3 +126,28 @@ def test_a_prediction_that_shrinks_to_nothing_divides_nothing():
     for _ in range(20_000):
         times.learn(StepLoad(4), 0.9 * times.predict(StepLoad(4)))
     assert times.predict(StepLoad(4)) >= 0 and math.isfinite(times.soonest(StepLoad(4)))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_first_steps_that_took_long_are_forgotten_at_once(count):
+    times, work = StepTimes(), StepLoad(2)
+    for _ in range(count):
+        times.learn(work, 3.0)
+    for _ in range(2):
+        times.learn(work, 1e-2)
+    assert times.predict(work) == pytest.approx(1e-2, rel=0.3)
+    for _ in range(20):
+        times.learn(work, 1e-2)
+    assert 0.6e-2 < times.soonest(work) < times.predict(work) == pytest.approx(1e-2, rel=0.02)
+
+
+def test_one_step_that_seemed_short_does_not_undo_what_was_learned():
+    times, work = StepTimes(), StepLoad(8)
+    for tokens in (500, 250, 100, 60, 20) * 8:
+        times.learn(StepLoad(tokens), 4e-3 + 1e-4 * tokens)
+        times.learn(work, 4.8e-3)
+    times.learn(work, 1e-5)
+    for _ in range(3):
+        times.learn(work, 4.8e-3)
+    assert times.predict(work) == pytest.approx(4.8e-3, rel=0.15)
+    assert times.predict(StepLoad(500)) == pytest.approx(54e-3, rel=0.15)

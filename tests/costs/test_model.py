@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from tiny_checkpoints import tiny_values
 
 from transect.costs.model import Row, _layer_products, kv_bytes_per_token, least_products, step_cost, weight_bytes
 from transect.costs.storage import Storage
@@ -18,37 +19,16 @@ from transect.models.context import PagedContext
 from transect.models.decoder import Decoder
 from transect.ops.opset import OPERATORS, resolve_ops
 from transect.ops.registry import get
+from transect.spec.families.registry import families
+from transect.spec.hf import from_hf
 from transect.spec.model import ModelConfig
 from transect.spec.moe import MoEConfig
 from transect.spec.weights import parameter_count
 
 SMOLLM2 = ModelConfig("llama", 49152, 576, 30, 9, 3, 64, 1536, 8192, tied_embeddings=True)
-TINY = ModelConfig("llama", 50, 24, 2, 3, 1, 8, 20, 256, tied_embeddings=True)
-CONFIGS = {
-    "llama": TINY,
-    "qwen3": dataclasses.replace(
-        TINY, architecture="qwen3", qk_norm=True, sliding_window=4, full_attention_layers=(1,)
-    ),
-    "qwen2": dataclasses.replace(TINY, architecture="qwen2", qkv_bias=True, tied_embeddings=False),
-    "qwen2-moe": dataclasses.replace(
-        TINY,
-        architecture="qwen2_moe",
-        n_layers=3,
-        moe=MoEConfig(6, 2, 12, shared_dim=10, shared_gate=True, dense_layers=(1,)),
-    ),
-    "gpt2": dataclasses.replace(
-        TINY,
-        architecture="gpt2",
-        norm="layernorm",
-        activation="gelu_tanh",
-        gated_mlp=False,
-        position="learned",
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        n_kv_heads=3,
-    ),
-}
+NOT_EXACT = {"gemma2", "gemma3_text", "gpt_oss", "llama4_text", "smollm3"}
+"""Families whose gates are not the SwiGLU operator that is counted, or whose layers without rotation count one."""
+CONFIGS = {name: from_hf(tiny_values(name)) for name in families() if name not in NOT_EXACT}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

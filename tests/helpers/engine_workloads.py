@@ -15,6 +15,7 @@ from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, chain_of, 
 
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.request import Request, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
@@ -120,6 +121,17 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
     )
 
 
+def _speculation() -> st.SearchStrategy[SpeculativeConfig]:
+    """Drafters that find many matches among so few tokens, some of them right."""
+    return st.builds(
+        SpeculativeConfig,
+        method=st.sampled_from(sorted(METHODS)),
+        num_speculative_tokens=st.integers(1, 5),
+        prompt_lookup_min=st.integers(1, 2),
+        adaptive=st.sampled_from((False, False, True)),
+    )
+
+
 @st.composite
 def workloads(
     draw: st.DrawFn,
@@ -130,9 +142,11 @@ def workloads(
     crowd: bool = False,
     depth: int = 1,
     breaking: bool = False,
+    drafting: bool = False,
 ) -> Workload:
     """Random workloads. ``storm``: pools so small that sequences drive each other out all the time; ``crowd``: steps so
-    small that long prompts stand in the way of short ones; ``depth``: of a pipeline; ``breaking``: steps raise."""
+    small that long prompts stand in the way of short ones; ``depth``: of a pipeline; ``breaking``: steps raise;
+    ``drafting``: tokens are drafted."""
     block_size = draw(st.integers(1, 4))
     max_model_len = draw(st.integers(20, 34)) if storm or crowd else draw(st.integers(8, 34))
     enough = -(-(max_model_len - 1) // block_size)
@@ -157,6 +171,7 @@ def workloads(
         watermark=draw(st.sampled_from((0.0, 0.01, 0.3))),
         pipeline_depth=depth,
         seed=1,
+        speculation=draw(_speculation()) if drafting else None,
     )
     arrivals = draw(st.lists(_arrivals(storm, crowd), min_size=4 if crowd else 1, max_size=10))
     aborts = draw(

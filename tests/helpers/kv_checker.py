@@ -208,9 +208,11 @@ class CheckingExecutor:
         config = self.config
         check(bool(batch.rows), "a batch without rows")
         check(batch.num_tokens <= config.max_num_batched_tokens, f"{batch.num_tokens} tokens exceed the budget")
+        drafts = sum(len(row.drafts) for row in batch.rows)
+        check(not drafts or len(batch.rows) + drafts <= config.max_num_seqs, f"{drafts} drafts are too many rows")
         decodes = any(
             row.draws
-            and row.num_tokens == 1
+            and row.num_tokens - len(row.drafts) == 1
             and row.seq_id in self.last_draws
             and self.last_lists.get(row.seq_id, row.block_ids) is row.block_ids  # else it was admitted anew
             for row in batch.rows
@@ -223,8 +225,10 @@ class CheckingExecutor:
         check(len({row.seq_id for row in batch.rows}) == len(batch.rows), "a sequence has two rows in one batch")
         for row in batch.rows:
             check(row.num_tokens >= 1, "an empty row")
+            known = row.num_tokens - len(row.drafts)
+            check(not row.drafts or (known == 1 and len(row.draws) == 1), "drafts of a row that does not decode")
             chunk = config.max_prefill_chunk
-            check(chunk is None or row.num_tokens <= chunk, f"{row.num_tokens} tokens exceed max_prefill_chunk")
+            check(chunk is None or known <= chunk, f"{row.num_tokens} tokens exceed max_prefill_chunk")
 
     def masks(self, batch: ScheduledBatch) -> dict[int, frozenset[int]]:
         """What the grammars allow, by seq_id. They must stand right before the tokens to draw."""
@@ -233,7 +237,7 @@ class CheckingExecutor:
             for draw in row.draws:
                 grammar = draw.constraint
                 if isinstance(grammar, Steps):
-                    before = row.end - len(draw.prompt_token_ids)
+                    before = row.known_end - len(draw.prompt_token_ids)
                     known = len(grammar.accepted)
                     if known > before:  # the grammar has forced this token meanwhile; nobody waits for the draw
                         only = allowed_after(
@@ -282,23 +286,34 @@ class CheckingExecutor:
         size = self.config.block_size
         check(len(row.block_ids) >= row.num_blocks(size), f"sequence {row.seq_id} has too few blocks")
         self._take_forced(row, truth)
-        check(truth.failed or row.end <= len(truth.tokens), f"sequence {row.seq_id} runs past its tokens")
+        check(truth.failed or row.known_end <= len(truth.tokens), f"sequence {row.seq_id} runs past its tokens")
         if truth.failed:  # the step after a failed draw was under way; what it writes must not be read by anybody
             for position in range(row.start, row.end):
                 self.slots[row.block_ids[position // size]][position % size] = _POISON
             return
         tokens = row.token_ids
         check(len(tokens) == row.num_tokens, "token_ids and num_tokens disagree")
+        chains = self._chains(row, truth)
         for position, token in zip(range(row.start, row.end), tokens, strict=True):
-            true = truth.tokens[position]
-            check(
-                token == true or (token == PLACEHOLDER and position == len(truth.tokens) - 1),
-                f"sequence {row.seq_id} is given token {token} at position {position}, but drew {true}",
-            )
+            if position < row.known_end:
+                true = truth.tokens[position]
+                waited = token == PLACEHOLDER and position == len(truth.tokens) - 1 and not row.drafts
+                check(
+                    token == true or waited,
+                    f"sequence {row.seq_id} is given token {token} at position {position}, but drew {true}",
+                )
             slot = (row.block_ids[position // size], position % size)
             check(slot not in written, f"slot {slot} is written twice in a step")
             written.add(slot)
-            self.slots[slot[0]][slot[1]] = truth.chains[position]
+            self.slots[slot[0]][slot[1]] = chains[position]
+
+    @staticmethod
+    def _chains(row: ScheduledRow, truth: _Truth) -> list[int]:
+        """The chains that the row's slots must have, those of its drafts last."""
+        chains = truth.chains[: row.known_end]
+        for draft in row.drafts:
+            chains.append(extend_chain(chains[-1], draft))
+        return chains
 
     def _take_forced(self, row: ScheduledRow, truth: _Truth) -> None:
         """Tokens that nobody drew: the grammar must leave no other."""
@@ -320,8 +335,9 @@ class CheckingExecutor:
         held: list[int] = []
         for block_id in row.block_ids[: row.num_blocks(size)]:
             held += self.slots[block_id]
-        if held[: row.end] != truth.chains[: row.end]:
-            wrong = next(p for p in range(row.end) if held[p] != truth.chains[p])
+        chains = self._chains(row, truth)
+        if held[: row.end] != chains:
+            wrong = next(p for p in range(row.end) if held[p] != chains[p])
             what = "freed or never written" if held[wrong] == _POISON else "written by another prefix"
             block_id = row.block_ids[wrong // size]
             raise Violation(f"sequence {row.seq_id} reads position {wrong} from block {block_id}, which was {what}")
@@ -352,23 +368,41 @@ class CheckingExecutor:
         truth.taken_in = draw.output_token_ids
         truth.grammar = draw.constraint if isinstance(draw.constraint, Steps) else None
         if not truth.failed:
-            check(row.end == len(truth.tokens), f"sequence {draw.seq_id} draws for position {row.end} again")
-            known = draw.output_token_ids[: row.end - truth.prompt_len]
+            check(row.known_end == len(truth.tokens), f"sequence {draw.seq_id} draws for {row.known_end} again")
+            known = draw.output_token_ids[: row.known_end - truth.prompt_len]
             check(known == truth.tokens[truth.prompt_len :][: len(known)], "output_token_ids are not what was drawn")
-            check(len(known) >= row.end - truth.prompt_len - 1, "output_token_ids lag by more than one token")
-        error = "after a failure" if truth.failed else self.fails(draw.seq_id, row.end)
-        if error is not None:
-            truth.failed = True
-            result.errors[draw.seq_id] = error
-            return
-        masked = set(draw.masked_at(row.end))
-        if draw.constraint is not None:
+            lag = row.known_end - truth.prompt_len - len(known)
+            check(lag <= (0 if row.drafts else 1), "output_token_ids lag by too many tokens")
+        if row.drafts:
+            result.accepted[draw.seq_id], result.accepted_logprobs[draw.seq_id] = [], []
+        for position in range(row.known_end, row.end + 1):
+            error = "after a failure" if truth.failed else self.fails(draw.seq_id, position)
+            if error is not None:
+                truth.failed = True
+                result.errors[draw.seq_id] = error
+                return
+            token = self._token(draw, truth, position, position == row.known_end)
+            truth.append(token)
+            logprobs = None if draw.params.logprobs is None else TokenLogprobs(token, -float(position), 1)
+            if position == row.end or row.drafts[position - row.known_end] != token:
+                result.tokens[draw.seq_id] = token
+                if logprobs is not None:
+                    result.logprobs[draw.seq_id] = logprobs
+                return
+            result.accepted[draw.seq_id].append(token)
+            if logprobs is not None:
+                result.accepted_logprobs[draw.seq_id].append(logprobs)
+
+    def _token(self, draw: Draw, truth: _Truth, position: int, first: bool) -> int:
+        masked = set(draw.masked_at(position))
+        grammar = draw.constraint
+        if grammar is not None and first:
             masked.update(set(range(VOCAB)) - self._masks[draw.seq_id])
-        token = draw_token(draw.seed, draw.choice, truth.chains[row.end - 1], masked)
-        truth.append(token)
-        result.tokens[draw.seq_id] = token
-        if draw.params.logprobs is not None:
-            result.logprobs[draw.seq_id] = TokenLogprobs(token, -float(row.end), 1)
+        elif isinstance(grammar, Steps):
+            before = truth.tokens[truth.prompt_len :]
+            allowed = allowed_after(grammar.seed, grammar.vocab, before, grammar.end, grammar.forcing)
+            masked.update(set(range(VOCAB)) - set(allowed))
+        return draw_token(draw.seed, draw.choice, truth.chains[position - 1], masked)
 
 
 class _Handle:

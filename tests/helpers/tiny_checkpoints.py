@@ -12,88 +12,43 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
+from transect.spec.families.family import TINY
+from transect.spec.families.registry import families
+
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
 
-LLAMA4 = {"moe_layers": [0], "no_rope_layers": [1, 0], "attention_chunk_size": 16, "floor_scale": 8, "attn_scale": 0.5}
-FEW_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+VARIANTS = {
+    "smollm2": ("llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+}
+"""Other models of a family: its name, and keys of config.json."""
+EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "gpt_oss")
+"""Families of mixtures of experts."""
+FAMILIES = ("llama", "smollm2", "llama-bias", "mistral", "qwen2", "qwen3", "gpt2")
+
+
+def tiny_values(family, **sizes):
+    """The keys of config.json of a family's tiny model (its record has them), with other sizes and settings."""
+    name, more = VARIANTS.get(family, (family, {}))
+    values = {"model_type": name, **TINY, **families()[name].tiny, **more, **sizes}
+    layers = TINY["num_hidden_layers"]
+    lists = {key: value for key, value in families()[name].tiny.items() if isinstance(value, list)}
+    for key, value in lists.items():
+        if key not in sizes and len(value) == layers:
+            values[key] = (value * layers)[: values["num_hidden_layers"]]
+    return values
 
 
 def make_config(family, **changes):
-    t = transformers
-    return {
-        "llama": lambda: t.LlamaConfig(**SMALL | changes),
-        "smollm2": lambda: t.LlamaConfig(**SMALL | changes, tie_word_embeddings=True),
-        "llama-bias": lambda: t.LlamaConfig(**SMALL | changes, attention_bias=True, mlp_bias=True),
-        "mistral": lambda: t.MistralConfig(**SMALL | changes, sliding_window=5),
-        "qwen2": lambda: t.Qwen2Config(**SMALL | changes, tie_word_embeddings=True),
-        "qwen3": lambda: t.Qwen3Config(**SMALL | changes, head_dim=32),
-        "gpt2": lambda: t.GPT2Config(
-            vocab_size=changes.get("vocab_size", 96),
-            n_embd=64,
-            n_layer=changes.get("num_hidden_layers", 2),
-            n_head=4,
-            n_positions=128,
-            bos_token_id=1,
-            eos_token_id=2,
-        ),
-        "mixtral": lambda: t.MixtralConfig(**SMALL | changes, num_local_experts=4),
-        "qwen2-moe": lambda: t.Qwen2MoeConfig(
-            **SMALL | {"mlp_only_layers": [1]} | changes, **FEW_EXPERTS, shared_expert_intermediate_size=40
-        ),
-        "qwen3-moe": lambda: t.Qwen3MoeConfig(**SMALL | changes, **FEW_EXPERTS, head_dim=16, norm_topk_prob=True),
-        "olmoe": lambda: t.OlmoeConfig(**SMALL | changes, num_experts=6, num_experts_per_tok=2),
-        "dots1": lambda: t.Dots1Config(
-            **SMALL | changes,
-            moe_intermediate_size=24,
-            n_routed_experts=8,
-            num_experts_per_tok=3,
-            n_shared_experts=2,
-            n_group=4,
-            topk_group=2,
-            first_k_dense_replace=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-            sliding_window=None,
-        ),
-        "gpt-oss": lambda: t.GptOssConfig(
-            **SMALL | changes, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=7
-        ),
-        "gemma2": lambda: t.Gemma2Config(
-            **SMALL | changes, head_dim=16, sliding_window=7, attn_logit_softcapping=2.0, final_logit_softcapping=8.0
-        ),
-        "gemma3": lambda: t.Gemma3TextConfig(
-            **SMALL | {"layer_types": ["sliding_attention", "full_attention"]} | changes, head_dim=16, sliding_window=7
-        ),
-        "phi3": lambda: t.Phi3Config(**SMALL | changes, pad_token_id=0),
-        "olmo2": lambda: t.Olmo2Config(**SMALL | changes),
-        "granite": lambda: t.GraniteConfig(
-            **SMALL | changes, embedding_multiplier=3.0, logits_scaling=2.0, residual_multiplier=0.6
-        ),
-        "smollm3": lambda: t.SmolLM3Config(**SMALL | {"no_rope_layers": [1, 0]} | changes, pad_token_id=0),
-        "llama4": lambda: t.Llama4TextConfig(
-            **SMALL | LLAMA4 | changes,
-            head_dim=16,
-            intermediate_size_mlp=96,
-            num_local_experts=4,
-            num_experts_per_tok=1,
-        ),
-    }[family]()
-
-
-EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "olmoe", "dots1", "gpt-oss")
-"""Families of mixtures of experts."""
-FAMILIES = ("llama", "smollm2", "llama-bias", "mistral", "qwen2", "qwen3", "gpt2")
+    values = tiny_values(family, **SMALL | changes)
+    return transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
 
 
 def make_model(family, seed=0, **changes):
@@ -112,7 +67,7 @@ def make_model(family, seed=0, **changes):
 
 def save_mxfp4(folder, **changes):
     """A gpt-oss model with random experts in MXFP4: blocks of 32 inputs, gate and up in turn."""
-    model = make_model("gpt-oss", **changes)
+    model = make_model("gpt_oss", **changes)
     generator, tensors = torch.Generator().manual_seed(0), {}
     for name, weight in model.state_dict().items():
         if not name.endswith(("gate_up_proj", "down_proj")):

@@ -48,6 +48,18 @@ def save_tiny_llm_text(directory, **changes):
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | changes))
 
 
+def with_a_merge(folder):
+    """A file without merges is none that llama.cpp reads."""
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "el"])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("e", "l")]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    backend.add_tokens([f"<{i}>" for i in range(259, 299)])  # a model may have a row more than that
+    backend.save(str(folder / "tokenizer.json"))
+
+
 @functools.cache
 def _tokenizer():
     """One token for each byte, two special ones, and fillers up to the model's vocabulary."""

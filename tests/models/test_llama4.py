@@ -1,66 +1,24 @@
-"""Llama 4's checkpoints: read and written in its own layout of rows, experts and settings."""
+"""Llama 4's checkpoints: parts of them, settings that cannot be, what its chunks and floors cost."""
 
 import json
 
 import pytest
 import torch
-import transformers
+from tiny_checkpoints import make_model
 
 from transect.checkpoints.hf import stored_hf
-from transect.checkpoints.hf_out import save_hf
-from transect.checkpoints.load import load_model
-from transect.checkpoints.resolve import resolve
 from transect.costs.model import Row, least_attention
 from transect.costs.storage import Storage
 from transect.costs.training import TrainingFlops
-from transect.models.context import VarlenContext
-from transect.spec.hf import from_hf, from_hf_directory, to_hf
-
-TOKENS = [5, 9, 77, 42, 13, 8, 31, 60, 2, 2, 19]
-SETTINGS = {
-    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "intermediate_size_mlp": 40, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
-    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_layers": [0, 2], "no_rope_layers": [1, 0, 1],
-    "attention_chunk_size": 4, "floor_scale": 3, "attn_scale": 0.5, "pad_token_id": 0,
-}  # fmt: skip
+from transect.spec.hf import from_hf, from_hf_directory
 
 
 @pytest.fixture(scope="module")
-def theirs():
-    """Two experts for each token, so that rows are weighed pair by pair."""
-    model = transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**SETTINGS)).float().eval()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if weight.ndim == 1 else 0.3 * noise)
-    return model
-
-
-@pytest.fixture(scope="module")
-def folder(theirs, tmp_path_factory):
+def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama4")
-    theirs.save_pretrained(path)
+    changes = {"num_hidden_layers": 3, "attention_chunk_size": 4, "floor_scale": 3}
+    make_model("llama4_text", **changes).save_pretrained(path)
     return path
-
-
-def test_a_checkpoint_is_loaded(theirs, folder):
-    model = load_model(resolve(str(folder)), dtype="float32", native=False)
-    context = VarlenContext(torch.tensor([0, len(TOKENS)], dtype=torch.int32), model.ops)
-    with torch.no_grad():
-        ours = model.logits(model(torch.tensor(TOKENS), context.positions(), context))
-        want = theirs(torch.tensor([TOKENS])).logits[0]
-    torch.testing.assert_close(ours, want, atol=1e-4, rtol=1e-4)
-
-
-def test_what_is_written_is_what_was_read(theirs, folder, tmp_path):
-    config = from_hf_directory(folder)
-    state = {name: stored.read() for name, stored in stored_hf(folder, config)}
-    save_hf(state, config, tmp_path)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    for name, value in theirs.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-    assert from_hf(to_hf(config)) == config
 
 
 def test_parts_are_read_as_parts_of_the_whole(folder):

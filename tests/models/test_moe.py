@@ -1,14 +1,11 @@
 """Mixtures of experts: served through ``LLM``, saved, cut into shards, in 4 bits, on the fused stack."""
 
-import dataclasses
-
 import pytest
 import torch
 import transformers
 from tiny_llm import EOS, VOCAB, save_tiny_llm_text
 
 from transect import LLM, SamplingParams
-from transect.checkpoints.hf_out import save_hf
 from transect.checkpoints.load import load_model
 from transect.checkpoints.resolve import resolve
 from transect.costs.model import least_products
@@ -22,8 +19,7 @@ from transect.models.weights.packed import Packed
 from transect.ops.cpu import library as cpu_library
 from transect.ops.moe import gating
 from transect.ops.opset import resolve_ops
-from transect.spec.hf import from_hf, to_hf
-from transect.spec.model import ModelConfig, RopeConfig
+from transect.spec.model import ModelConfig
 from transect.spec.moe import MoEConfig
 from transect.spec.weights import parameter_count, weight_shapes
 
@@ -83,36 +79,6 @@ def test_llm_serves_experts(checkpoint):
         assert list(answer.outputs[0].token_ids) == want[0, len(prompt) :].tolist()
 
 
-def test_saved_experts_load_in_transformers(tmp_path):
-    model = drawn()
-    save_hf(model.state_dict(), CONFIG, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    tokens = list(range(3, 30))
-    with torch.no_grad():
-        want = theirs(torch.tensor([tokens])).logits[0]
-    assert (logits(model, tokens) - want).abs().max() < 1e-4
-
-
-@pytest.mark.parametrize("architecture", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "dots1"])
-def test_config_round_trip(architecture):
-    config = dataclasses.replace(
-        CONFIG,
-        architecture=architecture,
-        qk_norm=architecture not in ("mixtral", "qwen2_moe"),
-        qk_norm_whole=architecture == "olmoe",
-        qkv_bias=architecture == "qwen2_moe",
-        ffn_dim=16 if architecture in ("mixtral", "olmoe") else 48,
-        moe={
-            "qwen2_moe": MoEConfig(6, 2, 16, renormalize=False, shared_dim=8, shared_gate=True, dense_layers=(1,)),
-            "dots1": MoEConfig(
-                6, 2, 16, score="sigmoid", score_bias=True, scale=2.5, groups=3, groups_kept=2, shared_dim=32,
-                dense_layers=(0,),
-            ),
-        }.get(architecture, MoEConfig(6, 2, 16)),
-    )  # fmt: skip
-    assert from_hf(to_hf(config)) == config
-
-
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -126,42 +92,6 @@ def test_config_round_trip(architecture):
 def test_what_cannot_be(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         MoEConfig(**{"experts": 6, "per_token": 2, "expert_dim": 16} | settings)
-
-
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3"])
-def test_families_are_saved_as_transformers_reads_them(family, tmp_path):
-    """Random weights of ours through ``save_hf`` give the same logits in transformers."""
-    plain = dataclasses.replace(CONFIG, architecture=family, qk_norm=False, moe=None)
-    sliding = {"sliding_window": 5, "full_attention_layers": (1,)}
-    gemma = {
-        "norm_order": "both",
-        "norm_offset": 1.0,
-        "embed_scale": 32**0.5,
-        "query_scale": 0.25,
-        "activation": "gelu_tanh",
-    }
-    own = {
-        "gpt_oss": sliding | {
-            "attention_sinks": True, "qkv_bias": True, "o_bias": True, "ffn_dim": 16, "norm_eps": 1e-5,
-            "moe": MoEConfig(6, 2, 16, router_bias=True, bias=True, clamp=7.0),
-        },
-        "gemma2": sliding | gemma | {"attention_softcap": 3.0, "logit_softcap": 5.0},
-        "gemma3_text": sliding | gemma | {"qk_norm": True, "local_rope": RopeConfig(500.0)},
-        "olmo2": {"norm_order": "post", "qk_norm": True, "qk_norm_whole": True},
-        "granite": {"embed_scale": 2.0, "residual_scale": 0.5, "query_scale": 0.3, "logit_scale": 0.5},
-        "smollm3": {"no_rope_layers": (1,)},
-    }.get(family, {})  # fmt: skip
-    config = dataclasses.replace(plain, **own)
-    assert from_hf(to_hf(config)) == config
-    model = drawn(config)
-    save_hf(model.state_dict(), config, tmp_path)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.float32, attn_implementation="eager"
-    )
-    tokens = list(range(3, 30))
-    with torch.no_grad():
-        want = theirs.eval()(torch.tensor([tokens])).logits[0]
-    assert (logits(model, tokens) - want).abs().max() < 1e-4
 
 
 def test_missing_expert_is_named(checkpoint, tmp_path):

@@ -12,7 +12,7 @@ from transect.train.loop.trainer import Trainer
 torch.set_num_threads(1)
 
 
-def mixture(tmp_path, family="qwen3-moe"):
+def mixture(tmp_path, family="qwen3_moe"):
     path = tmp_path / family
     if not path.exists():
         make_model(family, vocab_size=258).save_pretrained(path)
@@ -20,7 +20,7 @@ def mixture(tmp_path, family="qwen3-moe"):
     return str(path)
 
 
-def run_of(tmp_path, name, family="qwen3-moe", **changes):
+def run_of(tmp_path, name, family="qwen3_moe", **changes):
     how = {"model": mixture(tmp_path, family), "run_dir": str(tmp_path / name), "accumulate": 4, "log_to": []}
     how |= {"data": {"seq_len": 32, "micro_batch": 64}, "schedule": {"kind": "constant"}}
     return tiny_run(tmp_path, **{**how, "router": {"balance": 0.01, "z_loss": 0.01}, **changes})
@@ -47,7 +47,7 @@ def test_steps_are_those_of_one_rank(pair, tmp_path, changes):
 
 def test_shared_experts_and_sigmoid_scores(pair, tmp_path):
     """Also where each rank has weights in bfloat16, and the losses on routers are of its own tokens."""
-    for family in ("qwen2-moe", "olmoe"):
+    for family in ("qwen2_moe", "olmoe"):
         one, _ = curve(None, run_of(tmp_path, f"{family}-1", family, steps=3))
         two, _ = curve(pair, run_of(tmp_path, f"{family}-2", family, steps=3, parallel=SHARED))
         same_curves(two, one)

@@ -295,7 +295,7 @@ def test_four_ranks_more_than_key_heads_and_both_axes_at_once(tmp_path):
 @pytest.mark.prove
 def test_stages_that_share_experts_with_ranks_of_other_requests(tmp_path):
     layout = {"pipeline_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
-    said = on_four_ranks("qwen3-moe", tmp_path, layout)
+    said = on_four_ranks("qwen3_moe", tmp_path, layout)
     assert "rank 3: cpu, 1 threads: experts 3-5 of 6, layers 1 of 2, head" in said
 
 

@@ -58,7 +58,7 @@ def test_ranks_stream_their_own_parts(checkpoint, pair, tmp_path, axis, where):
 
 def test_ranks_that_share_experts(pair, tmp_path):
     """A rank without requests computes the experts of others, and streams for that."""
-    make_model("qwen3-moe", num_hidden_layers=4).save_pretrained(tmp_path)
+    make_model("qwen3_moe", num_hidden_layers=4).save_pretrained(tmp_path)
     save_tiny_llm_text(tmp_path)
     alone = LLM(str(tmp_path), **SETTINGS)
     spread = LLM(

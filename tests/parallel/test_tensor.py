@@ -234,13 +234,13 @@ def test_steps_that_are_sized_by_time(checkpoints, pair):
     ("family", "axis"),
     [
         *((family, "data_parallel_size") for family in EXPERTS),
-        ("gpt-oss", "tensor_parallel_size"),
+        ("gpt_oss", "tensor_parallel_size"),
         *(pytest.param(family, "tensor_parallel_size", marks=pytest.mark.prove) for family in EXPERTS[:-1]),
     ],
 )
 def test_shared_experts_draw_the_same_tokens(checkpoints, pair, family, axis):
     """Each rank has half of the experts; along the data axis also half of the requests."""
-    brief = BRIEF if family != "qwen3-moe" else {}
+    brief = BRIEF if family != "qwen3_moe" else {}
     _, spread = assert_same(checkpoints(family), pair, axis, enable_expert_parallel=True, **brief)
     if axis == "data_parallel_size":
         fewest = 5 if brief and not proving() else 50
@@ -258,7 +258,7 @@ def test_shared_experts_draw_the_same_tokens(checkpoints, pair, family, axis):
 )
 def test_ranks_with_requests_of_their_own_in_other_engines(checkpoints, pair, settings):
     alone, _ = assert_same(
-        checkpoints("qwen3-moe"), pair, "data_parallel_size", enable_expert_parallel=True, **ONCE, **settings
+        checkpoints("qwen3_moe"), pair, "data_parallel_size", enable_expert_parallel=True, **ONCE, **settings
     )
     assert ("num_kv_blocks" in settings) == (alone.stats.preemptions > 0)
 
@@ -267,7 +267,7 @@ def test_ranks_with_requests_of_their_own_in_other_engines(checkpoints, pair, se
     ("family", "settings"),
     [
         ("qwen3", {}),
-        ("gpt-oss", {"check_plans": False}),
+        ("gpt_oss", {"check_plans": False}),
         ("qwen3", {"async_scheduling": True, "num_kv_blocks": 20, "max_model_len": 64}),
     ],
     ids=["dense", "mixture", "preempted"],
@@ -282,8 +282,8 @@ def test_an_engine_of_two_whole_models(checkpoints, pair, family, settings):
 @pytest.mark.parametrize(
     ("family", "axis", "experts"),
     [
-        ("qwen2-moe", "tensor_parallel_size", True),
-        ("qwen2-moe", "data_parallel_size", True),
+        ("qwen2_moe", "tensor_parallel_size", True),
+        ("qwen2_moe", "data_parallel_size", True),
         ("qwen2", "data_parallel_size", False),
     ],
 )
@@ -326,7 +326,7 @@ def test_layouts_that_cannot_share_experts(checkpoints):
             LLM(checkpoints(family), enable_expert_parallel=True, **sizes, **SETTINGS)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "dots1", "gpt-oss"])
+@pytest.mark.parametrize("family", [*FAMILIES, "dots1", "gpt_oss"])
 def test_pipeline_stages_draw_the_same_tokens(checkpoints, pair, family):
     assert_same(checkpoints(family), pair, "pipeline_parallel_size", **BRIEF if family != "llama" else {})
 
@@ -363,7 +363,7 @@ def test_deterministic_stages_give_the_same_bits_in_any_steps(quantized, checkpo
 
 
 @pytest.mark.parametrize(
-    ("family", "quantization"), [("qwen3", None), ("qwen2", None), ("gpt-oss", None), ("wide", "int4")]
+    ("family", "quantization"), [("qwen3", None), ("qwen2", None), ("gpt_oss", None), ("wide", "int4")]
 )
 def test_the_executor_for_gpus_on_ranks(checkpoints, pair, tmp_path, family, quantization):
     """With its fused stack, and sampling as on the device, on CPU tensors and ahead of its tokens."""
@@ -378,7 +378,7 @@ def test_the_executor_for_gpus_on_ranks(checkpoints, pair, tmp_path, family, qua
 
 @pytest.mark.parametrize(
     ("family", "axis"),
-    [("qwen3", "pipeline"), ("qwen3-moe", "pipeline"), ("qwen3-moe", "tensor"), ("gpt-oss", "data")],
+    [("qwen3", "pipeline"), ("qwen3_moe", "pipeline"), ("qwen3_moe", "tensor"), ("gpt_oss", "data")],
 )
 def test_the_executors_for_stages_and_shared_experts(checkpoints, pair, family, axis):
     """Those for GPUs, on CPU tensors: each stage plans for itself and hands hidden states on; ranks that share experts

@@ -85,7 +85,7 @@ def test_a_table_that_the_head_shares_travels_in_two_parts(gpus, tmp_path, zero)
 def test_experts_that_ranks_share(gpus, tmp_path, way):
     """With memory between steps that holds no numbers, where the kernels must write before they read."""
     make_model(
-        "qwen3-moe", vocab_size=VOCAB, hidden_size=256, num_experts=16, num_experts_per_tok=4,
+        "qwen3_moe", vocab_size=VOCAB, hidden_size=256, num_experts=16, num_experts_per_tok=4,
         moe_intermediate_size=128, max_position_embeddings=1024,
     ).save_pretrained(tmp_path / "model")  # fmt: skip
     save_tiny_llm_text(tmp_path / "model")

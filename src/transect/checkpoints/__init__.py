@@ -10,7 +10,7 @@ A name to a ``Decoder``:
 
 Formats of files:
 
-* ``hf.py``: safetensors in, ``hf_out.py``: out (``safetensors_out.py``: their files); ``hf_moe.py``: names of experts
+* ``hf.py``: safetensors in, ``hf_out.py``: out (``safetensors_out.py``: their files)
 * ``gguf.py``: GGUF in, ``gguf_out.py``: out
 * ``quantized.py``: other programs' quantized matrices; ``quantized_codes.py``: the same packed; ``quantized_bnb.py``:
   those that bitsandbytes packed in 4 bits; ``quantized_out.py`` writes such, on the 4-bit values of

@@ -10,7 +10,6 @@ Q4_K_M and Q5_K_M, half of the value and down matrices.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -26,8 +25,8 @@ from ..formats.gguf_write import Planned
 from ..models.rope import frequencies, half_rotation_rows
 from ..models.staging import dense_values
 from ..models.stored import ALL, BlockCodes, Stored, StoredWeights
-from ..spec.gguf_families import family_to_gguf
-from ..spec.gguf_places import ARCHITECTURES, Place, places
+from ..spec.gguf import to_gguf
+from ..spec.gguf_places import Place, places
 from ..spec.model import ModelConfig, RopeConfig
 from ..spec.numbers.gguf import MATRIX_TYPES, MIXTURES, UNITS, block_type
 from ..spec.numbers.layouts import BlockLayout
@@ -56,54 +55,11 @@ def gguf_metadata(config: ModelConfig, type_name: str, name: str) -> dict[str, A
     Raises:
         ValueError: llama.cpp has no such model, or not under a name that is known here.
     """
-    if config.architecture not in ARCHITECTURES:
-        raise ValueError(
-            f"models of the kind {config.architecture} are not written as GGUF; written are {', '.join(ARCHITECTURES)}"
-        )
-    a = ARCHITECTURES[config.architecture]
-    gpt2 = a == "gpt2"
-    values: dict[str, Any] = {
-        "general.architecture": a,
+    return to_gguf(config) | {
         "general.type": "model",
         "general.name": name,
         "general.file_type": (MIXTURES.get(type_name) or block_type(type_name)).file_type,
         "general.quantization_version": 2,
-        f"{a}.block_count": config.n_layers,
-        f"{a}.context_length": config.max_position,
-        f"{a}.embedding_length": config.dim,
-        f"{a}.feed_forward_length": config.ffn_dim,
-        f"{a}.attention.head_count": config.n_heads,
-        f"{a}.vocab_size": config.vocab_size,
-    }
-    if gpt2:
-        return values | {f"{a}.attention.layer_norm_epsilon": config.norm_eps}
-    values |= {
-        f"{a}.attention.head_count_kv": config.n_kv_heads,
-        f"{a}.attention.layer_norm_rms_epsilon": config.norm_eps,
-        f"{a}.attention.key_length": config.head_dim,
-        f"{a}.attention.value_length": config.head_dim,
-        f"{a}.rope.dimension_count": config.head_dim,
-        f"{a}.rope.freq_base": config.rope.theta,
-    }
-    if config.sliding_window is not None:
-        values[f"{a}.attention.sliding_window"] = config.sliding_window
-    values |= {f"{a}.{key}": value for key, value in family_to_gguf(a, config).items()}
-    return values | {f"{a}.rope.scaling.{key}": value for key, value in _scaling(config.rope).items()}
-
-
-def _scaling(rope: RopeConfig) -> dict[str, Any]:
-    """Scalings that a file says in numbers; llama3's are a tensor."""
-    if rope.scaling == "linear":
-        return {"type": "linear", "factor": rope.factor}
-    if rope.scaling != "yarn":
-        return {}
-    return {
-        "type": "yarn",
-        "factor": rope.factor,
-        "original_context_length": rope.original_max_position,
-        "yarn_beta_fast": rope.beta_fast,
-        "yarn_beta_slow": rope.beta_slow,
-        "attn_factor": rope.attention_factor / (1 + 0.1 * math.log(max(rope.factor, 1.0))),
     }
 
 

@@ -22,59 +22,20 @@ from torch import Tensor
 
 from ..models.rope import half_rotation_rows
 from ..models.stored import ALL, Stored, StoredWeights, is_whole, within
+from ..spec.families.family import Family
+from ..spec.families.names import HF_NAMES
+from ..spec.families.registry import family
 from ..spec.fields import read_json_object
 from ..spec.hf import text_part
 from ..spec.model import ModelConfig
 from ..spec.moe import MoEConfig
-from ..spec.weights import projection_shapes, weight_shapes
-from .hf_moe import LLAMA4_MLP, expert_tensor
+from ..spec.weights import weight_shapes, within_joined
 from .quantized import experts_reader, packed_reader, stack_reader, with_values
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
-_LLAMA_OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
-_LLAMA_LAYER = {
-    "attention_norm": "input_layernorm",
-    "attention.q": "self_attn.q_proj",
-    "attention.k": "self_attn.k_proj",
-    "attention.v": "self_attn.v_proj",
-    "attention.o": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-_LLAMA_LAYER["attention"] = "self_attn"
-"""The name for sinks, which belong to no matrix."""
-_POST_NORMS = {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-"""Names in families that have norms after attention and MLP (Gemma, OLMo 2)."""
-_PHI3 = {
-    "attention.q": "self_attn.qkv_proj",
-    "attention.k": "self_attn.qkv_proj",
-    "attention.v": "self_attn.qkv_proj",
-    "mlp.gate": "mlp.gate_up_proj",
-    "mlp.up": "mlp.gate_up_proj",
-}
-_GPT2_OUTER = {"embed": "transformer.wte", "position_embed": "transformer.wpe", "norm": "transformer.ln_f"}
-_GPT2_OUTER["head"] = "lm_head"
-_GPT2_LAYER = {
-    "attention_norm": "ln_1",
-    "attention.q": "attn.c_attn",
-    "attention.k": "attn.c_attn",
-    "attention.v": "attn.c_attn",
-    "attention.o": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-}
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias)")
 """Buffers of old checkpoints: rotary frequencies and GPT-2's causal masks."""
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
@@ -120,68 +81,47 @@ class Place:
 
 def places(config: ModelConfig) -> dict[str, Place]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
-    architecture = config.architecture
-    gpt2 = architecture == "gpt2"
-    outer, names, stack = (
-        (_GPT2_OUTER, _GPT2_LAYER, "transformer.h") if gpt2 else (_LLAMA_OUTER, _LLAMA_LAYER, "model.layers")
-    )
-    if config.norm_order != "pre":
-        names = names | _POST_NORMS
-    if architecture == "phi3":
-        names = names | _PHI3
-    if architecture == "llama4_text":
-        names = names | LLAMA4_MLP
-    joined = {"phi3": ("qkv", "gate_up"), "gpt2": ("qkv",)}.get(architecture, ())
+    record = family(config.architecture)
+    names = HF_NAMES | record.hf_names
     out = {}
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            out[name] = Place(f"{outer[module]}.{kind}", shape)
+            out[name] = Place(f"{names[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
+        stack = f"{names['layers']}.{layer}"
         moe = config.layer_moe(int(layer))
-        if architecture in ("gpt_oss", "llama4_text") and inner.startswith("mlp.experts_") and moe is not None:
-            out[name] = _stacked_place(f"{stack}.{layer}", inner, kind, config, moe)
+        if moe is not None and inner.startswith("mlp.experts_"):
+            if record.hf_stacked is not None:
+                out[name] = _stacked_place(stack, inner, kind, config, moe, record)
+            else:
+                one = (shape[0] // moe.experts, *shape[1:])
+                out[name] = Place(f"{stack}.{names[inner]}.{kind}", one, experts=moe.experts)
             continue
-        expert = expert_tensor(architecture, inner, kind)
-        if moe is not None and expert is not None:
-            experts = moe.experts if "{}" in expert else 0
-            own = (shape[0] // experts, *shape[1:]) if experts else shape
-            out[name] = Place(f"{stack}.{layer}.{expert}", own, experts=experts)
-            continue
-        transposed = gpt2 and len(shape) == 2
-        tensor = f"{stack}.{layer}.{names[inner]}.{kind}"
-        first, whole = _within_joined(config, inner, shape[0], joined)
+        kind = "e_score_correction_bias" if kind == "score_bias" else kind
+        transposed = record.hf_transposed and len(shape) == 2
+        first, whole = within_joined(config, inner, shape[0], record.joined)
         stored = (whole, *shape[1:])
         size = None if whole == shape[0] else shape[0]
-        paired = config.head_dim if architecture == "llama4_text" and inner in ("attention.q", "attention.k") else 0
+        paired = config.head_dim if record.hf_paired and inner in ("attention.q", "attention.k") else 0
+        tensor = f"{stack}.{names[inner]}.{kind}"
         out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
     return out
 
 
-def _within_joined(config: ModelConfig, inner: str, rows: int, joined: tuple[str, ...]) -> tuple[int, int]:
-    """(the first row, all rows) of a matrix in the tensor that holds it, maybe with others."""
-    for projection in joined:
-        parts = {name: shape[0] for name, shape in projection_shapes(config)[projection].items()}
-        if inner in parts:
-            before = list(parts).index(inner)
-            sizes = list(parts.values())
-            return sum(sizes[:before]), sum(sizes)
-    return 0, rows
-
-
-def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig) -> Place:
+def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig, record: Family) -> Place:
     """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one (gpt-oss), or
     stand one after the other (Llama 4)."""
-    turns = config.architecture == "gpt_oss"
-    prefix = f"{layer}.{'mlp' if turns else 'feed_forward'}.experts"
+    turns = record.hf_stacked == "turns"
     up = inner.endswith("_up")
     down = inner.endswith("_down")
     width, inputs = (config.dim, moe.expert_dim) if down else (2 * moe.expert_dim, config.dim)
-    tensor = f"{prefix}.{'down_proj' if down else 'gate_up_proj'}{'_bias' if kind == 'bias' else ''}"
+    matrix = f"{'down_proj' if down else 'gate_up_proj'}{'_bias' if kind == 'bias' else ''}"
     shape = (moe.experts, width) if kind == "bias" else (moe.experts, inputs, width)
     first = int(up) * (1 if turns else moe.expert_dim)
     step = 2 if turns and not down else 1
+    tensor = f"{layer}.{(HF_NAMES | record.hf_names)['mlp.experts']}.{matrix}"
     return Place(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
 
 

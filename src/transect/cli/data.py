@@ -58,6 +58,7 @@ def tokenize(
             workers=workers,
             chats=chats,
             progress=lambda d, t: bar.update(task, completed=d, total=t),
+            tell=lambda said: console.print(said, markup=False, highlight=False, soft_wrap=True),
         )
     print(f"{output}: {tokens:,} tokens in {documents:,} documents")
 

@@ -88,6 +88,14 @@ PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished promp
 JumpAhead = Annotated[
     bool, typer.Option(help="Compute tokens that a grammar forces together; off: draw them one by one.")
 ]
+SpeculativeSettings = Annotated[
+    str | None,
+    typer.Option(
+        "--speculative-config",
+        metavar="JSON",
+        help='Speculative decoding: {"method": "ngram"} or "suffix"; same answers.',
+    ),
+]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Devices between which every matrix is cut.")
 ]
@@ -174,10 +182,9 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
     from ..engine.executors.gpu.options import GPUOptions
 
     given = {name: value for name, value in settings.items() if value is not None}
-    if isinstance(given.get("override_generation_config"), str):
-        given["override_generation_config"] = json_object(
-            given["override_generation_config"], "--override-generation-config"
-        )
+    for name in ("override_generation_config", "speculative_config"):
+        if isinstance(given.get(name), str):
+            given[name] = json_object(given[name], f"--{name.replace('_', '-')}")
     switches = {name: given.pop(name) for name in GPUOptions.__dataclass_fields__ if name in given}
     config = EngineConfig(model=model, gpu=GPUOptions(**switches), **given)
     resolve(model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)

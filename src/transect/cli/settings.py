@@ -36,6 +36,7 @@ GROUPS = {
         (
             *("device", "deterministic", "async_scheduling", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
             *("max_mixed_tokens", "fill_steps", "itl_target", "kv_cache_tokens", "prefix_caching", "jump_ahead"),
+            "speculative_config",
             *("threads", "native", "max_queue", "tensor_parallel_size", "pipeline_parallel_size"),
             *("data_parallel_size", "enable_expert_parallel", "check_plans"),
         ),

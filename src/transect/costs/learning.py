@@ -33,7 +33,10 @@ SMOOTHING = 0.02
 SHORTEST = 1e-7
 """Seconds: a shorter step is below what clocks can tell, and teaches nothing."""
 SURPRISE = 3.0
-"""The longest measured time that counts, in predictions: a longer step was held up by something else."""
+"""The longest measured time that counts, in predictions: a longer step was held up by something else. Two steps in
+succession below the inverse show that those learned from were held up. One shows nothing: its beginning may have been
+seen too late.
+"""
 
 Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
@@ -54,6 +57,8 @@ class StepTimes:
         self._parts = [0.0] * (_PAIRS + 1)
         self._unknown = [[0.0] * (_PAIRS + 1) for _ in self._parts]
         """Covariance of ``_parts``."""
+        self._short = False
+        """The last step took less time than is possible by what was learned."""
         self._first = [0.0] * (_PAIRS + 1)
         """First uncertainty of each part."""
 
@@ -81,8 +86,14 @@ class StepTimes:
         self.measured += seconds
         self.predicted += expected
         seconds = min(seconds, SURPRISE * expected) if expected > 0 else seconds
-        self.error += SMOOTHING * (abs(seconds - expected) / max(seconds, SHORTEST) - self.error)
-        spread = [self._covariance(part, parts) for part in range(len(self._parts))]
+        spread = self._spread(parts)
+        sure = expected - DEVIATIONS * math.sqrt(max(sum(share * spread[part] for part, share in parts), 0.0))
+        before, self._short = self._short, SURPRISE * seconds < sure
+        if not self._short:
+            self.error += SMOOTHING * (abs(seconds - expected) / max(seconds, SHORTEST) - self.error)
+        elif before:
+            self._shrink(parts, seconds / expected)
+            expected, spread = self._expected(parts), self._spread(parts)
         variance = sum(share * spread[part] for part, share in parts) + (NOISE * max(expected, seconds, SHORTEST)) ** 2
         for part, covariance in enumerate(spread):
             gain = covariance / variance
@@ -120,6 +131,20 @@ class StepTimes:
     def _covariance(self, part: int, parts: list[Part]) -> float:
         row = self._unknown[part]
         return sum(share * row[other] for other, share in parts)
+
+    def _spread(self, parts: list[Part]) -> list[float]:
+        """Covariances of all parts with the prediction of a step."""
+        return [self._covariance(part, parts) for part in range(len(self._parts))]
+
+    def _shrink(self, parts: list[Part], ratio: float) -> None:
+        """Scale the parts of a step, each as uncertain then as it was at first, on the new scale."""
+        for part, _ in parts:
+            self._parts[part] *= ratio
+            self._first[part] *= ratio
+            for other in range(len(self._parts)):
+                self._unknown[part][other] *= ratio
+                self._unknown[other][part] *= ratio
+            self._unknown[part][part] += self._first[part] ** 2
 
     def _begin(self, load: StepLoad, seconds: float) -> None:
         """Start from the first step: half of it base, half tokens, and each part as uncertain as if the step had

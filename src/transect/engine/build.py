@@ -27,6 +27,7 @@ from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
 from .config import EngineConfig
 from .decision_setup import decision_log
+from .executors.drafted import Drafted
 from .executors.gpu.build import build_gpu, device_for
 from .executors.gpu.compilers import Compilers
 from .executors.gpu.step_sizes import FEWEST_ROWS
@@ -136,6 +137,7 @@ def build_engine(
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,
             longest_first=bool(config.longest_first),
+            speculation=config.speculation,
             jump_ahead=config.jump_ahead,
             max_queue=config.max_queue,
             pipeline_depth=config.pipeline_parallel_size,
@@ -147,6 +149,8 @@ def build_engine(
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
     padding = getattr(executor, "padding", None)
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
+    if config.speculation is not None:
+        executor = Drafted(executor)
     core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     if source.adapter is not None and device.type == "cuda":

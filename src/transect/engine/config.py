@@ -13,6 +13,7 @@ from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import cache_format, dtype_name, rounding
 from .executors.gpu.options import GPUOptions
+from .scheduling.drafters.registry import SpeculativeConfig
 from .scheduling.scheduler_config import Policy
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -85,6 +86,9 @@ class EngineConfig:
         policy: ``continuous``, or ``static`` to compare with.
         longest_first: begin with the requests that may draw the most tokens, so that work that is all there ends
             sooner; None: in ``LLM``, not in a server, where short requests would wait for long ones.
+        speculative_config: speculative decoding, as a JSON object with vLLM's names: ``{"method": "ngram"}`` or
+            ``"suffix"``, ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. Answers
+            stay the same; the number of drafts of each step is chosen by expected gain. None for none.
         jump_ahead: tokens that a grammar forces are computed together, not drawn one by one.
         max_queue: requests that may wait; one more is refused. None: no bound.
         async_scheduling: plan a step ahead of the tokens; None: on a GPU.
@@ -143,6 +147,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     policy: Policy = "continuous"
     longest_first: bool | None = None
+    speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
     max_queue: int | None = None
     async_scheduling: bool | None = None
@@ -195,6 +200,10 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
         self._check_layout()
+        if self.speculation is not None and self.ranks > 1:
+            raise ValueError(
+                "speculative decoding runs on one device so far: leave out speculative_config, or the parallel sizes"
+            )
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
         if self.hung_after_s is not None and not self.hung_after_s > 0:
@@ -276,6 +285,11 @@ class EngineConfig:
             tokens = getattr(self, name)
             if tokens is not None and tokens < seqs:
                 raise ValueError(f"{name} ({tokens}) must be at least max_num_seqs ({seqs}): raise it or lower that")
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """``speculative_config`` as the scheduler takes it."""
+        return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     def limits(self, device: str) -> tuple[int, int]:
         """max_num_seqs and max_num_batched_tokens with the defaults of a device type (``cpu``, ``cuda``).

@@ -94,7 +94,8 @@ class SharingCore(LeadingCore):
 
     def _has_room(self, group: int) -> bool:
         most = self.scheduler.config.max_queue
-        waiting = self.scheduler.waiting.num_new if not group else self._stats[group - 1].waiting + self._new[group]
+        own = self.scheduler.waiting
+        waiting = own.num_new + own.num_promised if not group else self._stats[group - 1].waiting + self._new[group]
         return most is None or waiting < most
 
     def abort(self, request_id: str, choice: int | None = None) -> None:

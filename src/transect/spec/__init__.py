@@ -2,8 +2,8 @@
 
 * ``model.py``: ``ModelConfig``, ``RopeConfig``; ``moe.py``: ``MoEConfig``
 * ``weights.py``: canonical names and shapes of all weights; ``shapes.py``: built-in shapes
-* ``hf.py`` (``hf_moe.py``, ``hf_families.py``) reads and writes ``config.json``; ``gguf.py``
-  (``gguf_families.py``) GGUF metadata; ``gguf_places.py``: tensors of GGUF files
+* ``families/``: families of models, one file an entry; ``hf.py`` reads and writes their ``config.json``, ``gguf.py``
+  their GGUF metadata; ``gguf_places.py``: tensors of GGUF files
 * ``fields.py``: values of files, checked as they are read, with errors that name the field
 * ``layouts/``: layouts of a model over ranks; ``numbers/``: number formats, one file an entry
 """

@@ -65,6 +65,14 @@ class Fields:
         self.where = where
         self._prefix = prefix
 
+    def has(self, key: str) -> bool:
+        """True if the file has a value for the key."""
+        return self.value(key) is not None
+
+    def is_null(self, key: str) -> bool:
+        """True if the file has the key without a value."""
+        return self._prefix + key in self.values and not self.has(key)
+
     def integer(self, key: str, default: int | None = None, low: int = 0) -> int:
         """A whole number, at least ``low``."""
         value = self._value(key, default, "a whole number")
@@ -99,13 +107,17 @@ class Fields:
             self._refuse(key, "a string", value)
         return value
 
+    def value(self, key: str) -> Any:
+        """Any value, or None where the file has none."""
+        return self.values.get(self._prefix + key)
+
     def token_id(self, key: str) -> int | None:
         """A token id, or None where the file has none."""
-        return None if self.values.get(self._prefix + key) is None else self.integer(key)
+        return self.integer(key) if self.has(key) else None
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         """A token id or a list of them, as a tuple; () where the file has none."""
-        value = self.values.get(self._prefix + key)
+        value = self.value(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         for token in values:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= LARGEST_INTEGER:
@@ -113,7 +125,7 @@ class Fields:
         return tuple(values)
 
     def _value(self, key: str, default: Any, kind: str) -> Any:
-        value = self.values.get(self._prefix + key)
+        value = self.value(key)
         value = default if value is None else value
         if value is None:
             raise ValueError(f"{self.where} has no {self._prefix + key!r}: it must be {kind}")

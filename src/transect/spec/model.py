@@ -1,8 +1,8 @@
 """What a model is: one frozen description that every architecture of the decoder family fits.
 
 ``ModelConfig`` decides everything about ``Decoder``: the code has no class per architecture. It is plain Python (no
-torch), so that planning and scheduling can lean on it. Two files beside it translate from and to the files people have,
-and import this one: ``hf.py`` (a Hugging Face ``config.json``) and ``gguf.py`` (GGUF metadata).
+torch), so that planning and scheduling can lean on it. ``hf.py`` (a Hugging Face ``config.json``) and ``gguf.py`` (GGUF
+metadata) translate from and to the files people have, by the records of ``families/``.
 """
 
 from __future__ import annotations
@@ -14,29 +14,9 @@ from typing import Any, Literal
 from .fields import LARGEST_INTEGER, shown
 from .moe import MoEConfig
 
-ARCHITECTURES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3",
-    "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "dots1", "gpt_oss",
-    "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "smollm3", "llama4_text",
-)  # fmt: skip
-"""What can be loaded. Llama 2, 3, 3.1 and SmolLM2 are all ``llama``; Qwen2.5 is ``qwen2``; Phi-4 is ``phi3``."""
-
 MAX_LAYERS = 4096
 
 RopeScaling = Literal["none", "linear", "llama3", "yarn", "factors"]
-
-
-def unsupported_architecture(name: object) -> ValueError:
-    """Build the error for a model that no configuration here describes; ``name`` is None if its files name none."""
-    if name is None:
-        return ValueError(
-            "config.json has no 'model_type', so its architecture is not known: add the key (\"llama\" for models of "
-            "Llama's kind), or fetch the model again"
-        )
-    return ValueError(
-        f"architecture {name!r} is not supported; supported are: {', '.join(ARCHITECTURES)} "
-        "(llama includes Llama 2/3/3.1 and SmolLM2, qwen2 includes Qwen2.5)"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +66,7 @@ class ModelConfig:
     """A decoder-only transformer. Sizes are counts of elements; ``ValueError`` for any combination that cannot run."""
 
     architecture: str
+    """Name of the family (``families/``), whose files it is read from and written to."""
     vocab_size: int
     dim: int
     n_layers: int
@@ -147,8 +128,6 @@ class ModelConfig:
     """Experts in place of the MLP; ``ffn_dim`` is then the width of layers without them."""
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise unsupported_architecture(self.architecture)
         for name in ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "max_position"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:

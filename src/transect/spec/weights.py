@@ -6,6 +6,7 @@ These are the names of ``Decoder.state_dict()``. Loading checks files against th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from .model import ModelConfig
 
@@ -70,6 +71,15 @@ def projection_shapes(config: ModelConfig, layer: int = 0) -> dict[str, dict[str
         for projection, names in (PROJECTIONS | EXPERT_PROJECTIONS).items()
     }
     return {projection: parts for projection, parts in found.items() if parts}
+
+
+def within_joined(config: ModelConfig, name: str, rows: int, joined: Iterable[str], layer: int = 0) -> tuple[int, int]:
+    """(first row, all rows) of a matrix or its bias in what holds it: itself, or one of the projections ``joined``."""
+    for parts in (projection_shapes(config, layer).get(projection, {}) for projection in joined):
+        if name in parts:
+            sizes = [outputs for outputs, _ in parts.values()]
+            return sum(sizes[: list(parts).index(name)]), sum(sizes)
+    return 0, rows
 
 
 def router_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:

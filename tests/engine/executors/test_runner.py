@@ -1,13 +1,16 @@
 """``Runner`` on hand-made batches: late tokens, block copies, poisoned caches, prompt logprobs, failing rows."""
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from transect.engine.executors.gpu.pending_step import PendingStep
 from transect.engine.executors.prompt_results import LOGPROB_ROWS
-from transect.engine.executors.runner import Runner
-from transect.engine.scheduling.batch import Draw, ScheduledBatch, ScheduledRow
+from transect.engine.executors.runner import Done, Runner, Waiting
+from transect.engine.scheduling.batch import Draw, ScheduledBatch, ScheduledRow, StepResult
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.models.context import VarlenContext
 from transect.models.decoder import Decoder
@@ -167,3 +170,15 @@ def test_logits_of_a_row_have_the_same_bits_alone_and_in_any_batch(model):
     alone = logprob(0, 0)
     for before, after in ((1, 0), (0, 1), (2, 3), (0, 5)):
         assert logprob(before, after) == alone
+
+
+def test_handles_know_if_the_device_is_done():
+    """The engine asks them while it waits to plan the next step."""
+    done, ready = Done(StepResult({})), SimpleNamespace(query=lambda: asked.pop())
+    asked = [True, False]
+    pending = PendingStep(ready, np.zeros(0, np.uint8), [], StepResult({}), 0, False)
+    assert (pending.over, pending.over, done.over) == (False, True, True)
+    waiting = Waiting(lambda: done)
+    assert not waiting.over
+    waiting.draw()
+    assert waiting.over

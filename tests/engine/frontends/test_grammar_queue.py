@@ -92,3 +92,33 @@ def test_an_abort_takes_it_out(compiler):
     queue.add(request("free"))
     queue.abort("free")
     assert [output.finish_reason for output in core.step()] == ["abort"]
+
+
+def test_a_request_that_was_taken_is_not_refused_by_those_that_came_later(compiler):
+    core = make(max_queue=2)
+    queue = GrammarQueue(core, compiler)
+    queue.add(request("late", structured_outputs=FORM))
+    queue.add(request("a"))
+    with pytest.raises(QueueFull) as full:
+        queue.add(request("b"))
+    assert full.value.waiting == 2
+    with pytest.raises(ValueError, match="in use"):
+        queue.add(request("late"))
+    compiler.futures[0].set_result(Steps(1, VOCAB, 3))
+    assert queue.admit() == [] and core.scheduler.waiting.num_new == 2
+    outputs = run(core)
+    assert {output.request_id for output in outputs if output.finish_reason} == {"late", "a"}
+
+
+@pytest.mark.parametrize("way_out", ["abort", "refusal"])
+def test_a_place_that_was_kept_is_free_again(compiler, way_out):
+    queue = GrammarQueue(make(max_queue=1), compiler)
+    queue.add(request("late", structured_outputs=FORM))
+    if way_out == "abort":
+        queue.abort("late")
+    else:
+        compiler.futures[0].set_exception(ValueError("bad"))
+        assert len(queue.admit()) == 1
+    queue.add(request("next"))
+    with pytest.raises(QueueFull):
+        queue.add(request("one too many"))

@@ -101,3 +101,27 @@ def test_steps_that_raise_in_a_preemption_storm(workload: Workload):
 @given(preempted_failures())
 def test_sequences_whose_logits_are_not_finite_while_they_are_preempted(workload: Workload):
     run(workload)
+
+
+@examples(80, 4000, print_blob=True)
+@given(workloads(lag=0, drafting=True))
+def test_drafted_tokens(workload: Workload):
+    run(workload)
+
+
+@examples(60, 3000, print_blob=True)
+@given(workloads(lag=1, drafting=True))
+def test_drafted_tokens_of_an_engine_that_plans_ahead(workload: Workload):
+    run(workload)
+
+
+@examples(60, 3000, print_blob=True)
+@given(workloads(lag=1, storm=True, drafting=True))
+def test_drafted_tokens_in_a_preemption_storm(workload: Workload):
+    run(workload)
+
+
+@examples(40, 1000, print_blob=True)
+@given(workloads(lag=1, drafting=True, breaking=True))
+def test_drafted_tokens_in_steps_that_raise(workload: Workload):
+    run(workload)

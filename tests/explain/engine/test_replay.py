@@ -58,6 +58,12 @@ def test_every_decision_of_static_batches_again(workload: Workload):
     check(workload)
 
 
+@examples(30, 300, print_blob=True)
+@given(workloads(lag=1, drafting=True))
+def test_every_decision_about_drafts_again(workload: Workload):
+    check(workload)
+
+
 def test_enough_decisions_were_compared():
     """After the tests above, in this process: hundreds, and ten thousand with --prove."""
     if len(SEEN) < (850 if proving() else 63):

@@ -16,6 +16,7 @@ from transect.train.data.checks import check_files
 from transect.train.data.documents import answers_apart, chat_tokens
 from transect.train.data.layouts import form_of
 from transect.train.data.loader import load_stream
+from transect.train.data.streaming import StreamingLoader
 from transect.train.data.tokenize import tokenize
 from transect.train.data.tokens import open_tokens
 from transect.train.loop.trainer import Trainer
@@ -124,21 +125,61 @@ def test_thoughts_and_refusals_are_what_the_assistant_says(tools) -> None:
     assert form.messages[-1] == {"role": "assistant", "content": "No."}
 
 
+def test_a_refusal_beside_content_and_a_column_that_another_replaces_are_named(tools, tmp_path) -> None:
+    path = lines(tmp_path / "r.jsonl", {"messages": [USER, {**ANSWER, "refusal": "No."}]})
+    assert next(check_files([path], *tools)).unread == "ignored keys: refusal of messages (1 row)"
+    path = lines(tmp_path / "c.jsonl", {"question": "id 7", "Frage": "q", "answer": "a"})
+    (found,) = check_files([path], *tools, {"question": "Frage"})
+    assert not found.problems and found.unread == "ignored keys: question (1 row)"
+
+
+def test_thoughts_that_a_template_prints_beside_calls_alone_are_named(tools, tmp_path) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% if m.tool_calls %}{{ m.reasoning_content }}{% endif %}"
+        "{{ m.content }}{{ m.tool_calls }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+    )
+    chats = [[USER, {**each, "reasoning_content": "t"}] for each in (ANSWER, call())]
+    path = lines(tmp_path / "c.jsonl", *({"messages": chat} for chat in chats))
+    assert next(check_files([path], tools[0], template)).unread == "ignored keys: reasoning_content of messages (1 row)"
+
+
+def test_keys_that_nothing_reads_are_named_when_files_are_streamed_or_tokenized(tools, tmp_path) -> None:
+    plain = [{"question": "q", "answer": "a"}] * 3
+    paths = [
+        lines(tmp_path / "a.jsonl", *plain),
+        lines(tmp_path / "b.jsonl", *plain, {**plain[0], "source": "web"}),
+        lines(tmp_path / "c.jsonl", {**plain[0], "source": "web", "id": 1}),
+        lines(tmp_path / "d.jsonl", {**plain[0], "source": "web", "id": 1}),
+    ]
+    config = tiny_run(tmp_path, data={"train": paths, "seq_len": 64, "micro_batch": 64, "streaming": True})
+    told: list[str] = []
+    loader = StreamingLoader(config.data, 0, 300, *tools, tell=told.append)
+    next(loader)
+    assert any("source (1 row)" in each for each in told) and sum("id (1 row)" in each for each in told) == 1
+    said_of: list[str] = []
+    for workers in (1, 2):
+        tokenize(paths, tmp_path / "f.tokens", str(tmp_path / "model"), workers=workers, tell=said_of.append)
+    assert said_of == ["ignored keys: id (2 rows), source (3 rows)"] * 2
+    arguments = ("-o", str(tmp_path / "g.tokens"), "--model", str(tmp_path / "model"), "--workers", "1")
+    assert "ignored keys: id (2 rows), source (3 rows)" in run_here("data", "tokenize", *paths, *arguments).stderr
+
+
 def test_keys_that_nothing_reads_are_named_in_one_line(tools, tmp_path) -> None:
     turns = [USER, {**ANSWER, "reasoning_content": "t", "audio": "x"}]
     path = lines(tmp_path / "c.jsonl", {"messages": turns, "id": 7}, {"messages": turns, "source": "web", "note": ""})
     line = (
-        "ignored keys: id (1 row), audio of messages (2 rows), reasoning_content of messages (2 rows), source (1 row)"
+        "ignored keys: audio of messages (2 rows), id (1 row), reasoning_content of messages (2 rows), source (1 row)"
     )
     told: list[str] = []
     load_stream([path], 300, *tools, tell=told.append)
     (found,) = check_files([path], *tools)
-    assert not found.problems and sorted(found.unread) == sorted(line) and told[0].endswith(found.unread)
+    assert not found.problems and found.unread == line and told[0].endswith(line)
     assert "note" not in found.unread
     run = tiny_run(tmp_path, data={"train": [path], "seq_len": 250, "micro_batch": 500})
-    assert any("ignored keys: id" in each for each in Trainer(run).objective.described())
+    assert any(line in each for each in Trainer(run).objective.described())
     shown = run_here("data", "check", path, "--model", str(tmp_path / "model"))
-    assert shown.returncode == 0 and "ignored keys: id (1 row)" in shown.stdout
+    assert shown.returncode == 0 and line in shown.stdout
 
 
 REFUSED = {
@@ -156,12 +197,18 @@ REFUSED = {
         r"messages\[1\] is an empty answer",
     ),
     "empty part": ({"messages": [USER, {**ANSWER, "content": [{"type": "text", "text": ""}]}]}, "is an empty"),
+    "thoughts that the template leaves out": (
+        {"messages": [USER, {"role": "assistant", "content": "", "reasoning_content": "t"}]},
+        "prints nothing of the answer",
+    ),
     "empty of ShareGPT": (
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": ""}]},
         "is an empty",
     ),
     "arguments": ({"messages": [USER, call(arguments='{"a": ')]}, "the arguments of add are not JSON"),
     "arguments that are a list": ({"messages": [USER, call(arguments="[1]")]}, "must be a JSON object"),
+    "arguments that are no number": ({"messages": [USER, call(arguments='{"a": NaN}')]}, "of add are not JSON"),
+    "an infinite argument": ({"messages": [USER, call(arguments={"a": [float("inf")]})]}, "of add are not JSON"),
     "argument twice": ({"messages": [USER, call(arguments='{"a": 1, "a": 2}')]}, 'the key "a" is there twice'),
     "not offered": ({"messages": [USER, call("sub")], "tools": [TOOL]}, "calls sub, and the row's tools are add"),
     "nameless": ({"messages": [USER, call("")]}, "calls a function without a name"),
@@ -200,6 +247,9 @@ def test_a_check_names_such_rows_with_their_lines(name, tools, tmp_path) -> None
     [
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, '"chosen" and "rejected" are the same'),
         ({"chosen": [USER, ANSWER], "rejected": [USER, ANSWER]}, "are the same"),
+        ({"prompt": "q", "chosen": [{**ANSWER, "weight": 1}], "rejected": "a"}, "are the same"),
+        ({"prompt": "q", "chosen": [USER, ANSWER], "rejected": "a"}, "are the same"),
+        ({"prompt": "q", "chosen": [{**ANSWER, "reasoning_content": "t"}], "rejected": "a"}, "are the same"),
         ({"prompt": "q", "chosen": [{**ANSWER, "content": ""}], "rejected": "b"}, "is an empty answer"),
         ({"prompt": "q", "chosen": [{**ANSWER, "weight": 0}], "rejected": "b"}, '"chosen" ends with a message'),
         ({"prompt": "q", "chosen": [call("sub")], "rejected": "b", "tools": [TOOL]}, "calls sub"),
@@ -214,6 +264,11 @@ def test_answers_that_teach_nothing_are_refused_in_pairs(row, words, tools, tmp_
         config = tiny_run(tmp_path, objective="dpo", data={"train": [path], "seq_len": 250, "micro_batch": 1000})
         with pytest.raises(ValueError, match=r"train\.jsonl, line 2"):
             Trainer(config)
+
+
+def test_a_prompt_that_one_side_of_a_pair_repeats_is_taken_off_it() -> None:
+    _, form = form_of({"prompt": "q", "chosen": [USER, ANSWER], "rejected": "b"})
+    assert (form.prompt, form.chosen) == ([USER], [ANSWER]) and form.rejected[0]["content"] == "b"
 
 
 def test_keys_twice_are_found_in_a_list_of_rows(tools, tmp_path) -> None:

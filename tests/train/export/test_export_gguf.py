@@ -7,7 +7,7 @@ import torch
 from commands import run_here
 from peft_models import PROMPT, make_adapter
 from tiny_checkpoints import FAMILIES, make_model
-from tiny_llm import save_tiny_llm, save_tiny_llm_text
+from tiny_llm import save_tiny_llm, save_tiny_llm_text, with_a_merge
 
 from transect import LLM, SamplingParams
 from transect.checkpoints.load import load_model
@@ -27,18 +27,6 @@ def saved(folder, family, **changes):
     save_tiny_llm_text(folder)
     with_a_merge(folder)
     return folder
-
-
-def with_a_merge(folder):
-    """A file without merges is none that llama.cpp reads."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*alphabet, "el"])}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [("e", "l")]))
-    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = tokenizers.decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    backend.add_tokens([f"<{i}>" for i in range(259, 299)])  # a model may have a row more than that
-    backend.save(str(folder / "tokenizer.json"))
 
 
 def logits_of(source):

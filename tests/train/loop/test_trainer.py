@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import threading
 from types import SimpleNamespace
 
@@ -243,12 +244,23 @@ def test_a_checkpoint_that_could_not_be_written_ends_the_run_at_the_next_step(tm
     [
         [0.1] * 6,
         [9 * 0.9**step + 0.1 for step in range(40)] + [0.1] * 5,  # the fall of the loss is not its usual spread
+        [5.0, 0.1, 0.1],
+        [5.0, 2.0, 0.5, 0.1, 0.1],
+        [6.0, 5.0, 4.0, 3.0, 2.0, 1.0, 0.6, 0.4, 0.2, 0.1, 0.1, 0.1],
+        [6 * 0.7**step + 0.1 for step in range(12)],
     ],
 )
 def test_a_loss_far_above_the_last_ones_stands_out(before) -> None:
     watch = LossWatch()
     assert not any(watch.stands_out(loss) for loss in before)
     assert watch.stands_out(5.0) and not watch.stands_out(0.2)
+
+
+def test_losses_of_uneven_batches_do_not_stand_out() -> None:
+    draw = random.Random(0)
+    watch = LossWatch()
+    assert not any(watch.stands_out(draw.gauss(2, 0.5)) for _ in range(5000))
+    assert watch.stands_out(12.0)
 
 
 def test_a_model_that_has_gone_wrong_is_told_of_and_trained_on_by_default(tmp_path, caplog) -> None:

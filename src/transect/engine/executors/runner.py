@@ -28,12 +28,13 @@ class Done:
     """The handle of work that is complete."""
 
     step_result: StepResult
+    over = True
 
     def draw(self) -> None:
         """It has been done."""
 
     def result(self) -> StepResult:
-        """What the step drew."""
+        """Return the result of the step."""
         return self.step_result
 
 
@@ -44,13 +45,18 @@ class Waiting:
     work: Callable[[], Handle]
     _drawn: Handle | None = None
 
+    @property
+    def over(self) -> bool:
+        """True if the draws were made."""
+        return getattr(self._drawn, "over", False)
+
     def draw(self) -> None:
         """Make the draws, or start them."""
         if self._drawn is None:
             self._drawn = self.work()
 
     def result(self) -> StepResult:
-        """What the step drew, after ``draw``."""
+        """Return the result of the step; call ``draw`` before."""
         assert self._drawn is not None, "the result is wanted before the draws were made"
         return self._drawn.result()
 

@@ -12,7 +12,6 @@ from ...text.grammar.params import StructuredOutputsParams
 from ..scheduling import limits
 from ..scheduling.core import EngineCore
 from ..scheduling.request import Request
-from ..scheduling.waiting_queue import QueueFull
 
 
 class Compiler(Protocol):
@@ -40,20 +39,20 @@ class GrammarQueue:
     def add(self, request: Request) -> None:
         """Queue a request now, or as soon as its grammar is there. Raises what ``EngineCore.add`` raises."""
         params = request.params.structured_outputs
+        if request.request_id in self._late:
+            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         if params is None:
             self._core.add(request)
             return
         scheduler = self._core.scheduler
         limits.max_length(request, scheduler.config)
-        if request.request_id in self._late:
-            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
-        waiting = scheduler.waiting
-        new, most = request.output_token_ids is None, waiting.max_new
-        if new and most is not None and waiting.num_new + len(self._late) >= most:
-            raise QueueFull(waiting.num_new + len(self._late), waiting.retry_after())
+        new = request.output_token_ids is None
+        if new:
+            scheduler.waiting.check_room()
         if request.arrival_time is None:
             request = msgspec.structs.replace(request, arrival_time=scheduler.clock.now())
         self._late[request.request_id] = request, self._compiler.submit(params)
+        scheduler.waiting.num_promised += new
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """Do what ``EngineCore.abort`` does; a request that waits here goes without another word."""
@@ -61,7 +60,7 @@ class GrammarQueue:
         if late is None:
             self._core.abort(request_id, choice)
         elif choice is None or late[0].params.n == 1:
-            del self._late[request_id]
+            self._take_out(request_id)
             late[1].cancel()
 
     def admit(self) -> list[tuple[str, Exception]]:
@@ -70,9 +69,13 @@ class GrammarQueue:
         for request_id, (request, future) in list(self._late.items()):
             if not future.done():
                 continue
-            del self._late[request_id]
+            self._take_out(request_id)
             try:
                 self._core.add(msgspec.structs.replace(request, constraint=future.result()))
             except Exception as error:  # of the grammar, the queue, or a compiler that has failed
                 refused.append((request_id, error))
         return refused
+
+    def _take_out(self, request_id: str) -> None:
+        request, _ = self._late.pop(request_id)
+        self._core.scheduler.waiting.num_promised -= request.output_token_ids is None

@@ -15,5 +15,5 @@
 * ``jump_ahead``: tokens that a grammar forces. ``constraint``: allowed next tokens, as bits.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
-* ``policies/``: step size, prefill beside decoding, routing.
+* ``policies/``: step size, prefill beside decoding, drafts, routing. ``drafters/``: guesses of next tokens.
 """

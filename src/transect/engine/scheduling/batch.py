@@ -12,6 +12,7 @@ entries of ``block_ids`` stay as they are (a list whose early entries must chang
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -88,6 +89,9 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
     pooling: str | None = None
     """A vector is wanted of the prompt: with "mean" the sum of this row's hidden states, with "last" its last one, if
     the row draws."""
+    drafts: tuple[int, ...] = ()
+    """The last of the ``num_tokens`` tokens are guesses. The row draws after its last known token and after each draft;
+    see ``StepResult.accepted``. Executors below ``executors/drafted.py`` see rows of one token instead."""
 
     @property
     def end(self) -> int:
@@ -95,8 +99,17 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
         return self.start + self.num_tokens
 
     @property
+    def known_end(self) -> int:
+        """Position after the last token that is not a draft: the first position that is drawn."""
+        return self.start + self.num_tokens - len(self.drafts)
+
+    @property
     def token_ids(self) -> list[int]:
         """The ``num_tokens`` input tokens. PLACEHOLDER stands for one that the batch still in flight draws."""
+        if self.drafts:
+            known = self.num_tokens - len(self.drafts)
+            before = msgspec.structs.replace(self, num_tokens=known, drafts=()).token_ids if known else []
+            return [*before, *self.drafts]
         prompt = len(self.prompt_token_ids)
         first, last = self.start - prompt, self.end - prompt
         if first >= 0:
@@ -135,6 +148,13 @@ class ScheduledBatch:
     def num_tokens(self) -> int:
         return sum(row.num_tokens for row in self.rows)
 
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """(first position, tokens) of each row as an executor computes it: drafts are rows of one token."""
+        for row in self.rows:
+            yield row.start, row.num_tokens - len(row.drafts)
+            for at in range(len(row.drafts)):
+                yield row.known_end + at, 1
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -166,6 +186,11 @@ class StepResult:
     pooled: dict[int, Any] = field(default_factory=dict)
     """By the row's seq_id: numpy, float64 ``[D]``, for ``ScheduledRow.pooling``."""
     errors: dict[int, str] = field(default_factory=dict)
+    accepted: dict[int, list[int]] = field(default_factory=dict)
+    """By the seq_id of a row with drafts: the leading drafts that equal the draws at their positions. ``tokens`` or
+    ``errors`` has the draw after them."""
+    accepted_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    """By seq_id: an entry for each of ``accepted``, where logprobs are wanted."""
     sound: set[int] = field(default_factory=set)
     """The seq_ids in ``errors`` of which the model's logits were finite: what was asked of the sampler is at fault, and
     nothing is wrong with the KV that this step wrote."""
@@ -174,7 +199,7 @@ class StepResult:
 class Handle(Protocol):
     """A submitted batch. ``draw`` is called once, when the tokens that its sequences had drawn before are known and
     taken in: draws with a ``constraint`` must wait for it. Then ``result``, which blocks until the device is done and
-    may be called once or more."""
+    may be called once or more. A handle that knows without waiting if the device is done has an attribute ``over``."""
 
     def draw(self) -> None: ...
     def result(self) -> StepResult: ...

@@ -27,6 +27,8 @@ from .scheduler import Scheduler
 
 SHORTEST_LEAD = 3e-4
 """Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
+LOOK = 1e-3
+"""Seconds after which one who waits to plan looks again: predictions may be too long, and the step over."""
 LATE = 5e-5
 """Seconds: a step whose result was there this soon was over before the next was handed over."""
 
@@ -65,6 +67,7 @@ class EngineCore:
         self._in_flight: deque[Step] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
+        self._learns = self._timed or scheduler.speculation is not None
         self._work = 0, StepLoad(0)
         """The last step whose work was counted, and that work."""
         self._ended = 0.0
@@ -117,12 +120,13 @@ class EngineCore:
         return stats
 
     def time_to_plan(self) -> float:
-        """Seconds until the next step should be planned; 0 for now. What is added until then is part of that step.
+        """Seconds until this should be asked again; 0: plan the next step now. What is added until then is part of that
+        step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
-        late counts as a large error, so that the next ones come earlier. There is nothing to wait for where the prompts
-        that are here fill the next step already.
+        late counts as a large error, so that the next ones come earlier. If the step in flight is over before, it is
+        time to plan at once. There is nothing to wait for where the prompts that are here fill the next step already.
         """
         if not self._timed or not self.lag or len(self._in_flight) != 1:
             return 0.0
@@ -130,12 +134,14 @@ class EngineCore:
         if coming.full:
             return 0.0
         running = self._in_flight[0]
+        if getattr(running.handle, "over", False):
+            return 0.0
         work = self._work_of(running.batch)
         end = max(running.submitted, self._ended) + self.scheduler.times.soonest(work)
         planning = self._planning[coming.tokens > self._graph]
         seconds = end - planning - SHORTEST_LEAD - self.scheduler.clock.now()
         self._waited = self._waited or seconds > 0
-        return max(seconds, 0.0)
+        return min(max(seconds, 0.0), LOOK)
 
     def step(self) -> list[EngineOutput]:
         """Submit at most one batch (in a pipeline another one, as soon as tokens have come, unless steps are sized by
@@ -183,10 +189,11 @@ class EngineCore:
         self._failure = ""
 
     def _step(self) -> list[EngineOutput]:
-        batch = self._submit() if len(self._in_flight) <= self.lag else None
+        lag = 0 if self.scheduler.waits_for_tokens else self.lag
+        batch = self._submit() if len(self._in_flight) <= lag else None
         if batch is None and self.idle is not None:
             self.idle()
-        if self._in_flight and (batch is None or len(self._in_flight) > self.lag):
+        if self._in_flight and (batch is None or len(self._in_flight) > lag or self.scheduler.drafting):
             self._take_result()
             if self._in_flight and self.scheduler.config.pipeline_depth == 1:
                 self._draw(self._in_flight[0])
@@ -248,7 +255,7 @@ class EngineCore:
         learned, began = 0.0, max(done.submitted, self._ended)
         launching = self._timed and self._launched_large and self.lag > 0
         late = (self._waited or launching) and ended - asked < LATE
-        if self._timed:
+        if self._learns:
             learned = self._learn(done, ended, late)
         self._ended = ended
         if late and launching:  # the next step has begun since, with the first of its kernels
@@ -264,6 +271,8 @@ class EngineCore:
         if late:  # it was over before, nobody knows when: sooner than predicted, or the next took long to launch
             seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
         times.learn(work, seconds)
+        if self.scheduler.speculation is not None and not work.pairs:
+            self.scheduler.speculation.timed(work, seconds)
         self._waited = False
         return seconds
 
@@ -276,7 +285,7 @@ class EngineCore:
             if goes_on:
                 work = work._replace(keys=work.keys + work.tokens)
             else:
-                work = StepLoad.of((row.start, row.num_tokens) for row in batch.rows)
+                work = StepLoad.of(batch.spans())
             self._work = batch.step, work
         return work
 

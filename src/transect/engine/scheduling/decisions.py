@@ -123,6 +123,8 @@ class Done(msgspec.Struct, tag="c", array_like=True):
     """When its draws were handed over, where these waited for masks of grammars; else 0."""
     ranks: float = 0.0
     """Seconds that the host spent on moving numbers between ranks since the record before, most of it in waiting."""
+    accepted: list[tuple[int, int]] = []
+    """(sequence number, accepted drafts) of each row with drafts, which ``Planned.rows`` counts among its tokens."""
 
 
 class Filled(msgspec.Struct, tag="f", array_like=True):
@@ -312,8 +314,14 @@ class DecisionLog:
             spent = self.rank_seconds()
             ranks, self._ranks = spent - self._ranks, spent
         ended, now = self._ended(), self.now()
-        self._put(Done(batch.step, waited, at, now, ended, errors, learned, list(jumps), launched, drawn, ranks))
+        speculation = self.scheduler.speculation
+        accepted = [] if speculation is None else list(speculation.last)
+        self._put(
+            Done(batch.step, waited, at, now, ended, errors, learned, list(jumps), launched, drawn, ranks, accepted)
+        )
         jumps.clear()
+        if accepted and speculation is not None:
+            speculation.last.clear()
 
     def close(self) -> None:
         """Write down what has not ended yet, and close the file."""

@@ -82,6 +82,10 @@ class SchedulerStats(msgspec.Struct):
     """What was predicted for them."""
     finished: dict[str, int]
     """Choices by finish reason."""
+    drafted_tokens: int = 0
+    """Tokens that were drafted for verification."""
+    accepted_at: dict[str, int] = {}
+    """Drafted tokens that equalled their draws, by their place among the drafts of a row, from "0" on."""
     late_captures: int = 0
     """CUDA graphs that were captured after the start, while requests waited."""
     late_compilations: int = 0
@@ -93,8 +97,9 @@ class SchedulerStats(msgspec.Struct):
         total: dict[str, Any] = {}
         for field in msgspec.structs.fields(cls):
             values = [getattr(each, field.name) for each in stats]
-            if field.name == "finished":
-                total[field.name] = {name: sum(each.get(name, 0) for each in values) for name in values[0]}
+            if isinstance(values[0], dict):
+                names = dict.fromkeys(name for each in values for name in each)
+                total[field.name] = {name: sum(each.get(name, 0) for each in values) for name in names}
             else:
                 total[field.name] = sum(values)
         return cls(**total)

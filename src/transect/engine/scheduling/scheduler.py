@@ -34,12 +34,14 @@ from ...costs.learning import StepTimes
 from . import limits
 from .arrivals import Arrivals
 from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
+from .drafters.registry import SpeculativeConfig
 from .failures import failures
 from .jump_ahead import JumpAhead
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .plan import Plan
 from .policies.budget import Coming, StepBudget
+from .policies.speculation import Speculation
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
 from .sequence_blocks import SequenceBlocks
@@ -70,6 +72,10 @@ class Scheduler:
         self.times = StepTimes()
         """How long steps take here; whoever runs them lets it learn."""
         self.budget = StepBudget(config, self.times)
+        self.speculation: Speculation | None = None
+        if config.speculation is not None:
+            assert isinstance(config.speculation, SpeculativeConfig)
+            self.speculation = Speculation(config.speculation, self.times)
         self.held_back = ""
         """Why the queue's head was not admitted to the last step, see ``decisions.py``; empty: nobody waits."""
         self.ended: list[Sequence] | None = None
@@ -92,6 +98,8 @@ class Scheduler:
         self.jumps = JumpAhead(config.jump_ahead)
         self._last: deque[list[Sequence]] = deque(maxlen=config.pipeline_depth)
         """The sequences of the last steps' rows, the oldest first: in a pipeline the same decode in turns."""
+        self.drafting = False
+        """The newest step has drafts: lengths are not known until it is done."""
         self._prefix_query_tokens = 0
         self._prefix_hit_tokens = 0
         self._preemptions = 0
@@ -152,6 +160,7 @@ class Scheduler:
         spare = budget.tokens - len(running)
         plan = Plan(self._step + 1, budget)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
+        drafts = self._draft(spare) if self.speculation is not None and spare > 0 else None
         again = True  # as long as all rows are of the kind that most are
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
@@ -172,7 +181,16 @@ class Scheduler:
                 and (length <= len(seq.block_ids) * block_size or self.blocks.grow(seq))
             ):  # what _plan_row would do, for what most rows of most steps are
                 prompt, output = seq.prompt_token_ids, seq.output_token_ids
-                rows.append(ScheduledRow(seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws))
+                if drafts and (tokens := drafts.get(seq.seq_id)) and (tokens := self._fit(seq, tokens)):
+                    count = 1 + len(tokens)
+                    spare, again = spare - len(tokens), False
+                    rows.append(
+                        ScheduledRow(
+                            seq.seq_id, length - 1, count, prompt, output, seq.block_ids, seq.draws, drafts=tokens
+                        )
+                    )
+                else:
+                    rows.append(ScheduledRow(seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws))
                 sequences.append(seq)
                 seq.scheduled = length
                 seq.length = length + 1
@@ -211,10 +229,44 @@ class Scheduler:
         again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
         self._cut = not batch.again and not all(row.draws for row in rows)
-        self._last.append(sequences)
-        self.budget.planned(not batch.again and any(row.num_tokens > 1 for row in rows))
+        self.drafting = not batch.again and any(row.drafts for row in rows)
+        if self.drafting:
+            self._last.clear()  # rows of the next step do not start where these end
+        else:
+            self._last.append(sequences)
+        self.budget.planned(not batch.again and any(row.num_tokens - len(row.drafts) > 1 for row in rows))
         self._in_flight.append((batch, sequences))
         return batch
+
+    @property
+    def waits_for_tokens(self) -> bool:
+        """Drafts are in flight or would pay: the next step is planned when all tokens before it are known."""
+        return self.drafting or (self.speculation is not None and self.speculation.worthwhile)
+
+    def _draft(self, spare: int) -> dict[int, tuple[int, ...]]:
+        """Drafts by seq_id for the next step, at most ``spare`` tokens in all; none while tokens are in flight."""
+        assert self.speculation is not None
+        decoding, others, all_known = [], 0, True
+        for seq in self.running:
+            take = seq.length - seq.scheduled
+            if take == 1 and seq.request.prompt_done and seq.shared_block is None:
+                if seq.length < seq.max_length:
+                    decoding.append(seq)
+                    all_known = all_known and seq.length == seq.prompt_len + len(seq.output_token_ids)
+            elif seq.length < seq.max_length:
+                others += take
+        if not decoding or others or len(self.waiting):  # prompts fill steps to their best size already
+            self.speculation.worthwhile = False
+            return {}
+        found = self.speculation.drafts(decoding, min(spare, self.config.max_num_seqs - len(decoding)))
+        return found if all_known else {}
+
+    def _fit(self, seq: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""
+        size = self.config.block_size
+        while seq.length + len(drafts) > len(seq.block_ids) * size and self.blocks.grow(seq):
+            pass
+        return drafts[: len(seq.block_ids) * size - seq.length]
 
     def _plan_row(self, seq: Sequence, end: int, plan: Plan) -> None:
         """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""
@@ -374,6 +426,9 @@ class Scheduler:
         tokens, errors = result.tokens, result.errors
         for row, seq in zip(batch.rows, sequences, strict=True):
             end = row.start + row.num_tokens
+            if row.drafts:
+                outputs += self._take_drafts(row, seq, result, now)
+                continue
             if (
                 seq.plain
                 and not errors
@@ -405,7 +460,7 @@ class Scheduler:
                     self.jumps.drop(draw.seq_id)
                 elif choice.finish_reason is None:
                     self._advancing = choice
-                    outputs.append(self._advance(choice, result, now))
+                    outputs += self._advance(choice, result, now)
         self.committing = self._advancing = None
         return outputs
 
@@ -423,6 +478,7 @@ class Scheduler:
         self.running.clear()
         self._in_flight.clear()
         self._last.clear()
+        self.drafting = False
         self.waiting.reset()
         self.jumps.reset()
         self.blocks.reset(self._step)
@@ -438,41 +494,78 @@ class Scheduler:
         """Tells seq_ids whose errors mean nothing: of a draw whose token is known already."""
         return lambda seq_id: seq_id in result.sound and self.jumps.is_void(seq_id, batch.step)
 
-    def _advance(self, choice: Sequence, result: StepResult, now: float) -> EngineOutput:
-        """The token that a step drew for ``choice``: append it, and see whether it is the last."""
-        state = choice.request
-        token = result.tokens[choice.seq_id]
-        constraint = choice.constraint
-        if constraint is not None and (problem := constraint.accept(token)) is not None:
-            return self._end(choice, "error", problem)
-        choice.output_token_ids.append(token)
-        planned, new = choice.length, [token, *self.jumps.jump(choice, token)]
-        self.waiting.grew(choice, choice.length - planned)
-        token = new[-1]
-        self._generation_tokens += len(new)
-        length = choice.prompt_len + len(choice.output_token_ids)
-        output = EngineOutput(state.spec.request_id, choice.index, new, num_cached_tokens=state.num_cached_tokens)
-        if state.spec.params.logprobs is not None:
-            output.logprobs = [result.logprobs[choice.seq_id]]
-        if choice.first_token_time is None:
+    def _take_drafts(self, row: ScheduledRow, seq: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
+        """The accepted drafts of a row, and the draw after them."""
+        assert self.speculation is not None
+        accepted = len(result.accepted.get(seq.seq_id, ()))
+        self.speculation.verified(seq.seq_id, len(row.drafts), accepted)
+        error = result.errors.get(seq.seq_id)
+        if error is not None and seq.seq_id not in result.sound:
+            self.blocks.distrust(seq.block_ids)
+        if seq.finish_reason is not None:
+            return []
+        seq.scheduled += accepted
+        seq.length += accepted
+        self.blocks.register(seq, row.known_end)
+        self._advancing = seq
+        outputs = self._advance(seq, result, now)
+        if seq.finish_reason is not None:
+            return outputs
+        if error is not None:
+            return [*outputs, self._end(seq, "error", error)]
+        self.blocks.register(seq, row.known_end + accepted)
+        return outputs
+
+    def _advance(self, choice: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
+        """Append the tokens that a step drew for ``choice``, one unless drafts were accepted, and see whether one is
+        the last."""
+        state, wants_logprobs = choice.request, choice.request.spec.params.logprobs is not None
+        drawn = list(result.accepted.get(choice.seq_id, ()))
+        if choice.seq_id in result.tokens:
+            drawn.append(result.tokens[choice.seq_id])
+        output = EngineOutput(state.spec.request_id, choice.index, [], num_cached_tokens=state.num_cached_tokens)
+        problem = None
+        for token in drawn:
+            if choice.constraint is not None and (problem := choice.constraint.accept(token)) is not None:
+                break
+            choice.output_token_ids.append(token)
+            output.new_token_ids.append(token)
+            if len(output.new_token_ids) == len(drawn):
+                planned = choice.length
+                output.new_token_ids += self.jumps.jump(choice, token)
+                self.waiting.grew(choice, choice.length - planned)
+            reason = self._reason_to_end(choice, output)
+            if reason is not None:
+                self._finish(choice, reason)
+                break
+        new = len(output.new_token_ids)
+        self._generation_tokens += new
+        if wants_logprobs and new:
+            last = [result.logprobs[choice.seq_id]] if choice.seq_id in result.logprobs else []
+            output.logprobs = [*result.accepted_logprobs.get(choice.seq_id, []), *last][:new]
+        if choice.first_token_time is None and new:
             choice.first_token_time = now
             output.times = state.times(choice, None)
             state.give_prompt(output)
-            choice.plain = state.spec.params.logprobs is None and constraint is None
+            choice.plain = not wants_logprobs and choice.constraint is None
             choice.num_cached = state.num_cached_tokens
+        if choice.finish_reason is not None:
+            output.finish_reason = choice.finish_reason
+            output.times = state.times(choice, now)
+        outputs = [output] if new else []
+        return outputs if problem is None else [*outputs, self._end(choice, "error", problem)]
+
+    def _reason_to_end(self, choice: Sequence, output: EngineOutput) -> str | None:
+        """Return "stop" or "length" if the newest token of ``choice`` is its last, and say in ``output`` which stop."""
+        state, token = choice.request, choice.output_token_ids[-1]
+        length = choice.prompt_len + len(choice.output_token_ids)
         if token in state.stop_ids and length > choice.draws[0].min_position:
-            self._finish(choice, "stop")
             output.stop_reason = None if token in state.eos else token
-        elif constraint is not None and constraint.terminated:
-            self._finish(choice, "stop")
+            return "stop"
+        if choice.constraint is not None and choice.constraint.terminated:
             output.complete = True
-        elif length == choice.max_length:
-            self._finish(choice, "length")
-        else:
-            return output
-        output.finish_reason = choice.finish_reason
-        output.times = state.times(choice, now)
-        return output
+            return "stop"
+        return "length" if length == choice.max_length else None
 
     def _end(self, choice: Sequence, reason: str, error: str | None = None) -> EngineOutput:
         """End a choice without another token; its last output."""
@@ -493,6 +586,8 @@ class Scheduler:
         choice.finish_reason = reason
         if self.ended is not None:
             self.ended.append(choice)
+        if self.speculation is not None:
+            self.speculation.ended(choice)
         self._finished[reason] += 1
         state.num_live -= 1
         if choice is not state.leader or state.prompt_done or not state.num_live:
@@ -536,4 +631,5 @@ class Scheduler:
             step_seconds=self.times.measured,
             predicted_step_seconds=self.times.predicted,
             finished=dict(self._finished),
+            **({} if self.speculation is None else self.speculation.counts()),
         )

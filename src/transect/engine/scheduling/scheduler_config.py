@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from .drafters.registry import SpeculativeConfig
 
 Policy = Literal["continuous", "static"]
 
@@ -43,6 +46,8 @@ class SchedulerConfig:
             long one and steps stay short; None: as many as the token budget leaves.
         watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that
             run can grow for a while without preemption.
+        speculation: speculative decoding: drafts that steps verify (``policies/speculation.py``), or its fields as a
+            mapping; None for none.
         jump_ahead: take tokens that a grammar forces as given, and compute them together (``jump_ahead.py``).
         pipeline_depth: steps that are under way at the same time. With more than 1 a step has only sequences whose last
             token is known, and at most its share of those that run, so that the others can be in the next.
@@ -68,12 +73,15 @@ class SchedulerConfig:
     longest_first: bool = False
     max_queue: int | None = None
     max_prefill_chunk: int | None = None
+    speculation: SpeculativeConfig | Mapping[str, Any] | None = None
     jump_ahead: bool = True
     watermark: float = 0.01
     pipeline_depth: int = 1
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculation, Mapping):
+            object.__setattr__(self, "speculation", SpeculativeConfig.of(self.speculation))
         for name in (
             "num_blocks",
             "block_size",
@@ -101,6 +109,11 @@ class SchedulerConfig:
                 )
         if self.itl_target is not None and not 0.0 <= self.itl_target < float("inf"):
             raise ValueError(f"itl_target must be a number of seconds, 0 for automatic, or None, got {self.itl_target}")
+        if self.speculation is not None and (self.pipeline_depth > 1 or self.policy == "static"):
+            raise ValueError(
+                "speculative decoding works without pipeline stages and with continuous batching: leave out "
+                "speculative_config, or the other setting"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.policy not in ("continuous", "static"):

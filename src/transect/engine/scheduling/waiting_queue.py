@@ -1,4 +1,4 @@
-"""Who waits for KV blocks and a place, in which order, and when the queue is full."""
+"""The queue of sequences that wait for KV blocks and a place: its order, and its bound."""
 
 from __future__ import annotations
 
@@ -32,6 +32,8 @@ class WaitingQueue:
 
     def __init__(self, max_new: int | None = None) -> None:
         self.max_new = max_new
+        self.num_promised = 0
+        """New requests that will come and have been given a place (``GrammarQueue``)."""
         self._last_admission: float | None = None
         self._interval: float | None = None
         self.reset()
@@ -47,8 +49,8 @@ class WaitingQueue:
 
     def check_room(self) -> None:
         """Raises QueueFull when another new request would be one too many."""
-        if self.max_new is not None and self.num_new >= self.max_new:
-            raise QueueFull(self.num_new, self.retry_after())
+        if self.max_new is not None and self.num_new + self.num_promised >= self.max_new:
+            raise QueueFull(self.num_new + self.num_promised, self.retry_after())
 
     def retry_after(self) -> float:
         """Seconds, 1 to 60: an estimate of the time in which half of the queue gets its turn, from the smoothed time
@@ -90,7 +92,7 @@ class WaitingQueue:
         seq.status = Status.GONE
 
     def grew(self, seq: Sequence, tokens: int) -> None:
-        """A sequence has so many more tokens. It may wait: preempted while its step was in flight."""
+        """Count more tokens of a sequence, which may wait if it was preempted while its step was in flight."""
         if seq.status is Status.WAITING:
             self.num_tokens += tokens
 

@@ -8,14 +8,17 @@ ends with one. With nothing changed every step must come out as it was: the same
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Listed
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from ...costs.steps import StepLoad
 from ...engine.scheduling.batch import ScheduledBatch, StepResult
 from ...engine.scheduling.clock import VirtualClock
 from ...engine.scheduling.decisions import DIGEST_BYTES, Aborted, Added, CacheReset, Done, Filled, Planned, TakenBack
+from ...engine.scheduling.policies.speculation import Speculation
 from ...engine.scheduling.request import Request, Sequence
 from ...engine.scheduling.sampling_params import SamplingParams
 from ...engine.scheduling.scheduler import Scheduler
@@ -118,6 +121,20 @@ class Script:
         return self._numbers.setdefault(hashes[at : at + DIGEST_BYTES], len(self._numbers) + 1)
 
 
+class RecordedDrafts(Speculation):
+    """Drafts as many tokens for each row as a log says."""
+
+    rows: Mapping[int, int] = {}
+    """Tokens of the rows of the step that is planned next, by seq_id."""
+
+    def drafts(self, sequences: Listed[Sequence], room: int) -> dict[int, tuple[int, ...]]:
+        """See ``Speculation``; which tokens they are means nothing to the scheduler."""
+        counts = {seq.seq_id: self.rows.get(seq.seq_id, 1) - 1 for seq in sequences}
+        found = {seq_id: (0,) * count for seq_id, count in counts.items() if count > 0}
+        self.worthwhile = bool(found)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """The first decision that came out differently: what was recorded, and what the replay did."""
@@ -158,6 +175,8 @@ class _Replay:
         self.log = log
         self.script = Script(log)
         self.scheduler = Scheduler(SchedulerConfig(**log.header.scheduler), VirtualClock())
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation = RecordedDrafts(self.scheduler.speculation.config, self.scheduler.times)
         self.outputs: dict[int, Iterator[int]] = {}
         self.batches: dict[int, ScheduledBatch] = {}
         self.last: list[StepRow] | None = []
@@ -200,6 +219,9 @@ class _Replay:
             self.ruled += self.scheduler.requests[life.added.request_id].choices
 
     def _plan(self, event: Planned) -> Difference | None:
+        if isinstance(self.scheduler.speculation, RecordedDrafts):
+            rows_now = rows_of(event.rows) if event.rows else ()
+            self.scheduler.speculation.rows = {seq_id: tokens for seq_id, _, tokens in rows_now}
         batch = self.scheduler.schedule()
         step = 0 if batch is None else batch.step
         rows = [] if batch is None else [(row.seq_id, row.start, row.num_tokens) for row in batch.rows]
@@ -236,7 +258,7 @@ class _Replay:
             raise ValueError(f"{DAMAGED}: step {event.step} ended and was not planned")
         batch = self.batches.pop(event.step)
         if event.learned:
-            self.scheduler.times.learn(StepLoad.of((row.start, row.num_tokens) for row in batch.rows), event.learned)
+            self.scheduler.times.learn(StepLoad.of(batch.spans()), event.learned)
         result = StepResult({})
         jumps = dict(event.jumps)
         self.scheduler.jumps.forced = lambda seq, token, least, most: [  # type: ignore[method-assign]
@@ -247,10 +269,18 @@ class _Replay:
             if sound:
                 result.sound.add(seq_id)
         refused = {seq for seq, reason, _, _ in event.ended if reason == "error"} - set(result.errors)
+        accepted = dict(event.accepted)
         for row in batch.rows:
             for draw in row.draws:
-                void = self.scheduler.jumps.is_void(draw.seq_id, batch.step)
-                result.tokens[draw.seq_id] = 0 if void else next(self.outputs[draw.seq_id])
+                count = accepted.get(draw.seq_id, 0)
+                if row.drafts:  # its answer may have ended among them
+                    left = list(islice(self.outputs[draw.seq_id], count + (draw.seq_id not in result.errors)))
+                    result.accepted[draw.seq_id] = left[:count]
+                    if len(left) > count:
+                        result.tokens[draw.seq_id] = left[count]
+                else:
+                    void = self.scheduler.jumps.is_void(draw.seq_id, batch.step)
+                    result.tokens[draw.seq_id] = 0 if void else next(self.outputs[draw.seq_id])
                 if draw.seq_id in refused:  # by its grammar: the model did nothing wrong
                     result.errors[draw.seq_id] = "recorded error"
                     result.sound.add(draw.seq_id)

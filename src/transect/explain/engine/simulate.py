@@ -114,7 +114,8 @@ def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[Sc
         if name not in names and name not in MACHINE:
             raise ValueError(f"--set {name}: no such setting; there are: {', '.join([*names, *MACHINE])}")
     settings = {name: value for name, value in changes.items() if name in names}
-    config = SchedulerConfig(**{**log.header.scheduler, **settings})
+    # A log has no tokens to draft from.
+    config = SchedulerConfig(**{**log.header.scheduler, "speculation": None, **settings})
     machine = {name: value for name, value in changes.items() if name in MACHINE}
     if not machine:
         return config, None

@@ -61,12 +61,19 @@ class EngineCollector:
             ("transect_timed_steps", "Steps whose time was measured", stats.timed_steps),
             ("transect_step_seconds", "Time of the timed steps", stats.step_seconds),
             ("transect_predicted_step_seconds", "Time predicted for the timed steps", stats.predicted_step_seconds),
+            ("transect_draft_tokens", "Tokens drafted for verification", stats.drafted_tokens),
+            ("transect_accepted_tokens", "Drafted tokens that were right", sum(stats.accepted_at.values())),
             ("transect_late_captures", "CUDA graphs captured after the start", stats.late_captures),
             ("transect_late_compilations", "Kernels compiled or loaded after the start", stats.late_compilations),
         ):
             family = CounterMetricFamily(name, text)
             family.add_metric([], value)
             yield family
+        text = "Drafted tokens that were right, by their place among the drafts of a sequence"
+        family = CounterMetricFamily("transect_accepted_tokens_per_position", text, labels=["position"])
+        for position, count in stats.accepted_at.items():
+            family.add_metric([position], count)
+        yield family
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

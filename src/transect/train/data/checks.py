@@ -8,7 +8,16 @@ from typing import Any
 
 from ...text.chat_template import ChatTemplate
 from ...text.tokenizer import Tokenizer
-from .documents import Forms, RenderedAnewError, answers_apart, chat_tokens, completion_tokens, text_tokens
+from .documents import (
+    Forms,
+    RenderedAnewError,
+    answers_apart,
+    chat_tokens,
+    completion_tokens,
+    last_answer,
+    pair_documents,
+    text_tokens,
+)
 from .files import DataFile, find
 from .layouts import Chat, Completion, Form, Preference, Rated, Text
 
@@ -77,14 +86,10 @@ def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> 
         return len(completion_tokens(form, tokenizer)[0])
     if template is None:
         raise ValueError("this is a chat and the model brings no chat template")
-    if isinstance(form, Preference | Rated):
-        answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
-        sides = [[*form.prompt, *answer] for answer in answers]
-        return sum(
-            len(ids)
-            for side in sides
-            for ids, _ in answers_apart(side, tokenizer, template, tools=form.tools, first=len(side) - 1)
-        )
+    if isinstance(form, Preference):
+        return sum(len(ids) for ids, _ in pair_documents(form, tokenizer, template))
+    if isinstance(form, Rated):
+        return len(last_answer(form.prompt, form.completion, form.tools, tokenizer, template)[0])
     assert isinstance(form, Chat)
     chat = form.messages, tokenizer, template
     options: dict[str, Any] = {"tools": form.tools, "first": form.first, "masked": form.masked}

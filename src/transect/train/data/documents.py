@@ -17,8 +17,8 @@ from ...text.inert import ChatRendering
 from ...text.tokenizer import Tokenizer
 from ...text.tools.registry import for_template
 from .files import DataFile, Row
-from .layouts import Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
-from .messages import USED
+from .layouts import ALIKE, Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
+from .messages import USED, Messages
 
 Document = tuple[list[int], list[bool] | None]
 """Token ids, and a mask of those that are trained on; None if all are."""
@@ -28,7 +28,7 @@ THOUGHTS, THOUGHTS_END = "reasoning_content", "</think>"
 
 @dataclass(slots=True)
 class Tally:
-    """What was found in a file: its layout, rows that were read, and rows that were left out by reason."""
+    """The content of a file: its layout, rows that were read, and rows that were left out by reason."""
 
     name: str
     layout: str = ""
@@ -42,7 +42,7 @@ class Tally:
     absent: dict[str, str] = field(default_factory=dict)
     """Entries of ``data.columns`` that no row so far has."""
     apart: int = 0
-    """Chats that became a document for each answer, because the template renders earlier turns anew."""
+    """Chats that became a document for each answer, because the template renders earlier turns differently."""
 
     def leave_out(self, where: str, why: ValueError, *, skip: bool) -> None:
         """Count a row that cannot be used. ValueError with its place, unless such rows are to ``skip``."""
@@ -64,7 +64,7 @@ class Tally:
 
     def unread(self) -> str:
         """Keys that nothing reads, and columns that no row has, as one line; empty if there are none."""
-        parts = [f"{key} ({count} row{'s' * (count > 1)})" for key, count in self.ignored.items()]
+        parts = [f"{key} ({count} row{'s' * (count > 1)})" for key, count in sorted(self.ignored.items())]
         found = [f"ignored keys: {', '.join(parts)}"] if parts else []
         if self.absent:
             names = ", ".join(f"{own!r} (data.columns.{key})" for key, own in self.absent.items())
@@ -105,6 +105,7 @@ class Forms:
         self._skip, self._some, self._columns = skip, some, columns or {}
         check_columns(self._columns)
         self._template = "" if template is None else template.sources
+        self._thoughts = template is not None and prints_thoughts(template)
         self.tallies: list[Tally] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
@@ -121,6 +122,7 @@ class Forms:
                 if isinstance(row, ValueError):
                     raise row
                 tally.absent = {key: own for key, own in tally.absent.items() if own not in row}
+                replaced = row.keys() & self._columns.keys() - set(self._columns.values())
                 row = renamed(row, self._columns)
                 found, form = form_of(row)
                 if layout is not None and found is not layout:
@@ -134,14 +136,19 @@ class Forms:
                 tally.layout, tally.trained = layout.name, layout.trained
             tally.read += 1
             tally.ignored.update(found.ignored(row))
-            tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template))
+            tally.ignored.update(replaced)
+            tally.ignored.update(f"{key} of messages" for key in unread_keys(form, self._template, self._thoughts))
             yield made
         if layout is None and tally.left_out and self._some:
             raise ValueError(str(tally))
 
 
-def unread_keys(form: Form, template: str) -> set[str]:
-    """Keys of a form's messages that hold something, and that a template of this text does not print."""
+def unread_keys(form: Form, template: str, thoughts: bool) -> set[str]:
+    """Keys of a form's messages that hold something, and that a template of this text does not print.
+
+    Args:
+        thoughts: as ``prints_thoughts``.
+    """
     if isinstance(form, Text | Completion):
         return set()
     if isinstance(form, Chat):
@@ -150,12 +157,23 @@ def unread_keys(form: Form, template: str) -> set[str]:
         answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
         messages = [*form.prompt, *(message for answer in answers for message in answer)]
     keys = {key for message in messages for key, value in message.items() if value not in (None, "", [], {})} - USED
-    return {key for key in keys if key not in template and not (key == THOUGHTS and prints_thoughts(template))}
+    found = {key for key in keys - {THOUGHTS} if key not in template}
+    thinking = [message for message in messages if message.get(THOUGHTS)]
+    beside_calls = thoughts or any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
+    if any(not (beside_calls if message.get("tool_calls") else thoughts) for message in thinking):
+        found.add(THOUGHTS)
+    return found
 
 
-def prints_thoughts(template: str) -> bool:
-    """True if a template of this text prints thoughts: under a name of its own, or as the beginning of the content."""
-    return any(mark in template for mark in (THOUGHTS, "thinking", THOUGHTS_END))
+def prints_thoughts(template: ChatTemplate) -> bool:
+    """True if a template prints the thoughts of an answer without calls."""
+    probe = "thoughts of a probe"
+    messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": "1", THOUGHTS: probe}]
+    told, variables = for_template(template.source, with_thoughts(messages, template.source), {}, apart=False)
+    try:
+        return probe in template.render(told, add_generation_prompt=False, **variables)
+    except ValueError:  # it refuses the probe; rows will tell
+        return True
 
 
 def with_thoughts(messages: Any, template: str) -> Any:
@@ -288,6 +306,8 @@ def chat_tokens(
         ids += before + answer
         own = turn - chat.added
         learns = own >= first and own not in masked
+        if learns:
+            chat.check_answer(turn, answer)
         trained += [False] * len(before) + (said(answer, tokenizer) if learns else [False] * len(answer))
         done = answered
     chat.check(trained)
@@ -314,9 +334,30 @@ def answers_apart(
         if not answered.startswith(opened):
             raise ValueError("the chat template does not render an answer as the continuation of its prompt")
         before, answer = chat.encode(opened), chat.encode(answered[len(opened) :])
+        chat.check_answer(turn, answer)
         made.append((before + answer, [False] * len(before) + said(answer, tokenizer)))
     chat.check(made)
     return made
+
+
+def last_answer(
+    prompt: Messages, answer: Messages, tools: list[Any] | None, tokenizer: Tokenizer, template: ChatTemplate
+) -> tuple[list[int], list[bool]]:
+    """The document of a prompt and an answer, of which the last message is trained on. ValueError as above."""
+    messages = [*prompt, *answer]
+    return answers_apart(messages, tokenizer, template, tools=tools, first=len(messages) - 1)[0]
+
+
+def pair_documents(
+    pair: Preference, tokenizer: Tokenizer, template: ChatTemplate
+) -> list[tuple[list[int], list[bool]]]:
+    """The documents of the chosen and of the rejected answer. ValueError as above, or if their tokens are equal."""
+    sides = [
+        last_answer(pair.prompt, answer, pair.tools, tokenizer, template) for answer in (pair.chosen, pair.rejected)
+    ]
+    if sides[0] == sides[1]:
+        raise ValueError(f"{ALIKE} to the model: the chat template prints nothing of what differs")
+    return sides
 
 
 class _Rendered:
@@ -329,7 +370,7 @@ class _Rendered:
         self.added = len(told) - len(messages) if told is not messages else 0
         """Messages before the chat's own: one that describes its tools."""
         self._inert = ChatRendering(tokenizer, told, variables)
-        self._template = template
+        self._template, self._tokenizer = template, tokenizer
         self._messages: Any = self._inert.messages
         turns = self._messages if isinstance(self._messages, list) else []
         self.answers = [
@@ -349,6 +390,14 @@ class _Rendered:
     def encode(self, text: str) -> list[int]:
         ids: list[int] = self._inert.encoder.encode(text, parse_special=True)
         return ids
+
+    def check_answer(self, turn: int, answer: Sequence[int]) -> None:
+        """ValueError if the tokens of an answer that is trained on are special tokens alone."""
+        if not self._tokenizer.decode(answer, skip_special_tokens=True).strip():
+            raise ValueError(
+                f"the chat template prints nothing of the answer messages[{turn - self.added}], so that it would train "
+                'the model to say nothing: give it "weight": 0, take it out, or set data.chat_template'
+            )
 
     def check(self, found: Any) -> None:
         """ValueError if there is nothing to learn from, with what is wrong with the messages, if that is it."""

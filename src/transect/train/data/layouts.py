@@ -101,6 +101,7 @@ class Layout:
 PAIRS = (("question", "answer"), ("prompt", "response"), ("query", "response"), ("instruction", "response"))
 CONTEXT = ("system", "history")
 """Columns that come before a question."""
+ALIKE = '"chosen" and "rejected" are the same'
 
 
 def _chat_of(row: Mapping[str, Any], messages: Messages, first: int = 0) -> Chat:
@@ -170,9 +171,9 @@ def _preference(row: Mapping[str, Any]) -> Preference:
         else:
             sides.append(messages_of(row, key))
     shared = [a for a, _ in itertools.takewhile(lambda both: both[0] == both[1], zip(*sides, strict=False))]
-    if sides[0] == sides[1]:
-        raise ValueError('"chosen" and "rejected" are the same')
     asked = "question" if "question" in row and "prompt" not in row else "prompt"
+    if sides[0] == sides[1]:
+        raise ValueError(ALIKE)
     if asked not in row:
         prompt = shared
         if not prompt:
@@ -183,12 +184,13 @@ def _preference(row: Mapping[str, Any]) -> Preference:
         prompt = shared  # UltraFeedback: whole conversations, beside a question that they hold too
     else:
         prompt = [*earlier(row), {"role": "user", "content": row[asked]}]
-    if shared[: len(prompt)] == prompt:
-        sides = [side[len(prompt) :] for side in sides]
+    sides = [side[len(prompt) :] if side[: len(prompt)] == prompt else side for side in sides]
     prompt, tools = _before(with_system(row, prompt)), tools_of(row)
     chosen, rejected = (
         _answer(key, prompt, side, tools) for key, side in zip(("chosen", "rejected"), sides, strict=True)
     )
+    if chosen == rejected:
+        raise ValueError(ALIKE)
     return Preference(prompt, chosen, rejected, tools)
 
 

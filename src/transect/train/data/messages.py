@@ -23,7 +23,7 @@ CALLS = ("function_call", "tool_call", "tool_calls")
 """Values of ShareGPT's ``from`` whose ``value`` is calls as JSON."""
 FLAGS = ("weight", "train")
 """Keys of a message that say if it is trained on (OpenAI's and axolotl's); templates do not see them."""
-USED = frozenset({"role", "content", "tool_calls", "tool_call_id", "refusal", *FLAGS})
+USED = frozenset({"role", "content", "tool_calls", "tool_call_id", *FLAGS})
 """Keys of messages that are used whatever the template."""
 
 
@@ -52,8 +52,9 @@ def messages_of(row: Row, key: str) -> Messages:
 
 def _with_refusal(message: dict[str, Any]) -> dict[str, Any]:
     """A message of the API whose answer is a refusal has that as its content."""
-    refusal = message.pop("refusal", None)
-    return {**message, "content": refusal} if refusal and not message.get("content") else message
+    if not message.get("refusal") or message.get("content"):
+        return message
+    return {key: value for key, value in message.items() if key != "refusal"} | {"content": message["refusal"]}
 
 
 def tools_of(row: Row) -> list[Any] | None:
@@ -192,11 +193,11 @@ def check_calls(messages: Iterable[Row], tools: Sequence[Any] | None) -> None:
                 raise ValueError(f"messages[{number}] calls {name}, and the row's tools are {known}")
             function = call.get("function")
             arguments = (function if isinstance(function, Mapping) else call).get("arguments", {})
-            if isinstance(arguments, str):
-                try:
-                    arguments = read_json(arguments)
-                except ValueError as error:
-                    raise ValueError(f"messages[{number}]: the arguments of {name} are not JSON: {error}") from None
+            try:
+                arguments = read_json(arguments) if isinstance(arguments, str) else arguments
+                json.dumps(arguments, allow_nan=False)  # Python's reader takes NaN and Infinity
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"messages[{number}]: the arguments of {name} are not JSON: {error}") from None
             if not isinstance(arguments, Mapping):
                 raise ValueError(f"messages[{number}]: the arguments of {name} must be a JSON object")
 

@@ -74,6 +74,8 @@ class StreamingLoader:
         self._now: tuple[tuple[int, int], EpochPlan | None] | None = None
         self._dealt: tuple[int, list[list[Chunk]]] | None = None
         self._masked: bool | None = None
+        self._ignored: set[str] = set()
+        """Keys that nothing reads and that were told of."""
         size = sum(chunk.size for chunk in self._chunks) / 1e6
         tell(f"{len(files)} files, {size:,.1f} MB, are read as the run goes, in {len(self._sections(0))} sections")
         self._plan(0, 0)  # what cannot be read is said before the first step
@@ -155,8 +157,10 @@ class StreamingLoader:
         )  # fmt: skip
         stream = collect(self._documents(chunks, reader), self._vocab_size, Path(chunks[0].path), allow_empty=True)
         for tally in reader.tallies:
-            if tally.left_out or (epoch == section == 0 and tally is reader.tallies[0]):
+            first = epoch == section == 0 and tally is reader.tallies[0]
+            if tally.left_out or first or tally.ignored.keys() - self._ignored:
                 self._tell(str(tally))
+                self._ignored |= tally.ignored.keys()
         return self._planned(stream, epoch, section)
 
     @staticmethod

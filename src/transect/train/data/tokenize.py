@@ -11,8 +11,10 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import logging
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import closing
@@ -29,10 +31,12 @@ from ...text.tokenizer import Tokenizer
 from ..config import DataConfig
 from .chat import run_template
 from .chunks import CHUNK_BYTES, Chunk, cut
-from .documents import Reader, turns_key
+from .documents import Reader, Tally, turns_key
 from .files import find
 from .loader import collect
 from .tokens import SUFFIX, token_dtype, write_meta
+
+log = logging.getLogger(__name__)
 
 
 def tokenize(
@@ -44,14 +48,16 @@ def tokenize(
     chats: DataConfig | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    tell: Callable[[str], None] = log.info,
 ) -> tuple[int, int]:
     """Write ``output`` (a ``.tokens`` directory) from the documents of ``inputs``.
 
     Args:
         model: whose tokenizer and chat template to use; what ``resolve`` takes.
-        workers: processes; None: one for each core.
+        workers: processes; one for each core if None.
         chats: how rows are read and rendered: ``columns``, ``chat_template``, ``turns`` and ``date``.
         progress: is told how many bytes of how many are done.
+        tell: is told of keys that nothing reads, in one line.
 
     Returns:
         Tokens and documents.
@@ -87,7 +93,7 @@ def tokenize(
             for chunk in finished:
                 done += chunk.size
                 progress(done, total)
-        return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint)
+        return _join(output, parts, len(chunks), vocab_size, tokenizer.fingerprint, tell)
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(output):
             raise
@@ -98,7 +104,7 @@ def tokenize(
 
 
 def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str], chats: DataConfig) -> DataConfig:
-    """Keep the existing parts if they belong to this very plan, else begin anew.
+    """Keep the existing parts if they belong to this very plan, else start again.
 
     Args:
         made_by: the tokenizer's fingerprint, and the chat template.
@@ -166,18 +172,24 @@ def _tokenize_chunk(model: str, chats: DataConfig, chunk: Chunk, target: str) ->
     arrays = {"tokens": stream.tokens, "ends": stream.ends}
     if stream.trained is not None:
         arrays["trained"] = stream.trained
+    ignored: Counter[str] = sum((tally.ignored for tally in reader.tallies), Counter())
+    arrays["ignored"] = np.array(json.dumps(ignored))
     with part.open("wb") as file:
         np.savez(file, **arrays)  # type: ignore[arg-type]
     part.replace(target)
 
 
-def _join(output: Path, parts: Path, count: int, vocab_size: int, tokenizer: str) -> tuple[int, int]:
+def _join(
+    output: Path, parts: Path, count: int, vocab_size: int, tokenizer: str, tell: Callable[[str], None]
+) -> tuple[int, int]:
     tokens = documents = 0
     kinds = set()
+    found = Tally(str(output))
     for index in range(count):
         with np.load(parts / f"{index:06}.npz", allow_pickle=False) as part:
             if len(part["ends"]):
                 kinds.add("trained" in part)
+            found.ignored.update(json.loads(str(part["ignored"])) if "ignored" in part else {})
     if len(kinds) == 2:
         raise ValueError("chats and text cannot share a token file: tokenize them apart")
     if not kinds:
@@ -206,4 +218,6 @@ def _join(output: Path, parts: Path, count: int, vocab_size: int, tokenizer: str
         (output / "trained.bin").unlink()
     write_meta(output, tokens, documents, vocab_size, tokenizer, chats=chats)
     shutil.rmtree(parts)
+    if found.ignored:
+        tell(found.unread())
     return tokens, documents

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -12,13 +13,15 @@ from torch import Tensor, nn
 from ...models.decoder import Decoder
 
 WINDOW = 10
-"""Losses that a new one is compared with: few, so that the fall of a loss at a run's start is not its usual spread."""
-LEAST = 5
+"""Losses that are remembered."""
+LEVEL = 5
+"""Last losses whose median is the usual loss: few, so that it follows the fall of the loss at a run's start."""
+LEAST = 3
 """Losses that must be known before one can stand out."""
 RISE = 2.0
-"""Nats above the median of the last losses that count as a spike, and ..."""
-SPREADS = 12
-"""... how many times their usual distance from the median it must be."""
+"""Nats above the usual loss that count as a spike, and ..."""
+SPREADS = 8
+"""... how many times the median rise from one loss to the next it must be. Falls do not count: training causes them."""
 
 
 class TrainingStopped(RuntimeError):
@@ -38,13 +41,13 @@ class LossWatch:
     @property
     def usual(self) -> float:
         """The median of the last losses."""
-        return statistics.median(self.losses)
+        return statistics.median(list(self.losses)[-LEVEL:])
 
     def stands_out(self, loss: float) -> bool:
         """Return true if ``loss`` is far above the last ones; remember it if not."""
         if len(self.losses) >= LEAST:
-            spread = statistics.median(abs(x - self.usual) for x in self.losses)
-            if loss > self.usual + max(RISE, SPREADS * spread):
+            rises = [after - before for before, after in itertools.pairwise(self.losses) if after > before]
+            if loss > self.usual + max(RISE, SPREADS * statistics.median(rises or [0.0])):
                 return True
         self.losses.append(loss)
         return False

@@ -19,11 +19,10 @@ from ...text.chat_template import ChatTemplate
 from ...text.tokenizer import Tokenizer
 from ..config import DataConfig
 from ..data.batches import Batch, best_fit, pack
-from ..data.documents import Forms, answers_apart
+from ..data.documents import Forms, last_answer, pair_documents
 from ..data.files import find
 from ..data.identity import stream_identity
 from ..data.layouts import Form, Preference, Rated
-from ..data.messages import Messages
 from ..data.tokens import TokenStream
 from ..model.build import Trainable
 from .logprobs import batch_logprobs, document_sums
@@ -53,7 +52,7 @@ class Examples:
     """The examples of a stream, packed best-fit.
 
     Args:
-        good: ``[examples]``; None: all are.
+        good: ``[examples]``; all are if None.
 
     Raises:
         ValueError: none is short enough for ``config``.
@@ -73,7 +72,7 @@ class Examples:
 
     @property
     def left_out(self) -> int:
-        """How many examples are too long."""
+        """Number of examples that are too long."""
         return self.count - len(self._usable)
 
     def plan(self, epoch: int) -> list[list[int]]:
@@ -135,7 +134,7 @@ def read_pairs(
     def sides(form: Form) -> list[Side]:
         if not isinstance(form, Preference):
             raise ValueError('a pair needs "chosen" and "rejected"; without them set objective = "next_token"')
-        return [_side(form.prompt, answer, form.tools, tokenizer, template) for answer in (form.chosen, form.rejected)]
+        return pair_documents(form, tokenizer, template)
 
     pairs = _read(
         paths,
@@ -173,7 +172,7 @@ def read_rated(
             judged = [form]
         else:
             raise ValueError('a judged answer needs "prompt", "completion" and a "label" of true or false')
-        return [(one, _side(one.prompt, one.completion, one.tools, tokenizer, template)) for one in judged]
+        return [(one, last_answer(one.prompt, one.completion, one.tools, tokenizer, template)) for one in judged]
 
     rows = _read(
         paths,
@@ -190,7 +189,7 @@ def read_rated(
     sides = []
     for index, (own, side) in enumerate(found):
         other = found[partner[index]][0]
-        sides += [side, _side(own.prompt, other.completion, own.tools, tokenizer, template)]
+        sides += [side, last_answer(own.prompt, other.completion, own.tools, tokenizer, template)]
     return _stream(sides), [own.good for own, _ in found]
 
 
@@ -214,10 +213,3 @@ def _stream(sides: Sequence[Side]) -> TokenStream:
     trained = [answer for _, answers in sides for answer in answers]
     ends = np.cumsum([len(ids) for ids, _ in sides])
     return TokenStream(np.array(tokens, dtype=np.uint32), ends.astype(np.uint64), np.array(trained))
-
-
-def _side(
-    prompt: Messages, answer: Messages, tools: list[Any] | None, tokenizer: Tokenizer, template: ChatTemplate
-) -> Side:
-    messages = [*prompt, *answer]
-    return answers_apart(messages, tokenizer, template, tools=tools, first=len(messages) - 1)[0]

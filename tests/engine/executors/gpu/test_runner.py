@@ -9,10 +9,12 @@ import torch
 from effort import proving, quick_first
 from runner_fuzz import Breaking, assert_same, random_arrivals, run_workload
 
+from transect.engine.executors.drafted import Drafted
 from transect.engine.executors.gpu.runner import GPURunner
 from transect.engine.executors.gpu.step_inputs import Fields
 from transect.engine.executors.gpu.step_sizes import row_bucket, width_bucket, widths
 from transect.engine.executors.runner import Runner
+from transect.engine.scheduling.drafters.registry import SpeculativeConfig
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.models.decoder import Decoder
 from transect.ops.opset import resolve_ops
@@ -74,6 +76,19 @@ def test_same_tokens_as_the_cpu_runner(model, seed):
     expected, _ = run_workload(plain, config, arrivals, lag=0)
     for lag in (0, 1):
         found, _ = run_workload(executors(model, config)[1] if lag else device, config, arrivals, lag=lag)
+        assert_same(expected, found, arrivals)
+
+
+@pytest.mark.parametrize("seed", quick_first(range(30), 5))
+def test_same_tokens_with_drafts(model, seed):
+    rng = random.Random(seed)
+    plain = scheduler_config(rng)
+    arrivals = random_arrivals(rng, VOCAB, 14)
+    expected, _ = run_workload(executors(model, plain)[0], plain, arrivals, lag=0)
+    drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, adaptive=False)
+    config = replace(plain, speculation=drafts, max_num_seqs=3 * plain.max_num_seqs, max_num_batched_tokens=64)
+    for at, runner in enumerate(executors(model, config)):
+        found, _ = run_workload(Drafted(runner), config, arrivals, lag=at)
         assert_same(expected, found, arrivals)
 
 

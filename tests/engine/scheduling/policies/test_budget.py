@@ -41,6 +41,10 @@ class Pending:
     def __init__(self, clock: VirtualClock, at: float, result: StepResult) -> None:
         self.clock, self.at, self.step = clock, at, result
 
+    @property
+    def over(self) -> bool:
+        return self.clock.now() >= self.at
+
     def draw(self) -> None:
         pass
 
@@ -328,6 +332,43 @@ def test_a_request_that_comes_while_a_step_runs_is_part_of_the_next():
     took = [BASE + EACH * batch.num_tokens for _, batch in device.batches]
     idle = sum(gap - seconds for gap, seconds in zip(gaps, took, strict=False)) / sum(gaps)
     assert idle < 0.01, "the device did not wait for its plans"
+
+
+def stands_still(slow: dict[int, float], steps: int = 400, usual: float = 10e-3) -> float:
+    """Seconds for which a device waits for plans, whose steps with the numbers ``slow`` take longer than usual."""
+
+    class Hiccups(Device):
+        def seconds(self, tokens: int) -> float:
+            return slow.get(len(self.batches), usual)
+
+    core = engine(lag=1, device=Hiccups, itl_target=0.0)
+    clock, device = core.scheduler.clock, core.executor
+    for name in ("a", "b"):
+        core.add(request(name, prompt=4, first=len(name), max_tokens=3000))
+    while len(device.batches) < steps:
+        if (wait := core.time_to_plan()) > 0:
+            clock.advance(wait)
+        else:
+            core.step()
+    took = sum(slow.get(number, usual) for number in range(steps - 1))
+    return device.batches[-1][0] - device.batches[0][0] - took
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        {0: 3.0, 1: 3.0},
+        {0: 0.5, 1: 0.5, 2: 0.5},
+        dict.fromkeys(range(20), 3.0),
+        {0: 3.0, 5: 3.0, 6: 3.0},
+        {200: 3.0, 201: 3.0},
+        dict.fromkeys(range(100, 140), 0.5),
+    ],
+    ids=["two", "three", "twenty", "now and then", "late", "for a while"],
+)
+def test_a_device_waits_less_than_one_step_for_plans_after_steps_that_took_long(slow):
+    """It waited for 70 s after two steps of 3 s, and for 13 s after three of 0.5 s."""
+    assert 0 <= stands_still(slow) < 10e-3
 
 
 def test_there_is_nothing_to_wait_for_where_prompts_fill_the_next_step():

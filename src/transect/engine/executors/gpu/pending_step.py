@@ -22,7 +22,7 @@ class PendingStep:
     """uint8, the step's part of the ring."""
     seq_ids: list[int]
     known: StepResult
-    """What is known of the step's prompts."""
+    """Results of the step's prompts."""
     max_draws: int
     adjusted: bool
     """Logits were adjusted or masked before the draws."""
@@ -33,6 +33,11 @@ class PendingStep:
     problems: Mapping[int, str] = field(default_factory=dict)
     """By seq_id, why a grammar could not say what may come."""
     _result: StepResult | None = None
+
+    @property
+    def over(self) -> bool:
+        """True if the device is done with the step."""
+        return self.ready is None or self.ready.query()
 
     def draw(self) -> None:
         """The draws are on their way."""

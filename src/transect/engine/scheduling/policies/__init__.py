@@ -2,5 +2,6 @@
 
 * ``budget``: tokens per step while sequences decode. ``costs/learning`` learns step times.
 * ``filling``: prefill in small chunks beside decoding sequences.
+* ``speculation``: the number of tokens to draft for each sequence.
 * ``routing``: the replica that gets a request, by cached prefix and load.
 """

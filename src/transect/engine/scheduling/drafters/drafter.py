@@ -1,0 +1,27 @@
+"""The interface of drafters: guesses of a sequence's next tokens, from token ids alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Guess(NamedTuple):
+    """Guessed next tokens of a sequence."""
+
+    tokens: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+    """For each token the share of matches that continue so, given the tokens before it; 1 if there is one match."""
+    matched: int = 0
+    """Length of the match that the guess rests on, in tokens."""
+
+
+class Drafter(Protocol):
+    """Guesses of one method. It keeps what it needs of each sequence between calls, by ``seq_id``."""
+
+    def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
+        """Guess up to ``most`` tokens after ``prompt`` and ``output``, which only grows from call to call."""
+        ...
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        """Forget a sequence, which ended with these output tokens."""
+        ...

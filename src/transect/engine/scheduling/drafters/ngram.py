@@ -1,0 +1,47 @@
+"""Prompt lookup (Saxena 2023): copy the tokens that followed the longest earlier match of a sequence's last tokens.
+
+Matches have ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens, as in vLLM; of equally long ones the newest counts.
+"""
+
+from __future__ import annotations
+
+from .drafter import Guess
+from .token_index import TokenIndex
+
+SHORTEST, LONGEST = 2, 16
+"""Defaults of ``prompt_lookup_min`` and ``prompt_lookup_max``, in tokens."""
+
+
+class NgramDrafter:
+    """Guesses from the sequence itself.
+
+    Args:
+        shortest, longest: tokens of a match.
+    """
+
+    def __init__(self, shortest: int = SHORTEST, longest: int = LONGEST) -> None:
+        self._shortest, self._longest = shortest, longest
+        self._indices: dict[int, TokenIndex] = {}
+
+    def index(self, seq_id: int, prompt: tuple[int, ...], output: list[int]) -> TokenIndex:
+        """The index of a sequence, up to date."""
+        index = self._indices.get(seq_id)
+        if index is None:
+            index = self._indices[seq_id] = TokenIndex(self._shortest)
+            index.extend(prompt)
+        index.extend(output[len(index) - len(prompt) :])
+        return index
+
+    def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
+        """See ``Drafter``."""
+        index = self.index(seq_id, prompt, output)
+        found = index.matches(index.tokens, self._longest)
+        if not found:
+            return Guess()
+        length, place = max(found, key=lambda match: match[0])  # the first of equals, which is the newest
+        tokens = index.copy_from(place, most)
+        return Guess(tokens, (1.0,) * len(tokens), length)
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        """See ``Drafter``."""
+        self._indices.pop(seq_id, None)

@@ -1,0 +1,73 @@
+"""The settings of speculative decoding, and the drafters by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .drafter import Drafter
+from .ngram import LONGEST, SHORTEST, NgramDrafter
+from .suffix import SuffixDrafter
+
+METHODS: dict[str, Callable[[int, int], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
+"""Method -> drafter of (shortest, longest) match."""
+DEFAULT_MOST = 16
+"""Drafts per sequence and step, at the most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding, with vLLM's names (``--speculative-config``).
+
+    Attributes:
+        method: the drafter: ``ngram`` (prompt lookup) or ``suffix`` (also looks in earlier answers).
+        num_speculative_tokens: most drafts per sequence and step. The number of each step is chosen by expected gain.
+        prompt_lookup_min: shortest match, in tokens.
+        prompt_lookup_max: longest match, in tokens.
+        adaptive: choose the number of drafts by expected gain. False always drafts ``num_speculative_tokens``, for
+            comparison.
+
+    Raises:
+        ValueError: an unknown method or a number out of its range.
+    """
+
+    method: str
+    num_speculative_tokens: int = DEFAULT_MOST
+    prompt_lookup_min: int = SHORTEST
+    prompt_lookup_max: int = LONGEST
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"speculative method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64:
+                raise ValueError(f"{name} of speculative decoding must be a whole number from 1 to 64, got {value!r}")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) must not exceed prompt_lookup_max "
+                f"({self.prompt_lookup_max})"
+            )
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive of speculative decoding must be true or false, got {self.adaptive!r}")
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> SpeculativeConfig:
+        """Make the settings from a JSON object.
+
+        Raises:
+            ValueError: a key is missing, unknown or has a value out of its range.
+        """
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise ValueError(f"speculative decoding has no setting {', '.join(unknown)}: use {', '.join(known)}")
+        if "method" not in settings:
+            raise ValueError(f"speculative decoding needs a method: one of {', '.join(METHODS)}")
+        return cls(**settings)
+
+    def drafter(self) -> Drafter:
+        """A new drafter of this method."""
+        return METHODS[self.method](self.prompt_lookup_min, self.prompt_lookup_max)

@@ -1,0 +1,56 @@
+"""Answers with drafts on a GPU: in deterministic mode the tokens are those without."""
+
+import gc
+
+import pytest
+import torch
+from tiny_llm import save_tiny_llm
+
+from transect import LLM, SamplingParams, StructuredOutputsParams
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+FORM = StructuredOutputsParams(regex="([a-b]{3}-[0-9]{2};){6}")
+OPTIONS = [
+    {"temperature": 0.0},
+    {"n": 2, "temperature": 0.5},
+    {"temperature": 0.3, "logprobs": 2},
+    {"temperature": 0.2, "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1},
+    {"temperature": 0.5, "top_k": 3, "min_p": 0.01, "logit_bias": {65: 3.0}},
+    {"temperature": 0.3, "structured_outputs": FORM},
+]
+PROMPTS = ["abcabcabcab", "Hello Hello Hello", "x1 x2 x3", "aaaa", "ababab", "zz"]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def answers(directory: str, **settings):
+    """Token ids of every choice, and the engine's counters."""
+    llm = LLM(
+        directory,
+        device="cuda",
+        dtype="bfloat16",
+        deterministic=True,
+        max_num_seqs=64,
+        kv_cache_tokens=4096,
+        **settings,
+    )
+    params = [SamplingParams(**{"max_tokens": 48, "seed": 1, "ignore_eos": True} | each) for each in OPTIONS]
+    outputs = [*llm.generate(PROMPTS, params), *llm.generate(PROMPTS[0], params[0])]
+    found = [choice.token_ids for output in outputs for choice in output.outputs]
+    stats = llm.stats()
+    del llm
+    gc.collect()
+    return found, stats
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["lag 0", "lag 1"])
+def test_answers_are_the_same_with_drafts(tmp_path, ahead: bool):
+    save_tiny_llm(tmp_path, **SIZES)
+    plain, _ = answers(str(tmp_path), async_scheduling=ahead)
+    for method in ("ngram", "suffix"):
+        spec = {"method": method, "num_speculative_tokens": 4, "prompt_lookup_min": 1, "adaptive": False}
+        found, stats = answers(str(tmp_path), async_scheduling=ahead, speculative_config=spec)
+        assert found == plain
+        assert stats.drafted_tokens > sum(stats.accepted_at.values()) > 0

@@ -1,0 +1,130 @@
+"""How many tokens are drafted, given step times and acceptance."""
+
+import random
+
+import pytest
+from small_engine import make, recorded_batches, request, tokens_of
+
+from transect.costs.learning import StepTimes
+from transect.costs.steps import StepLoad
+from transect.engine.scheduling.arrivals import Arrivals
+from transect.engine.scheduling.drafters.drafter import Guess
+from transect.engine.scheduling.drafters.registry import SpeculativeConfig
+from transect.engine.scheduling.policies.speculation import Speculation
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
+
+MOST = 8
+
+
+class Planted:
+    """Guesses that are right at a given share of the positions of a text that is known."""
+
+    def __init__(self, chance: float, texts: dict[int, list[int]]) -> None:
+        self.texts = texts
+        chances = random.Random(1)
+        self.wrong = {seq_id: [chances.random() >= chance for _ in text] for seq_id, text in texts.items()}
+
+    def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
+        now = slice(len(output), len(output) + most)
+        pairs = zip(self.texts[seq_id][now], self.wrong[seq_id][now], strict=True)
+        tokens = tuple(token + wrong for token, wrong in pairs)
+        return Guess(tokens, (1.0,) * len(tokens), 4)
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        pass
+
+
+def tokens_per_second(chance: float, rows: int, each: float, *, fixed: int | None = None, tokens: int = 1200) -> float:
+    """Decode ``rows`` sequences on a device whose steps take 1 + each * rows, drafting as the policy says, or a
+    ``fixed`` number."""
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=fixed or MOST, adaptive=fixed is None)
+    times = StepTimes()
+    speculation = Speculation(config, times)
+    state = SchedulerConfig(num_blocks=64, max_model_len=4096, seed=1)
+    arrivals = Arrivals(state)
+    sequences = [arrivals.state(request(f"r{i}"), 4096, 0.0).choices[0] for i in range(rows)]
+    texts = {seq.seq_id: [seq.seq_id * 1000 + i for i in range(tokens + 64)] for seq in sequences}
+    speculation.drafter = Planted(chance, texts)
+    seconds, made = 0.0, 0
+    while min(len(seq.output_token_ids) for seq in sequences) < tokens:
+        for seq in sequences:
+            seq.length = seq.prompt_len + len(seq.output_token_ids)
+        drafts = {} if fixed == 0 else speculation.drafts(sequences, 64)
+        count = rows + sum(map(len, drafts.values()))
+        keys = sum(seq.length for seq in sequences)
+        took = 1.0 + each * count
+        times.learn(StepLoad(count, keys), took)
+        speculation.timed(StepLoad(count, keys), took)
+        seconds += took
+        for seq in sequences:
+            text, known = texts[seq.seq_id], len(seq.output_token_ids)
+            right = 0
+            for draft in drafts.get(seq.seq_id, ()):
+                if draft != text[known + right]:
+                    break
+                right += 1
+            seq.output_token_ids.extend(text[known : known + right + 1])
+            made += right + 1
+    return made / seconds
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("each", [0.02, 0.2, 1.0])
+@pytest.mark.parametrize("chance", [0.0, 0.3, 0.6, 0.9, 1.0])
+def test_never_below_off_and_near_the_best_fixed_number(chance: float, rows: int, each: float):
+    """Times are those of a model, so they are exact; the fixed numbers know nothing but are the best of eight."""
+    chosen = tokens_per_second(chance, rows, each)
+    off = rows / (1.0 + each * rows)
+    best = max(off, *(tokens_per_second(chance, rows, each, fixed=count) for count in (1, 2, 4, 8)))
+    assert chosen >= 0.98 * off
+    assert chosen >= 0.95 * best
+
+
+def test_acceptance_is_known_before_the_first_draft():
+    """Guesses are marked while step times are still unknown and nothing is drafted."""
+    times = StepTimes()
+    speculation = Speculation(SpeculativeConfig(method="ngram", prompt_lookup_min=1), times)
+    seq = Arrivals(SchedulerConfig(num_blocks=8, seed=1)).state(request("a", max_tokens=40), 60, 0.0).choices[0]
+    for token in [7, 8] * 10:
+        assert speculation.drafts([seq], 8) == {}
+        seq.output_token_ids.append(token)
+        seq.length += 1
+    for tokens in (1, 2, 4, 8):
+        times.learn(StepLoad(tokens, 20), 1.0 + 0.01 * tokens)
+    assert len(speculation.drafts([seq], 8)[seq.seq_id]) == 8
+    assert speculation.worthwhile
+
+
+def test_drafts_stay_within_the_room_and_the_longest_answer():
+    times = StepTimes()
+    for tokens in (1, 2, 4, 8):
+        times.learn(StepLoad(tokens, 20), 1.0 + 0.01 * tokens)
+    for adaptive in (True, False):
+        speculation = Speculation(SpeculativeConfig(method="ngram", prompt_lookup_min=1, adaptive=adaptive), times)
+        config = SchedulerConfig(num_blocks=8, seed=1)
+        seq = Arrivals(config).state(request("a", max_tokens=40), 16, 0.0).choices[0]
+        for token in [7] * 6:
+            speculation.drafts([seq], 8)
+            seq.output_token_ids.append(token)
+            seq.length += 1
+        assert seq.length == 12
+        assert len(speculation.drafts([seq], 8)[seq.seq_id]) == 3  # positions 13 to 15 are drawn after them
+        assert len(speculation.drafts([seq], 2)[seq.seq_id]) == 2
+        assert speculation.drafts([seq], 0) == {}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_an_engine_counts_what_it_drafted(lag: int):
+    """The tokens are those of an engine that drafts nothing, in fewer steps."""
+    spec = SpeculativeConfig(method="ngram", prompt_lookup_min=1, adaptive=False, num_speculative_tokens=3)
+    runs = {}
+    for name, speculation in (("off", None), ("on", spec)):
+        core = make(lag, speculation=speculation, max_num_seqs=8)
+        core.add(request("a", max_tokens=50))
+        _, outputs = recorded_batches(core)
+        runs[name] = tokens_of(outputs, "a"), core.stats()
+    assert runs["on"][0] == runs["off"][0]
+    stats = runs["on"][1]
+    assert stats.drafted_tokens > sum(stats.accepted_at.values()) > 0
+    assert stats.steps < runs["off"][1].steps
+    assert runs["off"][1].drafted_tokens == 0
