@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine_workloads import Arrival, Workload, can_fit, expected_tokens
+from engine_workloads import Arrival, Workload
+from expected_answers import can_fit, expected_tokens
 from hypothesis import strategies as st
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from grammar_fakes import Steps, allowed_after
+from expected_answers import EOS, can_fit, expected_tokens
+from grammar_fakes import Steps
 from hypothesis import note
 from hypothesis import strategies as st
-from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, chain_of, check, draw_token, extend_chain
+from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, check
 
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
@@ -23,8 +24,6 @@ from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.engine.scheduling.sequence_blocks import SequenceBlocks
 from transect.engine.scheduling.waiting_queue import QueueFull
-
-_EOS = 0
 
 
 def _stall_limit(lag: int) -> int:
@@ -204,48 +203,6 @@ def preempted_failures(draw: st.DrawFn) -> Workload:
     return Workload(config, (Arrival(0, other, long), fails, later), lag=1, late=draw(st.booleans()))
 
 
-def can_fit(arrival: Arrival, config: SchedulerConfig) -> bool:
-    """Whether the engine must take the request, said in another way than the scheduler does."""
-    prompt = len(arrival.prompt)
-    most = config.max_model_len if arrival.params.max_tokens is None else prompt + arrival.params.max_tokens
-    computed = min(most, config.max_model_len) - 1
-    return (
-        prompt < config.max_model_len
-        and arrival.params.n <= config.max_num_seqs
-        and computed <= config.num_blocks * config.block_size
-    )
-
-
-def expected_tokens(arrival: Arrival, config: SchedulerConfig, choice: int) -> tuple[list[int], str, int | None]:
-    """Output tokens, finish reason and stop reason of a choice that nobody disturbs."""
-    params = arrival.params
-    eos = () if params.ignore_eos else (_EOS,)
-    stops = (*eos, *(params.stop_token_ids or ()))
-    seed = params.seed
-    assert seed is not None
-    chain = chain_of(arrival.prompt)
-    tokens: list[int] = []
-    while True:
-        position = len(arrival.prompt) + len(tokens)
-        if arrival.fail == (choice, position) and arrival.grammar is None:
-            return tokens, "error", None
-        early = len(tokens) < params.min_tokens
-        masked = set(stops if early else ())
-        if arrival.grammar is not None:
-            masked.update(set(range(VOCAB)) - allowed_after(arrival.grammar[0], VOCAB, tokens))
-        token = draw_token(seed, choice, chain, masked)
-        if arrival.grammar is not None and arrival.grammar[2] == len(tokens):
-            return tokens, "error", None
-        tokens.append(token)
-        chain = extend_chain(chain, token)
-        if token in stops and not early:
-            return tokens, "stop", None if token in eos else token
-        if arrival.grammar is not None and (token == _EOS or len(tokens) == arrival.grammar[1]):
-            return tokens, "stop", None
-        if len(tokens) == params.max_tokens or position + 1 == config.max_model_len:
-            return tokens, "length", None
-
-
 @dataclass
 class _Record:
     """What came out for one choice."""
@@ -318,7 +275,7 @@ class Run:
         if arrival.grammar is not None:
             seed, length, fails_at = arrival.grammar
             grammar = Steps(seed, VOCAB, length, fails_at=fails_at)
-        fields = arrival.prompt, arrival.params, arrival.priority, None, (_EOS,), grammar, None, arrival.begun
+        fields = arrival.prompt, arrival.params, arrival.priority, None, (EOS,), grammar, None, arrival.begun
         request = Request(name, *fields)
         try:
             self.core.add(request)
