@@ -39,7 +39,7 @@ HUNG_AFTER_S, NOTICED_S, WATCHED_S = 2.0, 0.05, 0.3
 """When a silent replica is replaced; how long an ended one and a silent one take beyond that, by the code."""
 AT_ONCE = 5
 """Requests of a round, each of another kind."""
-BACK_WAIT_S = 120.0
+BACK_WAIT_S = 600.0
 
 
 def engines(server: int) -> list[int]:

@@ -218,3 +218,17 @@ async def test_a_process_that_computes_gets_more_time_than_one_that_is_stopped()
     finally:
         spinning.kill()
         await spinning.wait()
+
+
+async def test_a_replica_that_hangs_while_it_starts_is_started_once_more(start, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "START_S", 0.5)
+    monkeypatch.setattr(supervisor, "START_RATIO", 0.0)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    async with await start(2) as engines:
+        monkeypatch.setenv("STUB_HANGS", "1")
+        os.kill(engines.engines[0].pid, signal.SIGKILL)
+        await until(lambda: "it was not ready after 0 s and was killed" in caplog.text)
+        monkeypatch.setattr(supervisor, "START_S", 60.0)
+        monkeypatch.delenv("STUB_HANGS")
+        await until(lambda: len(engines.alive()) == 2)
+        assert (await run(engines, "a", max_tokens=2))[0]

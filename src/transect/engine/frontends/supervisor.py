@@ -21,6 +21,8 @@ QUICK_S = 1.0
 """A silence that is no reason yet to look at the process, in seconds."""
 PATIENCE = 5.0
 """Factor on the allowed silence of a process that computes, or waits for a core or a disk."""
+START_S, START_RATIO = 30.0, 4.0
+"""A start may take so many seconds, and so many times what the start of the engine before has taken."""
 FIRST_PAUSE_S = 1.0
 """Before the second try; each pause after that is twice as long."""
 
@@ -119,7 +121,7 @@ class Supervisor:
         for attempt in range(MOST_STARTS - self._unused_lives[index]):
             await asyncio.sleep(pause)
             try:
-                engine = await self._start(index)
+                engine = await self._start_like(index, old)
             except (ValueError, EngineDeadError, OSError) as error:
                 pause = FIRST_PAUSE_S * 2**attempt
                 log.error("transect: error: replica %d could not be started again: %s", index, error)
@@ -132,6 +134,19 @@ class Supervisor:
         log.error("transect: error: replica %d is given up: restart the server to have it back", index)
         self._changed(index, None)
 
+    async def _start_like(self, index: int, old: AsyncEngine) -> AsyncEngine:
+        """Start the engine of a place. One that takes much longer than ``old`` has taken hangs, and is killed.
+
+        Raises:
+            ValueError, EngineDeadError: it did not start.
+        """
+        limit = START_S + START_RATIO * old.info.load_seconds
+        try:
+            async with asyncio.timeout(limit):
+                return await self._start(index)
+        except TimeoutError:
+            raise EngineDeadError(f"it was not ready after {limit:.0f} s and was killed") from None
+
     async def replace(self, drain_s: float) -> None:
         """Start a new engine in every place, one after another, and retire the old one as soon as the new one takes
         requests. The old one finishes its streams; after ``drain_s`` seconds it is killed.
@@ -141,8 +156,9 @@ class Supervisor:
                 after it stay.
         """
         for index in range(len(self._engines)):
-            engine = await self._start(index)
-            old, self._engines[index] = self._engines[index], engine
+            old = self._engines[index]
+            engine = await self._start_like(index, old)
+            self._engines[index] = engine
             self.given_up.discard(index)
             self._changed(index, old)
             old.retired = True
