@@ -61,10 +61,10 @@ types: setup-dev
 
 bench: setup
 	@$(PIP) -e '.[bench]'
-	@$(BIN)/python benchmarks/cpu_vs_llamacpp.py
-	@$(BIN)/python benchmarks/batching.py
-	@$(BIN)/python benchmarks/http_vs_offline.py
-	@$(BIN)/python benchmarks/request_walk.py
+	@$(BIN)/python benchmarks/engine/cpu_vs_llamacpp.py
+	@$(BIN)/python benchmarks/engine/batching.py
+	@$(BIN)/python benchmarks/server/http_vs_offline.py
+	@$(BIN)/python benchmarks/server/request_walk.py
 	@$(BIN)/python benchmarks/render.py
 
 # A small language model from random weights, within ten minutes on an H200; PRESET=cpu is the same in small.

@@ -28,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import record
+import _paths  # noqa: F401
+from benchmarks import record
 
 QUEUE = Path(__file__).with_suffix(".toml")
 END_S = 10.0

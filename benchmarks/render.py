@@ -16,49 +16,43 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import batching
-import clients
-import cpu_lora
-import cpu_vs_llamacpp
-import data_formats
-import engine_tables
-import explain_apply
-import explain_faults
-import explain_sums
-import explain_tables
-import format_tables
-import formats_quality
-import gpu_queue
-import grammars
-import hostile_schemas
-import http_vs_offline
-import issue_rates
-import jump_ahead
-import ladder_tables
-import large_trace
-import long_prompts
-import moe_tables
-import numerics
-import offload_tables
-import ops_tables
-import precisions
-import pretrain_tables
-import products_by_shape
-import products_fp8
-import record
-import request_walk
-import scaling_tables
-import serve_load
-import serve_load_cpu
-import serving_steps
-import shapes_gpu
-import step_policy
-import step_prediction
-import streaming_tables
-import structured_cost
-import structured_masks
-import train_tables
-import tuning_table
+import _paths  # noqa: F401
+from benchmarks import gpu_queue, record
+from benchmarks.checks import numerics
+from benchmarks.engine import (
+    batching,
+    cpu_vs_llamacpp,
+    grammars,
+    jump_ahead,
+    long_prompts,
+    serving_steps,
+    step_policy,
+    structured_cost,
+    structured_masks,
+)
+from benchmarks.engine import shapes as shapes_gpu
+from benchmarks.explain import apply as explain_apply
+from benchmarks.explain import faults as explain_faults
+from benchmarks.explain import large_trace, step_prediction
+from benchmarks.explain import sums as explain_sums
+from benchmarks.formats import quality as formats_quality
+from benchmarks.ops import issue_rates, products_by_shape, products_fp8
+from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
+from benchmarks.server import load as serve_load
+from benchmarks.server import load_cpu as serve_load_cpu
+from benchmarks.tables import engine as engine_tables
+from benchmarks.tables import explain as explain_tables
+from benchmarks.tables import formats as format_tables
+from benchmarks.tables import ladder as ladder_tables
+from benchmarks.tables import moe as moe_tables
+from benchmarks.tables import offload as offload_tables
+from benchmarks.tables import ops as ops_tables
+from benchmarks.tables import pretrain as pretrain_tables
+from benchmarks.tables import scaling as scaling_tables
+from benchmarks.tables import streaming as streaming_tables
+from benchmarks.tables import train as train_tables
+from benchmarks.tables import tuning as tuning_table
+from benchmarks.train import cpu_lora, data_formats, precisions
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
@@ -191,7 +185,7 @@ def number_formats() -> str:
 
 def decoder_layer() -> str:
     """One layer in a CUDA graph, with each fusion off in turn."""
-    import decoder_layer  # loads torch
+    from benchmarks.engine import decoder_layer  # loads torch
 
     return decoder_layer.table(_load("h200/decoder_layer.json"))
 
@@ -243,9 +237,30 @@ def model_families() -> str:
 
 def training_settings() -> str:
     """Every setting of a training run."""
-    from transect.train.config.page import page
+    from transect.spec.settings import table
+    from transect.train.config import TrainConfig
+    from transect.train.config.defaults import BY_TASK
 
-    return page()
+    return "\n".join(table(TrainConfig, by_task=BY_TASK))
+
+
+def serving_settings() -> str:
+    """Every setting of an engine and of a server, by group."""
+    from transect.cli.serve import NO_OPTIONS
+    from transect.engine.config import EngineConfig
+    from transect.engine.executors.gpu.options import GPUOptions
+    from transect.server.options import ServerOptions
+    from transect.spec.settings import options_table
+
+    kinds = (ServerOptions, EngineConfig, GPUOptions)
+    return "\n".join(options_table(*kinds, without=("model",), unnamed=NO_OPTIONS))
+
+
+def environment_variables() -> str:
+    """Variables of the environment that belong to no single option."""
+    from transect.cli.environment import VARIABLES
+
+    return "\n".join(["| variable | |", "|---|---|", *(f"| `{name}` | {text} |" for name, text in VARIABLES.items())])
 
 
 def kills() -> str:
@@ -419,6 +434,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "fail-over": fail_over,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "training-settings": training_settings,
+    "serving-settings": serving_settings,
+    "environment-variables": environment_variables,
     "pretrain-published": pretrain_published,
     "pretrain-curve": pretrain(pretrain_tables.library_curve, "library"),
     "pretrain-kinds": pretrain(pretrain_tables.library_kinds, "library"),

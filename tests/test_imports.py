@@ -1,8 +1,15 @@
-"""Imports between files go one way: whoever reads a file can begin with what it imports."""
+"""Imports between files go one way, and programs import no kernels that they do not run."""
 
+import json
 import re
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
+from tiny_llm import save_tiny_llm
+from training_runs import tiny_run
 
 import transect
 
@@ -39,3 +46,56 @@ def test_no_files_import_each_other() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
         raise AssertionError(f"these files import each other in a circle: {' -> '.join(error.args[1])}") from None
+
+
+@pytest.mark.parametrize("name", ["Spread", "Layout", "Part", "Place", "Piece", "Step", "Tiling", "Choice"])
+def test_one_name_is_one_thing(name: str) -> None:
+    """Names that would say nothing of what a class is for, if there were several."""
+    found = [path for path in SOURCES.rglob("*.py") if re.search(rf"^class {name}\b", path.read_text(), re.MULTILINE)]
+    assert len(found) <= 1, found
+
+
+KERNELS = re.compile(
+    r"ops\..*(hopper|gluon|triton|few_rows|many_rows|packed\.|grouped_blocks|grouped_scaled8|peer_memory|all_reduce"
+    r"|packed.backward|flash_attention|paged\.(decode|prefill|tile|dispatch)|chain|matmul_ladder|stream_products)"
+    r"|executors\.gpu\.(?!options|compilers)\w|models\.fused_stack|merged_layers|merged_products"
+    r"|parallel\.(peer_|ring_kernels|shared_sums|spread_logits)"
+)
+"""Modules that only GPUs run, or only models in other number formats."""
+OPERATOR = re.compile(r"ops\.attention\.packed(\.attention)?$|ops\.linear\.packed$")
+"""The operator itself, with its reference, and folders."""
+
+
+def modules_of(program: str, *arguments: str) -> list[str]:
+    """Our modules that a program has imported when it ends."""
+    shown = "\nimport sys\nprint(*sorted(n for n in sys.modules if n.split('.')[0] == 'transect'), sep='\\n')"
+    command = [sys.executable, "-c", program + shown, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("transect")]
+
+
+def kernels_among(modules: list[str]) -> list[str]:
+    return [name for name in modules if KERNELS.search(name) and not OPERATOR.search(name)]
+
+
+def test_the_package_alone_imports_nothing() -> None:
+    assert modules_of("import transect") == ["transect", "transect.version"]
+
+
+def test_an_engine_on_a_cpu_imports_no_kernel_that_it_does_not_run(tmp_path) -> None:
+    save_tiny_llm(tmp_path)
+    program = "import sys\nfrom transect import LLM\nLLM(sys.argv[1], device='cpu', threads=1).generate([[1, 2]])"
+    found = modules_of(program, str(tmp_path))
+    assert not kernels_among(found) and len(found) <= 275
+
+
+def test_a_lora_run_on_a_cpu_imports_no_kernel_that_it_does_not_run(tmp_path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps(tiny_run(tmp_path, task="lora", steps=1).to_dict()))
+    program = (
+        "import json, sys\nfrom transect.train.config import TrainConfig\n"
+        "from transect.train.loop.trainer import Trainer\n"
+        "Trainer(TrainConfig.from_dict(json.load(open(sys.argv[1])))).run([])"
+    )
+    found = modules_of(program, str(tmp_path / "run.json"))
+    assert not kernels_among(found) and len(found) <= 360

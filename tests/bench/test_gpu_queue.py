@@ -3,24 +3,21 @@
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import psutil
 import pytest
-from commands import beside
+
+from benchmarks import gpu_queue as queue_of_work
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def gpu_queue() -> Iterator[ModuleType]:
-    with beside(ROOT / "benchmarks"):
-        import gpu_queue
-
-        yield gpu_queue
+def gpu_queue() -> ModuleType:
+    return queue_of_work
 
 
 def works(gpu_queue: ModuleType, *entries: dict[str, Any]) -> list[Any]:

@@ -1,20 +1,18 @@
-"""``benchmarks/gpu_tests.py``: what it keeps of a file of tests."""
+"""``benchmarks/checks/gpu_tests.py``: what it keeps of a file of tests."""
 
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from commands import beside
 from effort import quick_first
+
+from benchmarks.checks import gpu_tests
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def kept(file: Path, limit: float, parts: int = 1) -> dict:
-    with beside(BENCHMARKS):
-        import gpu_tests
-
-        return gpu_tests.run(str(file), limit, parts)
+    return gpu_tests.run(str(file), limit, parts)
 
 
 @pytest.fixture

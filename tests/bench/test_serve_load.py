@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from scripted_server import answer
 
+from benchmarks.server import chats, generators, load, long_among_short, request_stages, step_timeline
 from transect.bench.levels import run_levels
 from transect.bench.load import Record
 from transect.bench.target import Target
@@ -21,34 +22,15 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def modules(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import load_chats
-    import load_generators
-    import load_long
-    import request_stages
-    import serve_load
-    import step_timeline
-
-    yield SimpleNamespace(
-        serve_load=serve_load,
+def modules():
+    return SimpleNamespace(
+        serve_load=load,
         step_timeline=step_timeline,
-        load_chats=load_chats,
-        load_generators=load_generators,
-        load_long=load_long,
+        load_chats=chats,
+        load_generators=generators,
+        load_long=long_among_short,
         request_stages=request_stages,
     )
-    for name in (
-        "serve_load",
-        "step_timeline",
-        "load_generators",
-        "load_chats",
-        "load_long",
-        "request_stages",
-        "sglang_driver",
-    ):
-        sys.modules.pop(name, None)
-    sys.modules.pop("record", None)
 
 
 def test_every_token_of_the_made_up_vocabulary_is_a_word(modules, tmp_path):
@@ -154,7 +136,7 @@ def test_the_generator_of_others_is_asked_for_the_same_work(modules, tmp_path, m
         return "model"
 
     monkeypatch.setattr(generators, "served_model", name)
-    import sglang_driver
+    from benchmarks.peers import sglang_driver
 
     monkeypatch.setattr(sglang_driver, "LIBRARIES", ())
     lines = StringIO()
@@ -248,7 +230,7 @@ def test_other_work_has_its_own_generator_and_one_server(modules, monkeypatch, c
         ("transect bench serve", "a_chats.json"),
     ]
     assert alone["chats"][1].name == "a.json"
-    assert alone["chats"][0]["command"] == "python benchmarks/serve_load.py --work chats"
+    assert alone["chats"][0]["command"] == "python benchmarks/server/load.py --work chats"
     for work in ("random,chats", "poems"):
         monkeypatch.setattr(sys, "argv", ["serve_load.py", "--work", work])
         with pytest.raises(SystemExit):
@@ -259,7 +241,7 @@ def test_other_work_has_its_own_generator_and_one_server(modules, monkeypatch, c
 
 
 def test_a_vocabulary_is_asked_for_once(modules):
-    import sglang_driver
+    from benchmarks.peers import sglang_driver
 
     class Tokenizer:
         asked = 0

@@ -6,18 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.server import load_cpu
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PIECES = ["<s>", " the", "ing", " apple", " Paris", " 42", " of", " pear", "\u00e9"]
 
 
 @pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import serve_load_cpu
-
-    yield serve_load_cpu
-    for name in ("serve_load_cpu", "record"):
-        sys.modules.pop(name, None)
+def module():
+    return load_cpu
 
 
 def test_prompts_are_words_of_one_token_each(module):

@@ -1,22 +1,18 @@
 """Policies of a server's steps, simulated: what long prompts do to others."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
+
+from benchmarks.engine import step_policy
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture
-def module(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import step_policy
-
-    yield step_policy
-    for name in ("step_policy", "record"):
-        sys.modules.pop(name, None)
+def module():
+    return step_policy
 
 
 @pytest.fixture

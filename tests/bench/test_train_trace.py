@@ -1,12 +1,8 @@
 """The account of a training step's GPU, from records that are written down here."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from train_trace import account
+from benchmarks.train.step_trace import account
 
 
 def test_every_millisecond_has_one_place():

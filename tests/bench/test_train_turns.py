@@ -1,11 +1,8 @@
 """Contenders of a training race are timed in turns."""
 
-import sys
 import threading
-from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-from train_gpu import WARMING, Turns, next_of
+from benchmarks.train.gpu import WARMING, Turns, next_of
 
 
 def test_nobody_goes_first_in_every_round_and_nobody_waits_for_one_that_failed(tmp_path):

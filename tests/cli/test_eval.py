@@ -93,7 +93,7 @@ def test_formats_that_are_written(capsys, model, tmp_path):
 
 
 def test_tasks_without_a_network_say_what_to_do(capsys, model, monkeypatch):
-    harness = pytest.importorskip("transect.train.harness")
+    harness = pytest.importorskip("transect.train.evaluation.harness")
 
     def offline(**_):
         raise ConnectionError("Couldn't reach 'some/data' on the Hub (OfflineModeIsEnabled)")

@@ -9,8 +9,9 @@ import pytest
 from transect import __version__
 from transect.cli import main
 from transect.cli import models as models_command
+from transect.cli.settings import COMMANDS
 from transect.server import process
-from transect.server.serving import ServerOptions
+from transect.server.options import ServerOptions
 
 
 class Reached(ValueError):
@@ -41,7 +42,7 @@ def serve(run, monkeypatch):
         return seen["options"]
 
     monkeypatch.setattr(process, "bind", bind)
-    monkeypatch.setattr("transect.server.serving.ServerOptions", _Options(options))
+    monkeypatch.setattr("transect.cli.serve.ServerOptions", _Options(options))
 
     def serve(*arguments):
         seen.clear()
@@ -145,7 +146,7 @@ def test_help_in_groups_by_either_name(run):
     assert titles == ["Arguments", "Server", "Model and text", "Engine", "GPU", "Options"]
     server = long[long.index("\nServer:") : long.index("\nModel and text:")]
     assert "--port" in server and "--dtype" not in server
-    assert "TRANSECT_SERVE_OPTION" in long
+    assert "TRANSECT_" not in long  # the page of settings has them
 
 
 def test_version(run):
@@ -197,7 +198,7 @@ def test_what_a_command_does_is_said_in_whole(run, group):
     """A list of commands does not cut sentences off, in a narrow terminal neither."""
     code, out, _ = run(*group, "--help")
     assert code == 0
-    listed = out.partition("Commands:\n")[2]
+    listed = out[re.search(r"^(Commands|Run):$", out, re.M).end() :]
     assert "..." not in listed.replace("warps, stages, ...)", "") and listed.count(".") >= 2
 
 
@@ -275,3 +276,28 @@ def test_variables_of_other_commands_and_of_kubernetes_are_left_alone(run, monke
     assert code == 0 and "environment variable" not in errors
     monkeypatch.setenv("TRANSECT_PORT", "80")
     assert "TRANSECT_PORT is not known: it is ignored" in run("models", "--json")[2]
+
+
+def test_commands_stand_in_groups_and_begin_with_their_short_help(run):
+    code, out, _ = run("--help")
+    assert code == 0 and re.findall(r"^(\w[\w ]*):$", out, re.M) == ["Options", *COMMANDS]
+    for name, short in {name: short for group in COMMANDS.values() for name, short in group.items()}.items():
+        assert f"  {name.ljust(9)} {short}\n" in out and len(short) < 66
+        assert run(name, "--help")[0] == 0
+
+
+def test_settings_of_earlier_versions_say_what_to_give_now(run, tmp_path):
+    for option, words in (
+        ("--max-mixed-tokens", "512tokens"),
+        ("--no-fill-steps", "fill or full"),
+        ("--itl-target", "30ms"),
+    ):
+        code, _, errors = run("serve", option, "1")
+        assert code == 2 and f"{option} is gone: give --mixed-step-limit" in errors and words in errors
+    (tmp_path / "old.yaml").write_text("itl-target: 30\n")
+    assert "itl-target is gone: give mixed_step_limit" in run("serve", "--config", str(tmp_path / "old.yaml"))[2]
+
+
+def test_names_of_vllm_are_options_too(serve):
+    for name in ("--prefix-caching", "--no-enable-prefix-caching", "--num-gpu-blocks-override=9"):
+        assert serve(name)[0]["port"] == 8000

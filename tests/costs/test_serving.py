@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.engine import serving_steps
 from transect.costs.fitting import fit_efficiency
 from transect.costs.floors import Rates, step_floor
 from transect.costs.links import Axis, MeasuredLinks
@@ -148,13 +148,8 @@ def test_a_sweep_calibrates_the_coefficients() -> None:
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import serving_steps
-
-    yield serving_steps
-    for name in ("serving_steps", "record"):
-        sys.modules.pop(name, None)
+def recorded():  # type: ignore[no-untyped-def]
+    return serving_steps
 
 
 def test_the_coefficients_are_those_of_recorded_steps(recorded) -> None:  # type: ignore[no-untyped-def]

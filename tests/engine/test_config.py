@@ -1,13 +1,17 @@
 """What an ``EngineConfig`` says about the machine that it runs on; its switches for a GPU."""
 
+import dataclasses
 import os
 
 import pytest
 
 from transect.cli.engine_options import engine_config
 from transect.engine import config
-from transect.engine.config import EngineConfig
+from transect.engine.config import EngineConfig, StepLimit
 from transect.engine.executors.gpu.options import GPUOptions
+from transect.engine.frontends.vllm_arguments import engine_settings
+from transect.server.options import ServerOptions
+from transect.spec.settings import meanings, settings_of
 
 
 def test_threads_are_the_cores_and_never_more(monkeypatch):
@@ -49,13 +53,40 @@ def test_flags_of_commands_reach_the_switches(monkeypatch):
     assert made == EngineConfig(model="x", seed=3, gpu=GPUOptions(fused_operators=False))
 
 
-def test_the_target_of_steps_is_milliseconds_auto_or_off():
-    """The command line gives a text; a number will do too. A server sizes steps by time unless something else does."""
-    found = [EngineConfig(model="x", itl_target=each).step_seconds for each in ("12.5", 12.5, "auto", "off", None)]
-    assert found == [0.0125, 0.0125, 0.0, None, None]
-    assert EngineConfig(model="x").for_server().itl_target == "auto"
-    for kept in ({"itl_target": "off"}, {"itl_target": 8.0}, {"max_mixed_tokens": 384}, {"fill_steps": True}):
-        assert EngineConfig(model="x", **kept).for_server() == EngineConfig(model="x", **kept)
-    for wrong in ("soon", "-1", 0, float("inf"), float("nan")):
-        with pytest.raises(ValueError, match="itl_target must be a number of milliseconds, auto or off, got"):
-            EngineConfig(model="x", itl_target=wrong)
+def test_one_setting_limits_steps_by_tokens_by_time_or_by_when_all_ends():
+    """A server limits steps by time unless it is told otherwise."""
+    limits = {
+        None: StepLimit(),
+        "full": StepLimit(),
+        "auto": StepLimit(seconds=0.0),
+        "12.5ms": StepLimit(seconds=0.0125),
+        "512tokens": StepLimit(tokens=512),
+        "512 tokens": StepLimit(tokens=512),
+        "fill": StepLimit(fill=True),
+    }
+    for text, limit in limits.items():
+        made = EngineConfig(model="x", mixed_step_limit=text)
+        assert made.step_limit == limit
+        assert made.for_server().mixed_step_limit == (text or "auto")
+    assert EngineConfig(model="x", policy="static").for_server().mixed_step_limit is None
+    for wrong in ("soon", "-1ms", "0ms", "infms", "nanms", "0tokens", "1.5tokens", "", 512, 12.5, True):
+        with pytest.raises(ValueError, match="mixed_step_limit must be full, fill, auto, a time such as 30ms"):
+            EngineConfig(model="x", mixed_step_limit=wrong)
+
+
+def test_settings_of_earlier_versions_say_what_to_give_now():
+    for old, words in (("max_mixed_tokens", "512tokens"), ("fill_steps", "fill or full"), ("itl_target", "30ms")):
+        with pytest.raises(TypeError, match=f"{old} is gone: give mixed_step_limit.*{words}"):
+            engine_settings({old: 1})
+
+
+def test_every_setting_is_explained_checked_and_an_option_where_it_can_be():
+    """The one place of a setting is its field: no entry of the docstring is for a field that is gone."""
+    for kind in (EngineConfig, GPUOptions, ServerOptions):
+        settings = settings_of(kind)
+        assert set(meanings(kind)) == {each.name for each in dataclasses.fields(kind)}
+        for each in settings:
+            assert each.group and each.help.endswith((".", ")")) and len(each.help) < 190, each.name
+    for field, value in (("port", 70000), ("keep_alive_s", -1), ("log_level", "loud"), ("request_log", "xml")):
+        with pytest.raises(ValueError, match=f"{field} must be"):
+            ServerOptions(model_names=("m",), **{field: value})

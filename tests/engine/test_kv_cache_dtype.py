@@ -10,7 +10,13 @@ from transect.engine.build import build_engine
 from transect.engine.config import EngineConfig
 from transect.engine.executors.gpu.setup import check_cache
 from transect.engine.frontends.vllm_arguments import engine_settings
-from transect.ops.attention.paged import kv_cache_write, paged_attention, paged_attention_torch, rotary_kv_write
+from transect.ops.attention.paged import (
+    dispatch,
+    kv_cache_write,
+    paged_attention,
+    paged_attention_torch,
+    rotary_kv_write,
+)
 from transect.ops.attention.paged.cache_codes import encode, values_of
 from transect.ops.attention.paged.kv_cache_write import example_batch
 from transect.ops.lang.jit import INTERPRETED
@@ -114,7 +120,7 @@ def test_kernels_write_and_read_int8_as_the_references():
         assert (each != want).float().mean() < 1e-3  # a quotient next to a half may be rounded the other way
     for window in (None, 9):
         expected = paged_attention.reference(q, *want, batch, 0.3, window)
-        read = paged_attention.PagedTriton()(q, *want, batch, 0.3, window)
+        read = dispatch.PagedTriton()(q, *want, batch, 0.3, window)
         torch.testing.assert_close(read, expected, rtol=2e-3 if device == "cuda" else 1e-5, atol=2e-3)
 
 
@@ -129,7 +135,7 @@ def test_on_a_gpu_attention_in_bfloat16_reads_int8(heads, kv_heads, d, window):
         q = torch.randn(sum(new for new, _ in rows), heads, d, generator=generator).to("cuda", torch.bfloat16)
         stored = encode(torch.randn(2, 96, kv_heads, 16, d, generator=generator) * 3).to("cuda")
         exact = paged_attention.reference(q.double(), *values_of(stored, torch.float64), batch, d**-0.5, window)
-        found = paged_attention.PagedTriton()(q, *stored, batch, d**-0.5, window)
+        found = dispatch.PagedTriton()(q, *stored, batch, d**-0.5, window)
         assert (found.double() - exact).norm() <= 0.01 * exact.norm()
 
 

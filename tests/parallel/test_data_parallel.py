@@ -259,14 +259,14 @@ def test_each_rank_keeps_its_part(pair, tmp_path):
         run = Run(spread(tmp_path, zero, f"part{zero}", accumulate=2, steps=1).to_dict())
         pair.call(JOB, run)
         trainer = run.trainer(pair.world)
-        numbers = sum(parameter.numel() for parameter in trainer.crew.parallel.spread.parameters.values())
-        owned = sum(parameter.numel() for parameter in trainer.crew.parallel.spread.owned.values())
+        numbers = sum(parameter.numel() for parameter in trainer.crew.strategy.parallel.spread.parameters.values())
+        owned = sum(parameter.numel() for parameter in trainer.crew.strategy.parallel.spread.owned.values())
         assert owned == pytest.approx(numbers / 2, rel=0.1)
         assert trainer.optimizer.state_bytes() == 8 * owned
         if zero == 3:
-            kept = sum(unit.piece.numel() for unit in trainer.crew.parallel.spread.units)
+            kept = sum(unit.piece.numel() for unit in trainer.crew.strategy.parallel.spread.units)
             assert kept == pytest.approx(numbers / 2, rel=0.01)
-            assert not any(unit.whole for unit in trainer.crew.parallel.spread.units)
+            assert not any(unit.whole for unit in trainer.crew.strategy.parallel.spread.units)
         trainer.run()
 
 

@@ -34,7 +34,7 @@ def test_a_server_with_shared_experts(tmp_path):
     save_tiny_llm_text(tmp_path)
     config = {"model": str(tmp_path), "device": "cpu", "dtype": "float32", "threads": 1, "num_kv_blocks": 64}
     alone, _, _ = asyncio.run(answers(EngineConfig(**config)))
-    shared = EngineConfig(**config, data_parallel_size=2, enable_expert_parallel=True, itl_target="auto")
+    shared = EngineConfig(**config, data_parallel_size=2, enable_expert_parallel=True, mixed_step_limit="auto")
     found, stats, state = asyncio.run(answers(shared))
     assert found == alone and state == "ok"
     assert stats.finished["length"] == 5 and stats.running == 0 and stats.kv_blocks_total == 128

@@ -217,13 +217,13 @@ def test_answers_under_a_grammar_and_requests_that_end_early(checkpoints, pair):
 def test_a_model_that_cannot_be_cut(checkpoints):
     with pytest.raises(ValueError, match=r"4 query heads, 2 key heads and 96 .*tensor_parallel_size can be 1, 2, 4"):
         LLM(checkpoints("llama"), tensor_parallel_size=3, **SETTINGS)
-    with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match="tensor_parallel_size must be a whole number of at least 1, not 0"):
         LLM(checkpoints("llama"), tensor_parallel_size=0)
 
 
 def test_steps_that_are_sized_by_time(checkpoints, pair):
     """Rank 0 alone measures; the ranks compare every plan."""
-    llm = LLM(checkpoints("qwen3"), ranks=pair, tensor_parallel_size=2, itl_target=2.0, **SETTINGS)
+    llm = LLM(checkpoints("qwen3"), ranks=pair, tensor_parallel_size=2, mixed_step_limit="2ms", **SETTINGS)
     long = [[i + 3] * 40 for i in range(12 if proving() else 4)]
     llm.generate([*PROMPTS, *long], SamplingParams(max_tokens=30, ignore_eos=True))
     assert llm.stats().timed_steps > 20

@@ -46,7 +46,7 @@ ON_TWO = {
 
 
 def account_of(model, parallel, limit=140e9, **changes):
-    """The peak of a run as ``benchmarks/train_parallel.py`` and ``train_offload.py`` start it on H200s."""
+    """The peak of a run as ``benchmarks/train/parallel.py`` and ``train_offload.py`` start it on H200s."""
     data = {"train": ["random.tokens"], "seq_len": 4096, "micro_batch": 8192 * parallel.get("tensor", 1)}
     values = {"model": model, "task": "pretrain", "steps": 9, "data": data, "parallel": parallel, **changes}
     config, gpu = TrainConfig.from_dict(values), torch.device("cuda")
@@ -195,7 +195,7 @@ def test_the_predicted_peak_is_that_of_a_rank(pair, tmp_path, mode):
     made = run.trainer(pair.world)
     measured = watched(made)
     made.run()
-    spread = made.crew.parallel.spread
+    spread = made.crew.strategy.parallel.spread
     units = getattr(spread, "units", [])
     kept = sum(unit.piece.nbytes for unit in units) or sum(p.nbytes for p in spread.parameters.values())
     peak = max(phase.bytes for phase in made.memory.estimate.phases if phase.name not in ("checkpoint", "cutting"))

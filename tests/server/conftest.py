@@ -18,8 +18,8 @@ from transect.engine.frontends.async_engine import EngineDeadError
 from transect.engine.scheduling.outputs import EngineOutput, RequestTimes, SchedulerStats
 from transect.engine.scheduling.waiting_queue import QueueFull
 from transect.server.app import create_app
+from transect.server.options import ServerOptions
 from transect.server.process import bind, url_of
-from transect.server.serving import ServerOptions
 from transect.text.chat_template import ChatTemplate
 from transect.text.output_processor import OutputProcessor
 from transect.text.sampling_defaults import SamplingDefaults

@@ -1,9 +1,8 @@
 """Real packages of other people's clients against a real server: what is recorded, and (``--prove``) again.
 
-``benchmarks/clients.py`` installs each into an environment of its own; nothing of that is in this one.
+``benchmarks/server/clients.py`` installs each into an environment of its own; nothing of that is in this one.
 """
 
-import importlib
 import json
 import subprocess
 import sys
@@ -11,25 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.server import clients
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def clients():
-    """benchmarks/clients.py, which is no package."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        yield importlib.import_module("clients")
-    finally:
-        sys.path.remove(str(FOLDER))
 
 
 NAMES = [*json.loads((FOLDER / "results" / "cpu" / "clients.json").read_text())["clients"]]
 
 
 @pytest.fixture(scope="module")
-def url(clients, smollm2):
+def url(smollm2):
     with clients.server("--max-model-len", "2048", "--max-num-seqs", "16") as url:
         yield url
 
@@ -37,7 +28,7 @@ def url(clients, smollm2):
 @pytest.mark.prove  # installs the client, where it is not installed yet
 @pytest.mark.timeout(1600)
 @pytest.mark.parametrize("name", NAMES)
-def test_every_feature_of_a_client(clients, url, name):
+def test_every_feature_of_a_client(url, name):
     try:
         clients.installed(name)
     except clients.Unavailable as error:
@@ -46,13 +37,13 @@ def test_every_feature_of_a_client(clients, url, name):
     assert found and not {each: what["said"] for each, what in found.items() if what["outcome"] == "fails"}
 
 
-def test_what_is_recorded_is_of_every_client(clients):
+def test_what_is_recorded_is_of_every_client():
     assert set(NAMES) == set(clients.CLIENTS)
     programs = {path.name for path in clients.PROGRAMS.iterdir() if path.suffix in (".py", ".mjs")}
     assert programs == {client.program for client in clients.CLIENTS.values()} | {"outcomes.py"}
 
 
-def test_the_table_says_what_was_found(clients):
+def test_the_table_says_what_was_found():
     what = {"chat": {"outcome": "works"}, "tools": {"outcome": "fails"}, "embeddings": {"outcome": "skipped"}}
     found = {"package": "x", "release": "1.2", "node": True, "features": what}
     head, _, row = clients.table({"clients": {"x": found}}).splitlines()
@@ -62,7 +53,7 @@ def test_the_table_says_what_was_found(clients):
     assert cells["responses"] == ""
 
 
-def test_a_program_says_what_became_of_each_feature(tmp_path, clients):
+def test_a_program_says_what_became_of_each_feature(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(
         "from outcomes import Skip, check, check_weather, feature, main, MODEL, URL\n"
@@ -84,7 +75,7 @@ def test_a_program_says_what_became_of_each_feature(tmp_path, clients):
     assert (absent["outcome"], absent["said"]) == ("skipped", "no route")
 
 
-def test_a_client_that_cannot_be_had_says_why(clients, monkeypatch, tmp_path):
+def test_a_client_that_cannot_be_had_says_why(monkeypatch, tmp_path):
     monkeypatch.setenv("TRANSECT_CACHE", str(tmp_path))
     monkeypatch.setattr(clients.shutil, "which", lambda name: None)
     with pytest.raises(clients.Unavailable, match="npm"):

@@ -57,7 +57,7 @@ async def test_other_answers_say_nothing_of_it(client):
 def test_fifty_signals_at_random_tokens_change_no_byte(tmp_path):
     """Three replicas of a real model over HTTP, with requests of all kinds."""
     out = tmp_path / "fail_over.json"
-    command = [sys.executable, "benchmarks/fail_over.py", "--kills", "50", "--out", str(out)]
+    command = [sys.executable, "benchmarks/checks/fail_over.py", "--kills", "50", "--out", str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=3000)
     found = json.loads(out.read_text())
     assert found["signals"] == 50 and found["stops"] > 5

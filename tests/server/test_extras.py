@@ -223,13 +223,6 @@ async def test_lines_of_text_of_a_level(client, engine, logged):
     assert re.fullmatch(r"transect: \S+Z error POST /reset_prefix_cache 503 seconds=\S+ id=mine", line)
 
 
-def test_log_settings_that_do_not_exist():
-    with pytest.raises(ValueError, match="--request-log must be off, text or json, not 'xml'"):
-        request_log.configure("xml", "info")
-    with pytest.raises(ValueError, match="--log-level must be debug, info, warning or error, not 'loud'"):
-        request_log.configure("text", "loud")
-
-
 async def test_words_that_may_come_and_that_must_not(client, engine):
     body = {**PROMPT, "allowed_token_ids": [72, 101], "bad_words": ["no", "never"]}
     for path, more in (("/v1/completions", body), ("/v1/chat/completions", {**CHAT, **body})):

@@ -23,7 +23,7 @@ from schemathesis.checks import not_a_server_error
 HELLO = [{"role": "user", "content": "Count from one to ten in words."}]
 LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}, "temperature": 0}
 PATIENCE_S = 200
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "serve" / "serving.md"
 
 
 def wait_for(condition, what):

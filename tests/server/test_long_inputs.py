@@ -12,7 +12,7 @@ from transect.server.app import create_app
 from transect.server.encoding import PIECE, Encoder, TooManyTokens
 from transect.server.http.deadline import Deadline
 from transect.server.http.errors import ApiError
-from transect.server.serving import ServerOptions
+from transect.server.options import ServerOptions
 from transect.text.tokenizer import Tokenizer
 
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}

@@ -10,10 +10,10 @@ import sys
 import httpx
 import pytest
 
+from transect.server.options import ServerOptions
 from transect.server.process import bind, bind_unix, serve, url_of
-from transect.server.serving import ServerOptions
 
-OPTIONS = ServerOptions(model_names=("m",))
+OPTIONS = ServerOptions(model_names=("m",), grace_s=5)
 
 
 def test_bind_to_any_port_and_its_url():
@@ -62,7 +62,7 @@ async def run(engine, sock, during):
         assert given is engine
         tasks.append(asyncio.create_task(during(url_of(sock))))
 
-    code = await serve(start, OPTIONS, sock, grace_s=5, ready=ready)
+    code = await serve(start, OPTIONS, sock, ready=ready)
     await asyncio.gather(*tasks)
     assert "shutdown" in ended
     return code

@@ -9,9 +9,9 @@ import pytest
 
 from transect.server import process
 from transect.server.app import create_app
+from transect.server.options import ServerOptions
 from transect.server.process import bind, serve, url_of
 from transect.server.rendering import RenderApart
-from transect.server.serving import ServerOptions
 from transect.text.chat_template import ChatTemplate
 
 NESTED = "{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}"
@@ -19,7 +19,7 @@ SOURCE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if messages[0].content == 'LOOP' %}"
     "{% set ns = namespace(x=['a'], y=['a']) %}" + NESTED + "{{ ns.x == ns.y }}{% endif %}"
 )
-OPTIONS = ServerOptions(model_names=("m",))
+OPTIONS = ServerOptions(model_names=("m",), grace_s=0.2)
 
 
 def chat(text):
@@ -74,6 +74,6 @@ async def test_a_rendering_that_does_not_end_does_not_keep_the_server(engine, mo
     engine.chat_template, engine.shutdown = ChatTemplate(SOURCE), shutdown
     sock, tasks = bind("127.0.0.1", 0), []
     ready = lambda _: tasks.append(asyncio.create_task(during(url_of(sock))))  # noqa: E731
-    assert await asyncio.wait_for(serve(start, OPTIONS, sock, grace_s=0.2, ready=ready), 60) == 0
+    assert await asyncio.wait_for(serve(start, OPTIONS, sock, ready=ready), 60) == 0
     await asyncio.gather(*tasks)
     assert [worker.pid for worker in renderers[0]._workers] == [None, None]

@@ -9,7 +9,7 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
 
 from transect.server.app import create_app
-from transect.server.serving import ServerOptions
+from transect.server.options import ServerOptions
 
 ROUTES = [
     ("/v1/completions", "POST"),

@@ -26,7 +26,7 @@ from ..models.weights.low_rank import LowRank
 from ..spec.model import ModelConfig
 from ..spec.weights import weight_shapes
 from .adapter import StoredAdapter
-from .hf import Place, places
+from .hf import HFPlace, places
 from .peft_config import CONFIG, PREFIX, TIED, WEIGHTS, PeftSettings, read_header, read_settings
 from .safetensors_out import write_with_metadata
 
@@ -100,15 +100,15 @@ def _blocks(about: Mapping[str, Any]) -> dict[str, list[int]]:
     return blocks
 
 
-def modules_of(config: ModelConfig) -> dict[str, list[tuple[str, Place]]]:
+def modules_of(config: ModelConfig) -> dict[str, list[tuple[str, HFPlace]]]:
     """The weights in each tensor of transformers, from its first row on: three for GPT-2's q, k and v."""
-    found: dict[str, list[tuple[str, Place]]] = {}
+    found: dict[str, list[tuple[str, HFPlace]]] = {}
     for name, place in places(config).items():
         if not place.experts and not place.stacked:
             found.setdefault(place.tensor, []).append((name, place))
     if config.tied_embeddings:
         shape = weight_shapes(config)["embed.weight"]
-        found["lm_head.weight"] = [("head.weight", Place("lm_head.weight", shape))]
+        found["lm_head.weight"] = [("head.weight", HFPlace("lm_head.weight", shape))]
     return {tensor: sorted(members, key=lambda member: member[1].first) for tensor, members in found.items()}
 
 
@@ -245,7 +245,7 @@ def write_adapter(
     (directory / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def _joined(parts: Sequence[tuple[LowRank | None, Place, tuple[int, ...]]]) -> LowRank:
+def _joined(parts: Sequence[tuple[LowRank | None, HFPlace, tuple[int, ...]]]) -> LowRank:
     """The factors of matrices that are one module, each with its place and shape: A's below each other, B's block by
     block, rows of zeros where a matrix has none."""
     there = [low for low, _, _ in parts if low is not None]
@@ -259,7 +259,7 @@ def _joined(parts: Sequence[tuple[LowRank | None, Place, tuple[int, ...]]]) -> L
     )
 
 
-def _in_file(rows: Tensor, place: Place) -> Tensor:
+def _in_file(rows: Tensor, place: HFPlace) -> Tensor:
     """What goes with the rows of a weight, in the order of the file."""
     return rows[torch.from_numpy(np.argsort(place.order(len(rows))))]
 

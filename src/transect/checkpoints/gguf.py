@@ -17,7 +17,7 @@ from ..formats.ggml_blocks import QuantizedTensor
 from ..formats.gguf_file import GGUFFile
 from ..models.rope import half_rotation_rows
 from ..models.stored import ALL, BlockCodes, Stored, StoredWeights, Values, is_whole, within
-from ..spec.gguf_places import Place, places
+from ..spec.gguf_places import GGUFPlace, places
 from ..spec.model import ModelConfig
 from ..spec.numbers.gguf import UNITS
 from ..spec.numbers.layouts import BlockLayout
@@ -92,7 +92,7 @@ def _find(file: GGUFFile, config: ModelConfig, shapes: Mapping[str, tuple[int, .
     return found
 
 
-def _found(config: ModelConfig, tensor: QuantizedTensor, place: Place, shape: tuple[int, ...]) -> _Found:
+def _found(config: ModelConfig, tensor: QuantizedTensor, place: GGUFPlace, shape: tuple[int, ...]) -> _Found:
     if len(place.stored) != len(shape):  # all experts in one tensor, or one row as a vector
         whole = shape if len(shape) == 2 else (math.prod(tensor.shape),)
         tensor = QuantizedTensor(tensor.type_name, whole, tensor.blocks.reshape(math.prod(whole[:-1]), -1))

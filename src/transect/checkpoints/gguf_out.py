@@ -26,7 +26,7 @@ from ..models.rope import frequencies, half_rotation_rows
 from ..models.staging import dense_values
 from ..models.stored import ALL, BlockCodes, Stored, StoredWeights
 from ..spec.gguf import to_gguf
-from ..spec.gguf_places import Place, places
+from ..spec.gguf_places import GGUFPlace, places
 from ..spec.model import ModelConfig, RopeConfig
 from ..spec.numbers.gguf import MATRIX_TYPES, MIXTURES, UNITS, block_type
 from ..spec.numbers.layouts import BlockLayout
@@ -81,7 +81,7 @@ def gguf_tensors(
         plain = frequencies(RopeConfig(config.rope.theta), config.head_dim)
         factors = (plain / frequencies(config.rope, config.head_dim)).numpy()
         yield Planned("rope_freqs.weight", factors.shape, "F32", lambda: quantize(factors, "F32"))
-    parts: dict[str, list[tuple[str, Place]]] = {}
+    parts: dict[str, list[tuple[str, GGUFPlace]]] = {}
     for name, place in places(config).items():
         parts.setdefault(place.tensor, []).append((name, place))
     for tensor, found in parts.items():
@@ -118,7 +118,7 @@ def _finer(layer: int, layers: int) -> bool:
 
 
 def _made(
-    parts: list[tuple[Stored, Place, tuple[int, ...]]], type_name: str, head_dim: int, importance: np.ndarray | None
+    parts: list[tuple[Stored, GGUFPlace, tuple[int, ...]]], type_name: str, head_dim: int, importance: np.ndarray | None
 ) -> QuantizedTensor:
     place = parts[0][1]
     if type_name == _MXFP4.units.name:

@@ -43,7 +43,7 @@ _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_pro
 
 
 @dataclass(frozen=True)
-class Place:
+class HFPlace:
     """Where transformers keeps a weight.
 
     The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
@@ -79,7 +79,7 @@ class Place:
         return half_rotation_rows(rows // self.paired, self.paired) if self.paired else np.arange(rows)
 
 
-def places(config: ModelConfig) -> dict[str, Place]:
+def places(config: ModelConfig) -> dict[str, HFPlace]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``."""
     record = family(config.architecture)
     names = HF_NAMES | record.hf_names
@@ -87,7 +87,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
     for name, shape in weight_shapes(config).items():
         module, kind = name.rsplit(".", 1)
         if not module.startswith("layers."):
-            out[name] = Place(f"{names[module]}.{kind}", shape)
+            out[name] = HFPlace(f"{names[module]}.{kind}", shape)
             continue
         _, layer, inner = module.split(".", 2)
         stack = f"{names['layers']}.{layer}"
@@ -97,7 +97,7 @@ def places(config: ModelConfig) -> dict[str, Place]:
                 out[name] = _stacked_place(stack, inner, kind, config, moe, record)
             else:
                 one = (shape[0] // moe.experts, *shape[1:])
-                out[name] = Place(f"{stack}.{names[inner]}.{kind}", one, experts=moe.experts)
+                out[name] = HFPlace(f"{stack}.{names[inner]}.{kind}", one, experts=moe.experts)
             continue
         kind = "e_score_correction_bias" if kind == "score_bias" else kind
         transposed = record.hf_transposed and len(shape) == 2
@@ -106,11 +106,11 @@ def places(config: ModelConfig) -> dict[str, Place]:
         size = None if whole == shape[0] else shape[0]
         paired = config.head_dim if record.hf_paired and inner in ("attention.q", "attention.k") else 0
         tensor = f"{stack}.{names[inner]}.{kind}"
-        out[name] = Place(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
+        out[name] = HFPlace(tensor, stored[::-1] if transposed else stored, transposed, first, size, paired=paired)
     return out
 
 
-def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig, record: Family) -> Place:
+def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: MoEConfig, record: Family) -> HFPlace:
     """All experts are one tensor ``[E, inputs, outputs]``; gate and up take turns in the outputs of one (gpt-oss), or
     stand one after the other (Llama 4)."""
     turns = record.hf_stacked == "turns"
@@ -122,7 +122,7 @@ def _stacked_place(layer: str, inner: str, kind: str, config: ModelConfig, moe: 
     first = int(up) * (1 if turns else moe.expert_dim)
     step = 2 if turns and not down else 1
     tensor = f"{layer}.{(HF_NAMES | record.hf_names)['mlp.experts']}.{matrix}"
-    return Place(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
+    return HFPlace(tensor, shape, transposed=kind != "bias", first=first, stacked=True, step=step)
 
 
 # ---- in
@@ -159,7 +159,9 @@ def stored_hf(directory: str | os.PathLike[str], config: ModelConfig) -> StoredW
     return _weights(found, plan, stack, config)
 
 
-def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack, config: ModelConfig) -> StoredWeights:
+def _weights(
+    found: dict[str, _Stored], plan: dict[str, HFPlace], stack: ExitStack, config: ModelConfig
+) -> StoredWeights:
     with stack:
         for name, shape in weight_shapes(config).items():
             place, where = plan[name], found[plan[name].tensors[0]]
@@ -177,7 +179,7 @@ def _weights(found: dict[str, _Stored], plan: dict[str, Place], stack: ExitStack
             yield name, Stored(shape, read, *packed)
 
 
-def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_stack(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the experts in one tensor of gpt-oss, expert by expert."""
     wanted, each = within(shape[0], rows), shape[0] // place.stored[0]
     parts = []
@@ -197,7 +199,7 @@ def _read_stack(where: _Stored, place: Place, shape: tuple[int, ...], rows: slic
     return torch.cat(parts)
 
 
-def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read_experts(stack: list[_Stored], place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
     wanted, each = within(len(stack) * shape[0], rows), shape[0]
     parts = []
@@ -207,7 +209,7 @@ def _read_experts(stack: list[_Stored], place: Place, shape: tuple[int, ...], ro
     return torch.cat(parts)
 
 
-def _read(where: _Stored, place: Place, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
+def _read(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
     if place.paired:
         whole = _read(where, replace(place, paired=0), shape, ALL, columns)
         return whole[place.order(shape[0])[within(shape[0], rows)]]
@@ -300,7 +302,7 @@ def _files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str) -> None:
+def _check(directory: Path, found: dict[str, _Stored], place: HFPlace, tensor: str) -> None:
     stored = found.get(tensor)
     shape = list(place.stored)
     if stored is None:
@@ -318,7 +320,7 @@ def _check(directory: Path, found: dict[str, _Stored], place: Place, tensor: str
 
 
 def _refuse_superfluous(
-    directory: Path, found: dict[str, _Stored], plan: dict[str, Place], config: ModelConfig
+    directory: Path, found: dict[str, _Stored], plan: dict[str, HFPlace], config: ModelConfig
 ) -> None:
     used = {tensor for place in plan.values() for tensor in place.tensors}
     if config.tied_embeddings:

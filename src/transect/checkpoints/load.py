@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from ..costs.memory.streaming import StreamPlan
 from ..costs.model import weight_bytes
 from ..costs.storage import Storage
 from ..models.decoder import Decoder
-from ..models.fused_stack import FusedStack, Fusions
-from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.native import (
     keep_packed,
     native_model,
@@ -52,6 +50,9 @@ from .gguf import stored_gguf
 from .hf import stored_hf
 from .layouts import held_layouts
 from .resolve import ModelSource
+
+if TYPE_CHECKING:
+    from ..models.fused_stack import Fusions
 
 log = logging.getLogger(__name__)
 
@@ -402,7 +403,9 @@ def load_on_device(
         fill(model, stored_weights(source, seed, dtype, device, beside=beside), advance=advance)
     if beside is not None:
         put_beside(model, beside)
-    if refusal_to_fuse(source.config) is None:
+    from ..models.fused_stack import FusedStack, refusal
+
+    if refusal(source.config) is None:
         model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
     return model
 

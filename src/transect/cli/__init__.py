@@ -15,13 +15,14 @@
   ``roofline.py``: what a device allows.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_model.py``: find the fastest of
   them here. ``trace.py``: follows a kernel through the interpreter.
-* ``engine_options.py``: options that several commands share. ``settings.py``: where they may come from, and their help.
+* ``engine_options.py``: options from settings of engine and server. ``settings.py``: the commands in groups, where
+  options may come from, and their help.
   ``environment.py``: variables of the environment.
   ``session.py``: an engine for the length of a command.
   ``demo_view.py``, ``demo_picture.py``: what the demo shows.
 
-Command files import only typer and the standard library at their top; everything heavy is imported when a command runs,
-so that ``transect --help`` is quick. A command fails with ``ValueError`` (or any error) and ``main`` makes it one line.
+A command's file is imported when its name is given (``settings.LazyGroup``), and imports what is heavy when it runs, so
+that ``transect --help`` is quick. A command fails with ``ValueError`` (or any error) and ``main`` makes it one line.
 """
 
 from __future__ import annotations
@@ -87,38 +88,10 @@ def _nobody_reads() -> int:
 def _application() -> Any:
     import typer
 
-    from . import (
-        bench,
-        chat,
-        data,
-        demo,
-        drill,
-        environment,
-        eval,
-        explain,
-        export,
-        generate,
-        hardware,
-        inspect,
-        memory,
-        models,
-        plan,
-        plot,
-        pull,
-        quantize,
-        reload,
-        roofline,
-        serve,
-        settings,
-        sweep,
-        top,
-        trace,
-        train,
-        tune,
-    )
+    from . import environment, settings
 
     application = typer.Typer(
-        cls=settings.Group,
+        cls=settings.LazyGroup,
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
@@ -139,35 +112,6 @@ def _application() -> Any:
     ) -> None:
         """Run and serve language models, with a measurement at every step."""
 
-    commands = (
-        pull,
-        models,
-        generate,
-        chat,
-        serve,
-        reload,
-        demo,
-        drill,
-        train,
-        sweep,
-        memory,
-        eval,
-        export,
-        quantize,
-        plot,
-        hardware,
-        inspect,
-        tune,
-        trace,
-        roofline,
-        top,
-    )
-    for module in commands:
-        application.command(module.__name__.rsplit(".", 1)[-1], cls=settings.Command)(module.command)
-    application.add_typer(bench.application, name="bench", cls=settings.Group)
-    application.add_typer(data.application, name="data", cls=settings.Group)
-    application.add_typer(plan.application, name="plan", cls=settings.Group)
-    application.add_typer(explain.application, name="explain", cls=settings.Group)
     return application
 
 

@@ -20,31 +20,23 @@ from .bench_shared import (
     subject,
     write,
 )
-from .engine_options import (
-    BUILTIN,
-    MaxBatchedTokens,
-    engine_config,
-    how_it_runs,
-    takes,
-    where_it_runs,
-)
+from .engine_options import BUILTIN, HOW_IT_RUNS, WHERE_IT_RUNS, engine_config, engine_settings, takes
 
 PREFILL = ("requests", "prefill ms", "min - max", "tok/s", "floor ms", "of floor", "MBU", "MFU")
 DECODE = ("requests", "ms/token", "min - max", "step p99", "tok/s", "floor ms", "of floor", "MBU", "MFU")
 
 
-@takes(where_it_runs, how_it_runs)
+@takes(*engine_settings("max_num_batched_tokens", *WHERE_IT_RUNS, *HOW_IT_RUNS))
 def command(
     model: Model = BUILTIN,
     batch: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; may be given again.")] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Random prompt tokens of each request.")] = 512,
     new_tokens: Annotated[int, typer.Option(min=2, help="Decode steps that are timed.")] = 64,
     runs: Runs = 3,
-    max_num_batched_tokens: MaxBatchedTokens = None,
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
-    **engine_settings: Any,
+    **given: Any,
 ) -> None:
     """Prefill and decode of one or more requests at once: time, floor, and the share of the floor."""
     from ..engine.config import EngineConfig
@@ -52,17 +44,16 @@ def command(
     batches = sorted(set(batch or [1]))
     meters = meter(energy, energy_gpu)
     _, step_tokens = EngineConfig(
-        model=model, max_num_seqs=max(batches), max_num_batched_tokens=max_num_batched_tokens
-    ).limits(device_type(engine_settings["device"]))
+        model=model, max_num_seqs=max(batches), max_num_batched_tokens=given["max_num_batched_tokens"]
+    ).limits(device_type(given["device"]))
     spare = -(-max(batches) * prompt_tokens // (step_tokens - max(batches) + 1)) + 2
     longest = prompt_tokens + new_tokens + spare + 1
     blocks = -(-longest // 16) * max(batches)
     settings = engine_config(
         model,
-        **engine_settings,
+        **{**given, "max_num_batched_tokens": step_tokens},
         enable_prefix_caching=False,
         max_num_seqs=max(batches),
-        max_num_batched_tokens=step_tokens,
         max_model_len=longest,
         num_kv_blocks=blocks,
         seed=0,

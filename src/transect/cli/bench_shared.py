@@ -76,7 +76,7 @@ def subject(settings: EngineConfig, shorter: str) -> Subject:
     from ..checkpoints.load import in_blocks, kernels, kv_dtype
     from ..checkpoints.resolve import resolve
     from ..costs.floors import Rates
-    from ..engine.executors.gpu.build import device_for
+    from ..engine.device import device_for
     from ..engine.frontends.llm import LLM
     from ..engine.offload import planned_stream
     from ..hardware.device import detect
@@ -121,7 +121,7 @@ def device_type(device: str) -> str:
         ValueError: there is no such device.
     """
     from ..engine.config import EngineConfig
-    from ..engine.executors.gpu.build import device_for
+    from ..engine.device import device_for
 
     found: str = device_for(EngineConfig(model="any", device=device))[0].type  # type: ignore[arg-type]
     return found

@@ -7,18 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from .bench_shared import EnergyGpu, Json, MeasureEnergy, Model, Runs, meter, show, spread, subject, write
-from .engine_options import (
-    BUILTIN,
-    DataParallel,
-    FillSteps,
-    MaxBatchedTokens,
-    MaxMixedTokens,
-    MaxNumSeqs,
-    engine_config,
-    how_it_runs,
-    takes,
-    where_it_runs,
-)
+from .engine_options import BUILTIN, HOW_IT_RUNS, WHERE_IT_RUNS, engine_config, engine_settings, takes
 
 COLUMNS = (
     "sequences",
@@ -34,7 +23,11 @@ COLUMNS = (
 )
 
 
-@takes(where_it_runs, how_it_runs)
+@takes(
+    *engine_settings("max_num_seqs", "max_num_batched_tokens", "mixed_step_limit", "longest_first", "kv_cache_tokens"),
+    *engine_settings("data_parallel_size", *WHERE_IT_RUNS, *HOW_IT_RUNS),
+    max_num_seqs=256,
+)
 def command(
     model: Model = BUILTIN,
     sequences: Annotated[int, typer.Option(min=1, help="How many.")] = 256,
@@ -42,19 +35,10 @@ def command(
     longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt, and of an output.")] = 1024,
     runs: Runs = 1,
     warm_up: Annotated[bool, typer.Option(help="Run a few sequences first.")] = True,
-    data_parallel_size: DataParallel = 1,
-    max_num_seqs: MaxNumSeqs = 256,
-    max_num_batched_tokens: MaxBatchedTokens = None,
-    max_mixed_tokens: MaxMixedTokens = None,
-    longest_first: Annotated[
-        bool, typer.Option(help="Begin with the sequences that have the most tokens to draw; else in their order.")
-    ] = True,
-    fill_steps: FillSteps = True,
-    kv_cache_tokens: Annotated[int | None, typer.Option(min=16, help="Tokens that the KV cache holds.")] = None,
     energy: MeasureEnergy = False,
     energy_gpu: EnergyGpu = 0,
     json: Json = None,
-    **engine_settings: Any,
+    **given: Any,
 ) -> None:
     """Many sequences at once: the protocol of nano-vllm's and mini-sglang's benchmarks.
 
@@ -70,16 +54,9 @@ def command(
     meters = meter(energy, energy_gpu)
     settings = engine_config(
         model,
-        data_parallel_size=data_parallel_size,
-        **engine_settings,
+        **given,
         enable_prefix_caching=False,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_mixed_tokens=max_mixed_tokens,
-        longest_first=longest_first,
-        fill_steps=fill_steps,
         max_model_len=2 * longest,
-        kv_cache_tokens=kv_cache_tokens,
         seed=0,
     )
     about = subject(settings, "--longest")

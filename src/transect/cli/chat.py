@@ -8,21 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from .engine_options import (
-    BUILTIN,
-    Adapter,
-    MaxModelLen,
-    ModelArgument,
-    engine_config,
-    takes,
-    where_it_runs,
-)
+from .engine_options import BUILTIN, WHERE_IT_RUNS, ModelArgument, engine_config, engine_settings, takes
 from .settings import ConfigFile
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) leaves"
 
 
-@takes(where_it_runs)
+@takes(*engine_settings(*WHERE_IT_RUNS, "adapter", "max_model_len"))
 def command(
     model: ModelArgument = BUILTIN,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
@@ -35,10 +27,8 @@ def command(
         typer.Option(help="Draw from the likeliest tokens that reach this probability. Default: the model's, or 0.95."),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
-    adapter: Adapter = None,
-    max_model_len: MaxModelLen = None,
     config: ConfigFile = None,
-    **engine_settings: Any,
+    **settings: Any,
 ) -> None:
     """Talk to a model. The whole conversation is its context; the prefix cache makes that cheap."""
     from ..engine.scheduling.sampling_params import SamplingParams
@@ -49,16 +39,9 @@ def command(
     asked: dict[str, Any] = {"temperature": temperature, "top_p": top_p}
     given = {name: value for name, value in asked.items() if value is not None}
     SamplingParams(max_tokens=max_tokens, seed=seed, **given)  # says what is wrong before a model is loaded
-    settings = engine_config(
-        model,
-        **engine_settings,
-        adapter=adapter,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-    )
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (gives input() line editing and history)
-    with Session(settings) as session:
+    with Session(engine_config(model, **settings, max_num_seqs=1)) as session:
         engine = session.engine
         template = engine.chat_template
         if template is None:

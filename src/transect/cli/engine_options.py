@@ -1,17 +1,19 @@
-"""Options that the commands with an engine share, and the ``EngineConfig`` that they make."""
+"""Options of commands, made from settings: fields of dataclasses such as ``EngineConfig`` (``spec/settings.py``)."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import typer
 
-from ..spec.numbers.registry import AUTO, cache_uses, listed, roundings
-
-if TYPE_CHECKING:
-    from ..engine.config import EngineConfig
+from ..engine.config import EngineConfig
+from ..engine.executors.gpu.options import GPUOptions
+from ..spec.settings import Setting, settings_of
 
 BUILTIN = "smollm2-135m"
 
@@ -20,152 +22,131 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 ModelArgument = Annotated[
     str, typer.Argument(help="A built-in name, a .gguf file, a directory in Hugging Face layout, or a hub id.")
 ]
-Dtype = Annotated[str, typer.Option(help="auto (what is fastest here), bfloat16, float16 or float32.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
-Adapter = Annotated[
-    str | None, typer.Option("--adapter", help="An adapter in PEFT's layout for MODEL: a directory or a hub id.")
-]
-TokenizerName = Annotated[
-    str | None, typer.Option("--tokenizer", help="Where the tokenizer is, if not with the model; a name as MODEL is.")
-]
-TokenizerRevision = Annotated[str | None, typer.Option(help="Branch, tag or commit of --tokenizer.")]
-ChatTemplateText = Annotated[
-    str | None, typer.Option("--chat-template", help="A file with a Jinja template, or the template itself.")
-]
-GenerationConfig = Annotated[
-    str, typer.Option(help="auto: the model's own sampling defaults; none; or a folder with a generation_config.json.")
-]
-OverrideGenerationConfig = Annotated[
-    str | None, typer.Option(help='JSON that goes over them: {"temperature": 0.5}.', metavar="JSON")
-]
-Quantization = Annotated[
-    str | None, typer.Option(help=f"{listed(roundings())}: the layers' matrices are rounded when they are loaded.")
-]
-KVCacheDtype = Annotated[
-    str,
-    typer.Option(help="; ".join((AUTO, *(f"{name}: {use.words}" for name, use in cache_uses().items()))) + "."),
-]
-LoadFormat = Annotated[
-    str, typer.Option(help="auto, or dummy: random weights in the shape of MODEL's config.json or of a built-in shape.")
-]
-MaxModelLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
-MaxNumSeqs = Annotated[int | None, typer.Option(help="Sequences that run at the same time.")]
-MaxBatchedTokens = Annotated[int | None, typer.Option(help="Tokens in one step, prefill and decode together.")]
-MaxMixedTokens = Annotated[int | None, typer.Option(help="Tokens in one step in which sequences decode.")]
-FillSteps = Annotated[
-    bool | None,
-    typer.Option(help="Prompts little by little beside what decodes, where all ends sooner (GPU, large models)."),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads; default: the cores that this process may use.")]
-Native = Annotated[
-    bool | None,
-    typer.Option("--native/--no-native", help="Demand, or do without, the compiled CPU kernels; default: if possible."),
-]
-Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.")]
-Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="The same logits to the bit alone and in any batch, at any chunk size.")
-]
-GpuMemory = Annotated[float | None, typer.Option(help="Share of the GPU's memory that the engine may fill.")]
-CpuOffload = Annotated[
-    float,
-    typer.Option("--cpu-offload-gb", help="GiB by which each device's weights shrink: layers stream from host memory."),
-]
-OffloadFolder = Annotated[
-    str | None, typer.Option("--offload-folder", help="Layers stream from a file in this folder, not from host memory.")
-]
-CudaGraphs = Annotated[str | None, typer.Option(help="on, lazy (captured when first needed) or off.")]
-AsyncScheduling = Annotated[
-    bool | None, typer.Option(help="Plan a step ahead of its tokens; default: on a GPU.", show_default=False)
-]
-FusedOperators = Annotated[bool, typer.Option(help="On a GPU: several operators in one kernel.")]
-DependentLaunch = Annotated[bool, typer.Option(help="On a GPU: kernels start while the one before ends.")]
-DeviceSampling = Annotated[bool, typer.Option(help="On a GPU: tokens are drawn there.")]
-DecisionLog = Annotated[
-    str | None,
-    typer.Option("--decision-log", help="Write what the scheduler decides to this file; see `transect explain`."),
-]
-PrefixCaching = Annotated[bool, typer.Option(help="Keep the KV of finished prompts for later ones that begin alike.")]
-JumpAhead = Annotated[
-    bool, typer.Option(help="Compute tokens that a grammar forces together; off: draw them one by one.")
-]
-SpeculativeSettings = Annotated[
-    str | None,
-    typer.Option(
-        "--speculative-config",
-        metavar="JSON",
-        help='Speculative decoding: {"method": "ngram"} or "suffix"; same answers.',
-    ),
-]
-TensorParallel = Annotated[
-    int, typer.Option("--tensor-parallel-size", "-tp", min=1, help="Devices between which every matrix is cut.")
-]
-PipelineParallel = Annotated[
-    int, typer.Option("--pipeline-parallel-size", "-pp", min=1, help="Groups of devices, each with some of the layers.")
-]
-DataParallel = Annotated[
-    int,
-    typer.Option(
-        "--data-parallel-size",
-        "-dp",
-        min=1,
-        help="Whole models, each with devices of its own: engines behind one server, or groups of ranks.",
-    ),
-]
-ExpertParallel = Annotated[
-    bool,
-    typer.Option("--enable-expert-parallel", help="The ranks of -tp and -dp share the experts of a mixture."),
-]
-CheckPlans = Annotated[
-    bool, typer.Option("--check-plans", help="To find errors: the ranks compare what they planned in every step.")
-]
+
+WHERE_IT_RUNS = (
+    *("device", "dtype", "quantization", "kv_cache_dtype", "cpu_offload_gb", "offload_folder", "threads", "native"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel"),
+)
+"""Settings for every command with an engine."""
+HOW_IT_RUNS = (
+    *("load_format", "deterministic", "gpu_memory_utilization", "cuda_graphs", "async_scheduling"),
+    *("fused_operators", "dependent_launch", "device_sampling"),
+)
+"""Settings for commands that serve or measure an engine."""
 
 
-def where_it_runs(
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = None,
-    kv_cache_dtype: KVCacheDtype = "auto",
-    cpu_offload_gb: CpuOffload = 0.0,
-    offload_folder: OffloadFolder = None,
-    threads: Threads = None,
-    native: Native = None,
-    tensor_parallel_size: TensorParallel = 1,
-    pipeline_parallel_size: PipelineParallel = 1,
-    enable_expert_parallel: ExpertParallel = False,
-) -> None:
-    """The options of every command with an engine: on which devices it runs, and in how many bits."""
+def engine_settings(*names: str, without: Collection[str] = ()) -> tuple[Setting, ...]:
+    """Settings of an engine by name; without names, all that can be options, but those in ``without``."""
+    known = {each.name: each for kind in (EngineConfig, GPUOptions) for each in settings_of(kind)}
+    return tuple(known[name] for name in names or [name for name in known if name not in without])
 
 
-def how_it_runs(
-    load_format: LoadFormat = "auto",
-    deterministic: Deterministic = False,
-    gpu_memory_utilization: GpuMemory = None,
-    cuda_graphs: CudaGraphs = None,
-    async_scheduling: AsyncScheduling = None,
-    fused_operators: FusedOperators = True,
-    dependent_launch: DependentLaunch = True,
-    device_sampling: DeviceSampling = True,
-) -> None:
-    """The options of those that serve or measure it: what may be random, and each optimization of a GPU."""
+def takes(*settings: Setting, **defaults: Any) -> Callable[[Command], Command]:
+    """Give a command options for settings. Their values arrive in its ``**`` parameter, by the names of the fields.
 
-
-def takes(*groups: Callable[..., None]) -> Callable[[Command], Command]:
-    """Gives a command the options that ``groups`` have as parameters; their values come in its
-    ``**engine_settings``.
-
-    typer reads options from a signature, so this writes one: the command's own parameters, then those of the groups.
+    Args:
+        settings: what to make options of.
+        defaults: defaults that differ from those of the fields, by the fields' names.
     """
-
-    def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-        found = inspect.signature(function, eval_str=True).parameters.values()
-        return [each.replace(kind=each.KEYWORD_ONLY) for each in found if each.kind is not each.VAR_KEYWORD]
+    by_parameter = {_parameter(each): each for each in settings}
+    added = [
+        inspect.Parameter(
+            _parameter(each), inspect.Parameter.KEYWORD_ONLY, default=_default(each, defaults), annotation=_hint(each)
+        )
+        for each in settings
+    ]
 
     def add(command: Command) -> Command:
-        added = [each for group in groups for each in parameters(group)]
-        command.__signature__ = inspect.Signature([*parameters(command), *added])  # type: ignore[attr-defined]
-        return command
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        kept = [each.replace(kind=each.KEYWORD_ONLY) for each in own if each.kind is not each.VAR_KEYWORD]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> Any:
+            made = {}
+            for name, value in values.items():
+                setting = by_parameter.get(name)
+                made[setting.name if setting else name] = _value(setting, value) if setting else value
+            return command(**made)
+
+        del run.__wrapped__  # typer reads the signature below
+        signature = inspect.Signature(sorted([*kept, *added], key=_joins))
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+        return run  # type: ignore[return-value]
 
     return add
+
+
+def _joins(parameter: inspect.Parameter) -> bool:
+    """True for a command's own option that joins a group of settings: it is shown after them."""
+    facts = getattr(parameter.annotation, "__metadata__", ())
+    return any(getattr(each, "rich_help_panel", None) for each in facts) and parameter.default is not inspect._empty
+
+
+def _parameter(setting: Setting) -> str:
+    return setting.option.replace("-", "_")
+
+
+def _default(setting: Setting, defaults: dict[str, Any]) -> Any:
+    value = defaults.get(setting.name, setting.default)
+    return None if value is MISSING or isinstance(value, tuple) else value
+
+
+def _hint(setting: Setting) -> Any:
+    """The annotation that typer reads an option from."""
+    kind: Any = next((each for each in (bool, int, float) if each in setting.kinds), str)
+    several = [get_args(each)[0] for each in setting.kinds if get_origin(each) is tuple]
+    kind = list[several[0]] if several else kind  # type: ignore[valid-type]
+    names = [f"--{setting.option}", *(f"--{each.replace('_', '-')}" for each in setting.about.also)]
+    if kind is bool and (setting.optional or setting.default):
+        names = [f"{name}/--no-{name[2:]}" for name in names]
+    if setting.about.short:
+        names.insert(1, setting.about.short)
+    text = setting.help
+    if several and isinstance(setting.default, tuple) and setting.default:
+        text += f"  [default: {', '.join(setting.default)}]"
+    options: dict[str, Any] = {"help": text, "rich_help_panel": setting.group or None}
+    if setting.choices and kind is str:
+        options["metavar"] = "|".join(setting.choices)
+    elif _is_table(setting):
+        options["metavar"] = "JSON"
+    if kind in (int, float):
+        options |= {"min": setting.about.least, "max": setting.about.most}
+    if setting.about.variable:
+        options["envvar"] = setting.about.variable
+    optional = setting.optional or several or setting.default is MISSING
+    return Annotated[kind | None if optional else kind, typer.Option(*names, **options)]
+
+
+def _is_table(setting: Setting) -> bool:
+    return any(get_origin(each) in (dict, Mapping) for each in setting.kinds)
+
+
+def _value(setting: Setting, value: Any) -> Any:
+    """The value of a field from the value of its option."""
+    if isinstance(value, str) and _is_table(setting):
+        return json_object(value, f"--{setting.option}")
+    if isinstance(value, list):
+        return listed(value, f"--{setting.option}")
+    return value
+
+
+def listed(values: list[Any], option: str) -> tuple[Any, ...]:
+    """The values of an option that may be given again, be a JSON list (as vLLM has it), or be empty.
+
+    Raises:
+        ValueError: a value begins as a JSON list and is none.
+    """
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, str) and value.startswith("["):
+            try:
+                found.extend(map(str, json.loads(value)))
+            except ValueError as error:
+                raise ValueError(f"{option} {value!r} is not a JSON list ({error})") from None
+        elif value != "":
+            found.append(value)
+    return tuple(found)
 
 
 def engine_config(model: str, **settings: Any) -> EngineConfig:
@@ -178,13 +159,8 @@ def engine_config(model: str, **settings: Any) -> EngineConfig:
         ValueError: a setting is out of range, or there is no such model.
     """
     from ..checkpoints.resolve import resolve
-    from ..engine.config import EngineConfig
-    from ..engine.executors.gpu.options import GPUOptions
 
     given = {name: value for name, value in settings.items() if value is not None}
-    for name in ("override_generation_config", "speculative_config"):
-        if isinstance(given.get(name), str):
-            given[name] = json_object(given[name], f"--{name.replace('_', '-')}")
     switches = {name: given.pop(name) for name in GPUOptions.__dataclass_fields__ if name in given}
     config = EngineConfig(model=model, gpu=GPUOptions(**switches), **given)
     resolve(model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
@@ -197,8 +173,6 @@ def json_object(text: str, option: str) -> dict[str, Any]:
     Raises:
         ValueError: it is none.
     """
-    import json
-
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -8,22 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..spec.numbers.registry import listed, roundings
-from .engine_options import (
-    Adapter,
-    MaxModelLen,
-    MaxNumSeqs,
-    ModelArgument,
-    engine_config,
-    takes,
-    where_it_runs,
-)
+from .engine_options import WHERE_IT_RUNS, ModelArgument, engine_config, engine_settings, takes
 from .settings import output_file
 
 if TYPE_CHECKING:
     from ..engine.frontends.llm import LLM
 
 
-@takes(where_it_runs)
+@takes(*engine_settings(*WHERE_IT_RUNS, "adapter", "max_model_len", "max_num_seqs"))
 def command(
     model: ModelArgument,
     text: Annotated[list[Path] | None, typer.Option(help="A text file to predict; may be given again.")] = None,
@@ -34,9 +26,6 @@ def command(
     few_shot: Annotated[int | None, typer.Option(help="--tasks: examples before each question.")] = None,
     limit: Annotated[int | None, typer.Option(help="--tasks: questions of each task.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="--tasks: put questions into the chat template.")] = False,
-    adapter: Adapter = None,
-    max_model_len: MaxModelLen = None,
-    max_num_seqs: MaxNumSeqs = None,
     formats: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +39,7 @@ def command(
     calibrate_tokens: Annotated[int, typer.Option(help="--calibrate: tokens of the text that are read.")] = 16384,
     plot: Annotated[Path | None, output_file(help="--formats: a picture, perplexity over bits.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    **engine_settings: Any,
+    **settings: Any,
 ) -> None:
     """Measure a model: how well it predicts text (--text), how it does at tasks (--tasks), or both."""
     if not text and not tasks:
@@ -62,14 +51,13 @@ def command(
         if not path.is_file():
             raise ValueError(f"there is no file {path}")
     if formats is not None:
-        meant = {"--tasks": tasks, "--stride": stride, "--adapter": adapter}
-        meant["--quantization"] = engine_settings.pop("quantization")
+        meant = {"--tasks": tasks, "--stride": stride, "--adapter": settings.pop("adapter")}
+        meant["--quantization"] = settings.pop("quantization")
         if others := [option for option, value in meant.items() if value is not None]:
             raise ValueError(
                 f"{', '.join(others)} means nothing to --formats, which compares a model as it is: leave it out"
             )
-        engine = {**engine_settings, "max_model_len": max_model_len, "max_num_seqs": max_num_seqs}
-        given = {name: value for name, value in engine.items() if value is not None}
+        given = {name: value for name, value in settings.items() if value is not None}
         _formats(model, formats, text, window, given, plot, json, calibrate, calibrate_tokens)
         return
     if calibrate is not None:
@@ -78,14 +66,8 @@ def command(
 
     from ..engine.frontends.llm import LLM
 
-    config = engine_config(
-        model,
-        **engine_settings,
-        adapter=adapter,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        enable_prefix_caching=bool(names),
-    )
+    adapter = settings["adapter"]
+    config = engine_config(model, **settings, enable_prefix_caching=bool(names))
     values = {field.name: getattr(config, field.name) for field in fields(config)}
     llm = LLM(values.pop("model"), **values)
     found: dict[str, Any] = {"model": model, **({"adapter": adapter} if adapter else {}), "kernels": llm.kernels}

@@ -7,18 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from .engine_options import (
-    Adapter,
-    MaxModelLen,
-    ModelArgument,
-    engine_config,
-    takes,
-    where_it_runs,
-)
+from .engine_options import WHERE_IT_RUNS, ModelArgument, engine_config, engine_settings, takes
 from .settings import ConfigFile
 
 
-@takes(where_it_runs)
+@takes(*engine_settings(*WHERE_IT_RUNS, "adapter", "max_model_len"))
 def command(
     model: ModelArgument,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads it from standard input.")],
@@ -32,10 +25,8 @@ def command(
     parse_special: Annotated[
         bool, typer.Option(help="Special tokens spelled in the prompt, such as <|im_end|>, are those tokens.")
     ] = True,
-    adapter: Adapter = None,
-    max_model_len: MaxModelLen = None,
     config: ConfigFile = None,
-    **engine_settings: Any,
+    **settings: Any,
 ) -> None:
     """Continue a prompt. The text goes to standard output, its speed to standard error."""
     from ..engine.scheduling.sampling_params import SamplingParams
@@ -49,14 +40,7 @@ def command(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, stop=stop
     )
-    settings = engine_config(
-        model,
-        **engine_settings,
-        adapter=adapter,
-        max_model_len=max_model_len,
-        max_num_seqs=1,
-    )
-    with Session(settings) as session:
+    with Session(engine_config(model, **settings, max_num_seqs=1)) as session:
         engine = session.engine
         if chat:
             if engine.chat_template is None:

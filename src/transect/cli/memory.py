@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..spec.numbers.registry import AUTO, cache_formats, listed, roundings
-from .engine_options import CpuOffload, OffloadFolder
+from .engine_options import engine_settings, takes
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
@@ -32,6 +31,10 @@ TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
 
+@takes(
+    *engine_settings("max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
+    *engine_settings("cpu_offload_gb", "offload_folder"),
+)
 def command(
     call: typer.Context,
     model: Annotated[
@@ -70,18 +73,9 @@ def command(
     ] = None,
     rank: Annotated[int, typer.Option(help="--train: of adapters.")] = 16,
     context: Annotated[int | None, typer.Option(help="--serve: longest sequence; default: the model's.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="--serve: sequences at the same time.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(help="--serve: tokens of a step.")] = None,
-    dtype: Annotated[str, typer.Option(help="--serve: auto, bfloat16 or float32.")] = "auto",
-    quantization: Annotated[
-        str | None, typer.Option(help=f"--serve: {listed(roundings())}, for the layers' matrices.")
-    ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help=f"--serve: {listed((AUTO, *cache_formats()))}.")] = "auto",
     tp: Annotated[
         int, typer.Option("--tp", "--tensor-parallel-size", min=1, help="Devices that share each layer.")
     ] = 1,
-    cpu_offload_gb: CpuOffload = 0.0,
-    offload_folder: OffloadFolder = None,
     link: Annotated[
         float | None, typer.Option(help="--serve: GB/s of the host link, or of the disk; default: measured, else 55.")
     ] = None,
@@ -108,6 +102,7 @@ def command(
         list[str] | None, typer.Option("--set", help="--train: KEY=VALUE of a run's file, such as lora.dora=true.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
+    **engine: Any,
 ) -> int:
     """Account for memory, term by term, before a device is touched. Exit with 1 if it does not fit."""
     from ..checkpoints.resolve import described
@@ -141,14 +136,10 @@ def command(
         print(f"{card.name}: {card.device}, {gib(card.memory_bytes)} (data sheet figures, not measured)")
     if run is not None:
         return 0 if show_training(run, source, kind, budget, json) else 1
-    settings: dict[str, Any] = {
-        "max_model_len": context, "max_num_seqs": max_num_seqs, "dtype": dtype, "quantization": quantization,
-        "max_num_batched_tokens": max_num_batched_tokens, "cpu_offload_gb": cpu_offload_gb,
-        "offload_folder": offload_folder, "kv_cache_dtype": kv_cache_dtype, "tensor_parallel_size": tp,
-        "pipeline_parallel_size": pp, **_sharing(tp, ep, dp),
-    }  # fmt: skip
+    engine |= {"max_model_len": context, "tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    engine |= _sharing(tp, ep, dp)
     streamed, engines = _link(kind, link, card), dp if ep == 1 else 1
-    return 0 if _serve(source, settings, kind, budget, json, streamed, engines, card) else 1
+    return 0 if _serve(source, engine, kind, budget, json, streamed, engines, card) else 1
 
 
 def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file: bool) -> bool:

@@ -9,49 +9,61 @@ from __future__ import annotations
 import difflib
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.main
 from typer.core import TyperCommand, TyperGroup
 
 from .environment import unknown_variables, warning
 
+COMMANDS = {
+    "Run": {
+        "serve": "Serve a model over HTTP as OpenAI's API does.",
+        "chat": "Talk to a model.",
+        "generate": "Continue a prompt.",
+        "reload": "Replace the engines of a running server.",
+        "demo": "Stream eight chats from a server at once.",
+        "drill": "Kill a replica in the middle of answers, and compare every byte.",
+        "top": "Show what a server does now.",
+    },
+    "Make": {
+        "train": "Train a model.",
+        "sweep": "Train over a grid of settings.",
+        "data": "Prepare what models are trained on.",
+        "export": "Write a run's adapter or model for other programs.",
+        "quantize": "Write a model in fewer bits.",
+        "pull": "Fetch a model.",
+        "models": "List models.",
+    },
+    "Measure": {
+        "bench": "Measure an engine, a server or operators, each beside its floor.",
+        "eval": "Measure how well a model predicts text and does tasks.",
+        "hardware": "Show what this machine can do.",
+        "memory": "Account for memory before anything runs.",
+        "plan": "Find the best way to spread a run over devices.",
+        "tune": "Find the fastest kernels for this device.",
+    },
+    "Look inside": {
+        "explain": "Show where the time of requests and programs goes.",
+        "roofline": "Show what a device allows a model.",
+        "plot": "Draw the curves of training runs.",
+        "inspect": "Show what an operator's kernels compile to.",
+        "trace": "Follow a kernel through Triton's interpreter.",
+    },
+}
+"""Commands by group, with what they do in a few words. Each is a module of this folder."""
+
+WORDS = "transect.words"
+"""Key of a context's ``meta``: the words of its command line."""
+
 SPREAD = {"lora_modules": lambda word: "=" in word or word.startswith("{")}
 """Options that take several values after one flag, as vLLM's do: parameter to a test of words that are values."""
 
-ARGUMENTS = "transect.arguments"
-"""Key of a context's ``meta``: the words of its command line."""
-
-SERVER, MODEL, ENGINE, GPU, REST = "Server", "Model and text", "Engine", "GPU", "Options"
-GROUPS = {
-    **dict.fromkeys(
-        (
-            *("load_format", "revision", "tokenizer", "tokenizer_revision", "chat_template", "generation_config"),
-            *("override_generation_config", "dtype", "quantization", "served_model_name"),
-        ),
-        MODEL,
-    ),
-    **dict.fromkeys(
-        (
-            *("device", "deterministic", "async_scheduling", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-            *("max_mixed_tokens", "fill_steps", "itl_target", "kv_cache_tokens", "prefix_caching", "jump_ahead"),
-            "speculative_config",
-            *("threads", "native", "max_queue", "tensor_parallel_size", "pipeline_parallel_size"),
-            *("data_parallel_size", "enable_expert_parallel", "check_plans"),
-        ),
-        ENGINE,
-    ),
-    **dict.fromkeys(
-        (
-            *("gpu_memory_utilization", "cpu_offload_gb", "offload_folder", "cuda_graphs", "fused_operators"),
-            *("dependent_launch", "device_sampling"),
-        ),
-        GPU,
-    ),
-    **dict.fromkeys(("config", "help"), REST),
-}
-"""Parameter to the group that it is shown in; a server's others are SERVER, any other command's are REST."""
+ARGUMENTS, REST = "Arguments", "Options"
+"""Groups of what names no group of its own."""
 
 
 class Command(TyperCommand):
@@ -59,7 +71,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the flags of ``SPREAD`` before each of their values, which is the form that click knows."""
-        ctx.meta[ARGUMENTS] = tuple(args)
+        ctx.meta[WORDS] = tuple(args)
         flags = {flag: SPREAD[param.name] for param in self.params if param.name in SPREAD for flag in param.opts}
         spread: list[str] = []
         flag, values = "", 0
@@ -72,11 +84,17 @@ class Command(TyperCommand):
             else:
                 flag = ""
             spread.append(word)
-        return list(super().parse_args(ctx, spread))
+        try:
+            return list(super().parse_args(ctx, spread))
+        except Exception as error:
+            flag = str(getattr(error, "option_name", ""))  # of an option that does not exist
+            if given := _replacement(_named(flag).removeprefix("no_")):
+                raise ValueError(f"{flag} is gone: give --{given.replace('_', '-')}") from None
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command, after a warning for each unknown variable of the environment."""
-        commands = getattr(ctx.find_root().command, "commands", {})
+        commands = [name for group in COMMANDS.values() for name in group]
         for found in unknown_variables(os.environ, ctx, commands):
             print(warning(*found), file=sys.stderr)
         return super().invoke(ctx)
@@ -86,24 +104,20 @@ class Command(TyperCommand):
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if hasattr(param, "show_envvar"):
-                param.show_envvar = False  # one line below says it for all
+                param.show_envvar = False  # `docs/serve/settings.md` has the rule
             record = param.get_help_record(ctx)
             if record is not None:
-                rest = SERVER if self.name == "serve" else REST
-                group = "Arguments" if param.param_type_name == "argument" else GROUPS.get(str(param.name), rest)
-                groups.setdefault(group, []).append(record)
-        last = groups.pop(REST, [])
-        for title, records in (*groups.items(), (REST, last)):
+                plain = ARGUMENTS if param.param_type_name == "argument" else REST
+                groups.setdefault(getattr(param, "rich_help_panel", None) or plain, []).append(record)
+        first, last = groups.pop(ARGUMENTS, []), groups.pop(REST, [])
+        for title, records in ((ARGUMENTS, first), *groups.items(), (REST, last)):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
-        if ctx.auto_envvar_prefix:
-            formatter.write_paragraph()
-            formatter.write_text(f"Environment: each option can be given as {ctx.auto_envvar_prefix}_OPTION.")
 
 
 class Group(TyperGroup):
-    """The command of all commands; its help does not name an environment variable for each option."""
+    """A command of commands, which shows the first sentence of each in as many lines as that takes."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write options, then commands."""
@@ -113,31 +127,80 @@ class Group(TyperGroup):
         super().format_options(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write each command with the first sentence of its help, in as many lines as that takes."""
+        """Write each group of commands with what they do."""
+        for title, commands in self.described(ctx).items():
+            with formatter.section(title):
+                formatter.write_dl(list(commands.items()))
+
+    def described(self, ctx: Any) -> dict[str, dict[str, str]]:
+        """Headings to commands and what these do."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        shown = [
-            (name, command.get_short_help_str(1000)) for name, command in commands if command and not command.hidden
-        ]
-        if shown:
-            with formatter.section("Commands"):
-                formatter.write_dl(shown)
+        return {"Commands": {name: each.get_short_help_str(1000) for name, each in commands if each}}
+
+
+class LazyGroup(Group):
+    """The command of all commands; a module is imported when its command is looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of all commands, by group."""
+        return [name for group in COMMANDS.values() for name in group]
+
+    def get_command(self, ctx: Any, name: str) -> Any:
+        """The command in the module of its name; None if there is none."""
+        if name not in self.list_commands(ctx):
+            return None
+        module = import_module(f".{name}", __package__)
+        application = getattr(module, "application", None)
+        if application is not None:
+            application.info.name, application.info.cls = name, Group
+            return typer.main.get_group(application)
+        application = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+        application.command(name, cls=Command)(module.command)
+        return typer.main.get_command(application)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; an unknown name is an error with the nearest one, without an import of the others."""
+        if args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx))
+            hint = f" Did you mean {', '.join(map(repr, near))}?" if near else ""
+            ctx.fail(f"No such command {args[0]!r}.{hint}")
+        return super().resolve_command(ctx, args)
+
+    def described(self, ctx: Any) -> dict[str, dict[str, str]]:
+        """``COMMANDS``."""
+        return COMMANDS
 
 
 def _read_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the values in the file the command's defaults."""
     if path is not None and not context.resilient_parsing:
-        params = {param.name: param for param in context.command.params if param.name is not None}
+        params = {_named(flag): param for param in context.command.params for flag in param.opts}
         values = {}
         for key, value in load_config(path).items():
             name = str(key).replace("-", "_")
-            if name not in params or name in ("config", "help"):
+            param = params.get(name)
+            if param is None or name in ("config", "help"):
+                if given := _replacement(name):
+                    raise ValueError(f"{path}: {key} is gone: give {given}")
                 near = difflib.get_close_matches(name, params, n=1)
                 hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
                 raise ValueError(f"{path}: {context.command_path} has no option {key!r}{hint}")
             if value is not None:
-                values[name] = _as_option(value, bool(getattr(params[name], "multiple", False)))
+                values[str(param.name)] = _as_option(value, bool(getattr(param, "multiple", False)))
         context.default_map = {**(context.default_map or {}), **values}
     return path
+
+
+def _named(flag: str) -> str:
+    """``--max-num-seqs`` -> ``max_num_seqs``."""
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _replacement(name: str) -> str:
+    """Name the setting that replaces one of an earlier version; empty if it is none."""
+    from ..engine.config import EngineConfig
+
+    return EngineConfig.REPLACED.get(name, "")
 
 
 def _as_option(value: Any, several: bool) -> Any:

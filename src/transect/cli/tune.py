@@ -64,9 +64,9 @@ def command(
     chosen = []
     for op in ops:
         entry = get(op)
-        mine = [(entry, knobs) for knobs in entry.knobs if launcher in knobs.name]
+        mine = [(entry, knobs) for knobs in entry.knobs() if launcher in knobs.name]
         if not mine:
-            have = ", ".join(knobs.name for knobs in entry.knobs)
+            have = ", ".join(knobs.name for knobs in entry.knobs())
             where = f" in a launcher called {launcher!r}: {have}" if have else ""
             raise ValueError(f"{op} has no knobs to tune{where}")
         chosen += mine

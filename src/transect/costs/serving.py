@@ -81,8 +81,8 @@ HOPPER: Mapping[str, Efficiency] = {
     "fp8": replace(_BF16, few=0.935, weights=0.739, products=1.46),
     "int4": replace(_BF16, few=0.868, weights=0.397, products=0.718),
 }
-"""Coefficients of an H200 by the format of weights, from recorded steps (``benchmarks/serving_steps.py``). ``pairs`` is
-that of training. Above 128 rows fp8 multiplies at twice the rate of bfloat16."""
+"""Coefficients of an H200 by the format of weights, from recorded steps (``benchmarks/engine/serving_steps.py``).
+``pairs`` is that of training. Above 128 rows fp8 multiplies at twice the rate of bfloat16."""
 
 
 class ServingSteps:

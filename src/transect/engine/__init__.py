@@ -6,7 +6,8 @@
 
 From settings to a running engine:
 
-* ``config``: ``EngineConfig``, all settings of a user. ``build``: from it to a running engine.
+* ``config``: ``EngineConfig``, all settings of a user. ``device``: the device that it names.
+  ``build``: from it to a running engine.
 * ``kv_size``: the number of KV blocks. ``offload``: layers that stream from host memory or a file.
   ``numerics``: a fingerprint of what its bits depend on. ``host_room``: a check that the weights fit in host memory.
 * ``decision_setup``: the decision log's header.

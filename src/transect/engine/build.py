@@ -27,10 +27,9 @@ from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
 from .config import EngineConfig
 from .decision_setup import decision_log
+from .device import device_for
 from .executors.drafted import Drafted
-from .executors.gpu.build import build_gpu, device_for
 from .executors.gpu.compilers import Compilers
-from .executors.gpu.step_sizes import FEWEST_ROWS
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
 from .host_room import check_weights
@@ -111,28 +110,33 @@ def build_engine(
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
-    fill_tokens = graph_tokens = None
+    fill_tokens = graph_tokens = graph_prompts = None
     if device.type == "cuda":
+        from .executors.gpu.build import build_gpu
+        from .executors.gpu.step_sizes import FEWEST_ROWS
+
         parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
         storage, exact, computes = parts.storage, config.deterministic, parts.description
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
+        graph_prompts = FEWEST_ROWS if graph_tokens else None
     else:
         executor, size, why, storage, computes = _build_cpu(config, source, mesh)
         exact = config.deterministic or config.dtype == "float32" or computes.startswith("C++ layers")
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
+    limit = config.step_limit
     scheduler = Scheduler(
         SchedulerConfig(
             num_blocks=size.num_blocks,
             block_size=config.block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_mixed_tokens=config.max_mixed_tokens,
+            max_mixed_tokens=limit.tokens,
             fill_tokens=fill_tokens,
-            itl_target=config.step_seconds,
+            itl_target=limit.seconds,
             graph_tokens=graph_tokens,
-            graph_prompts=FEWEST_ROWS if graph_tokens and config.step_seconds is not None else None,
+            graph_prompts=graph_prompts if limit.seconds is not None else None,
             max_model_len=size.max_model_len,
             enable_prefix_caching=config.enable_prefix_caching,
             policy=config.policy,

@@ -10,7 +10,7 @@ import msgspec
 
 from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
-from .scheduling.core import EngineCore, Step
+from .scheduling.core import EngineCore, StepInFlight
 from .scheduling.outputs import EngineOutput
 from .scheduling.request import Request
 
@@ -87,7 +87,7 @@ class LeadingCore(EngineCore):
         if self._ranks.failure is None:
             self._ranks.world.announce(None)
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         seconds = super()._learn(done, ended, late)
         self._messages.append(Message("learned", (self._work_of(done.batch), seconds)))
         return seconds
@@ -104,5 +104,5 @@ class FollowingCore(EngineCore):
         """How long a step took on rank 0."""
         self.scheduler.times.learn(load, seconds)
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         return 0.0

@@ -15,7 +15,7 @@ import gc
 import hashlib
 import secrets
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import torch
@@ -28,24 +28,22 @@ from ..parallel.gathering import under_torchrun
 from ..parallel.launch import Ranks
 from ..parallel.load import shard_of
 from ..parallel.mesh import Mesh
-from ..parallel.peer_sums import PeerSums
 from ..parallel.rank import serve_jobs
-from ..parallel.shared_sums import shared_sums
-from ..parallel.spread_logits import spread_logits
 from ..parallel.world import Failure, SharedError, World
 from ..spec.layouts.ranks import RankPlace
 from ..spec.layouts.shards import first_shard
 from ..version import __version__
 from .build import BuiltEngine, build_engine
 from .config import EngineConfig
-from .executors.gpu.build import device_for
+from .device import device_for
 from .executors.gpu.compilers import Compilers
-from .executors.gpu.runner import GPURunner
-from .executors.gpu.step_sizes import row_bucket
 from .leading import FollowingCore, LeadingCore
 from .scheduling.batch import Executor, Handle, LateWork, ScheduledBatch
 from .scheduling.core import EngineCore
 from .sharing import GroupCore, SharingCore
+
+if TYPE_CHECKING:
+    from ..parallel.peer_sums import PeerSums
 
 FOLLOW = "transect.engine.ranks:follow"
 
@@ -139,8 +137,10 @@ def start_engine(
             "under torchrun every script has the answers of all requests, and data_parallel_size shares them out: "
             "leave it out, or use `transect serve`"
         )
-    if not leads and config.step_seconds is not None:
-        raise ValueError("itl_target sizes steps by the time of one rank, and here every rank decides: leave it out")
+    if not leads and config.step_limit.seconds is not None:
+        raise ValueError(
+            "mixed_step_limit is a time, which one rank measures, and here all ranks decide: give full, fill or tokens"
+        )
     try:
         if leads:
             ranks.call(FOLLOW, replace(config, decisions=False, decision_log=None))
@@ -171,8 +171,9 @@ def end(core: EngineCore, ranks: Ranks | None) -> None:
         return
     executor = core.executor.inner if isinstance(core.executor, _Checked) else core.executor
     lives = ranks is None or ranks.failure is None
-    if lives and isinstance(executor, GPURunner) and executor.graphs is not None:
-        executor.graphs.clear()  # NCCL's end waits for graphs that hold its kernels
+    graphs = getattr(executor, "graphs", None)
+    if lives and graphs is not None:
+        graphs.clear()  # NCCL's end waits for graphs that hold its kernels
     if ranks is not None:
         ranks.close()
     elif isinstance(core, LeadingCore):
@@ -288,10 +289,12 @@ def _own_sums(mesh: Mesh, config: EngineConfig) -> str:
         return ""
     found: PeerSums | str = "that was asked for"
     if config.gpu.peer_sums:
+        from ..parallel.shared_sums import shared_sums
+
         if group.ranks not in world.sums:
             world.sums[group.ranks] = shared_sums(world, group)
         found = world.sums[group.ranks]
-    if isinstance(found, PeerSums):
+    if not isinstance(found, str):
         dependent = config.gpu.dependent_launch and has_dependent_launch(world.device)
         pushes = config.gpu.pushed_products and dependent
         group.sums = found.used(dependent_launch=dependent, exact=config.deterministic, pushes=pushes)
@@ -310,6 +313,9 @@ def _own_logits(mesh: Mesh, config: EngineConfig) -> str:
     group.logits = None
     if group.sums is None or not config.gpu.device_sampling:
         return ""
+    from ..parallel.spread_logits import spread_logits
+    from .executors.gpu.step_sizes import row_bucket
+
     vocab = resolve(config.model, load_format=config.load_format, revision=config.revision).config.vocab_size
     rows = row_bucket(config.limits("cuda")[0])
     found = spread_logits(world, group, vocab, rows, kv_dtype(config.dtype))

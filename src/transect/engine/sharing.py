@@ -24,7 +24,7 @@ from ..spec.layouts.ranks import RankPlace
 from .leading import FollowingCore, LeadingCore, Message
 from .scheduling import limits
 from .scheduling.arrivals import seed_of
-from .scheduling.core import EngineCore, Step
+from .scheduling.core import EngineCore, StepInFlight
 from .scheduling.outputs import EngineOutput, SchedulerStats
 from .scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from .scheduling.request import Request
@@ -150,7 +150,7 @@ class SharingCore(LeadingCore):
     def _tell(self, group: int | None, method: str, *arguments: object) -> None:
         self._messages.append(Message(method, arguments, group))
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         seconds = EngineCore._learn(self, done, ended, late)
         self._tell(0, "learned", self._work_of(done.batch), seconds)
         return seconds
@@ -173,7 +173,7 @@ class GroupCore(FollowingCore):
     def learned(self, load: StepLoad, seconds: float) -> None:
         """It has learned that itself."""
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         seconds = EngineCore._learn(self, done, ended, late)
         self._learned.append(Message("learned", (self._work_of(done.batch), seconds), self._group))
         return seconds

@@ -20,13 +20,13 @@ from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackL
 from ..ops.cpu.packing import read_packed, write_packed
 from ..ops.opset import OpSet
 from ..spec.model import ModelConfig
+from ..spec.numbers.int4 import NATIVE_GROUP
 from ..spec.numbers.registry import rounding
 from .context import AttentionContext, PagedContext
 from .decoder import Decoder, Layer
 from .mlp import MLP
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
-from .weights.int4_serving import PANEL
 from .weights.packed import Packed, PackedEmbedding, refuses
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
@@ -102,11 +102,11 @@ def refusal(config: ModelConfig, block_size: int, quantization: str | None = Non
     form = rounding(quantization)
     if form is not None and (reason := refuses(form)):
         return reason
-    odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % PANEL]
+    odd = [n for n in (config.dim, config.q_dim, config.ffn_dim) if n % NATIVE_GROUP]
     if quantization is not None and odd:
         return (
-            f"the C++ kernels take rows in {quantization} whose length is a multiple of {PANEL}, and this model has "
-            f"{odd[0]}"
+            f"the C++ kernels take rows in {quantization} whose length is a multiple of {NATIVE_GROUP}, and this "
+            f"model has {odd[0]}"
         )
     if config.head_dim % GROUP_ROWS:
         return (

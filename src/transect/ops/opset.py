@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,11 +18,13 @@ from .activation import gelu, swiglu  # noqa: F401
 from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
 from .linear import gate_up, linear  # noqa: F401
-from .linear.stream_products import StreamProducts
 from .moe import combining, grouped_gate_up, grouped_linear, router, routing  # noqa: F401
 from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
 from .position import embed_tokens, norm_rotary, rotary  # noqa: F401
 from .registry import Implementation, Unavailable, get
+
+if TYPE_CHECKING:
+    from .linear.stream_products import StreamProducts
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ class Op:
     cases: Callable[[], Sequence[Case]] = lambda: ()
     """Real shapes, from ``shapes.py``."""
     kernels: Callable[[], Sequence[Kernel]] = lambda: ()
-    knobs: Sequence[Knobs] = ()
+    knobs: Callable[[], Sequence[Knobs]] = lambda: ()
     trace: Callable[[], Trace] | None = None
     """The run that ``transect trace`` shows; None: the smallest example, through the Triton implementation."""
     directions: tuple[str, ...] = ("forward", "backward")

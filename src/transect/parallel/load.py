@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -17,8 +17,6 @@ from ..checkpoints.resolve import ModelSource
 from ..costs.memory.streaming import StreamPlan
 from ..models.decoder import Decoder
 from ..models.embedding import Embedding
-from ..models.fused_stack import FusedStack, Fusions
-from ..models.fused_stack import refusal as refusal_to_fuse
 from ..models.stored import PackedValues, Stored, StoredWeights, Values, joined_codes, joined_rows, within
 from ..models.weights.dense import Dense
 from ..models.weights.kinds import ROUNDED, rounded_values
@@ -33,6 +31,9 @@ from ..spec.numbers.registry import listed, rounding
 from .experts import spread_experts
 from .mesh import Mesh
 from .tensor import ShardedEmbedding, sharded_kinds, sharded_norms
+
+if TYPE_CHECKING:
+    from ..models.fused_stack import Fusions
 
 T = TypeVar("T")
 GROUP = SERVING_GROUP
@@ -207,7 +208,9 @@ def load_shard_on_device(
         weights = shard_weights(stored_weights(source, seed, dtype, device), shard)
         fill(model, weights, advance=advance if mesh.world.rank == 0 else None)
     spread_experts(model, shard, mesh)
-    if refusal_to_fuse(source.config) is None:
+    from ..models.fused_stack import FusedStack, refusal
+
+    if refusal(source.config) is None:
         model.stack = FusedStack(model, max_positions=max_positions, fusions=fusions)
     return model
 

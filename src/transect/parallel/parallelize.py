@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +41,6 @@ from .experts import Way, meeting, spread_experts, way_of
 from .group import Group
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
-from .peer_copies import PeerCopies, shared_copies
-from .peer_pieces import PeerPieces, shared_pieces
 from .pipeline import Pipeline
 from .replicas import Replicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
@@ -50,6 +49,10 @@ from .sharded import Sharded
 from .split_loss import split_cross_entropy
 from .table_rows import shared_table
 from .tensor import GatheredShard, ShardedEmbedding, sharded_kinds
+
+if TYPE_CHECKING:
+    from .peer_copies import PeerCopies
+    from .peer_pieces import PeerPieces
 
 log = logging.getLogger(__name__)
 
@@ -366,11 +369,13 @@ class Parallel:
         device = self.plan.device or self.model.device  # a model that is still to be read is on the host
         return self.plan.copies and device.type == "cuda" and self.mesh.replicas.size > 1
 
-    def _pieces(self, group: Group, nbytes: int) -> PeerPieces | None:
+    def _pieces(self, group: Group, sizes: list[int]) -> PeerPieces | None:
         """Memory of sharded weights that other ranks read by copy engines, where they can. All ranks call it."""
         if not self._may_copy:
             return None
-        made = shared_pieces(self.mesh.world, group, nbytes)
+        from .peer_pieces import PeerPieces, room, shared_pieces
+
+        made = shared_pieces(self.mesh.world, group, sum(map(room, sizes)))
         if isinstance(made, PeerPieces):
             return made
         log.info("weights are gathered by NCCL: %s", made)
@@ -380,6 +385,8 @@ class Parallel:
         """Sums by copy engines, where the ranks are GPUs of one host that can. All ranks call it."""
         if not self._may_copy:
             return None
+        from .peer_copies import PeerCopies, shared_copies
+
         made = shared_copies(self.mesh.world, group, fused=self.plan.fused)
         if isinstance(made, PeerCopies):
             log.info("gradients are summed by copy engines, beside the backward pass")

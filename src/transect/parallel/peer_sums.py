@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..costs.memory.shared import MOST_BYTES
-from ..ops.comm.all_reduce import Peers
+from ..ops.comm.all_reduce import MOST_NORM_BYTES, Peers
+from ..ops.linear.few_rows.pushed import MOST_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,10 @@ class PeerSums:
         self.peers, self.times, self.dependent_launch, self.exact = peers, tuple(times), dependent_launch, exact
         self.pushes = pushes
         self.most_bytes = MOST_BYTES if exact and peers.ranks > 2 else most_bytes
+
+    def takes_pushed(self, row: int) -> bool:
+        """True if products of few rows, of ``row`` bytes each, write their results to the other ranks themselves."""
+        return self.pushes and row <= MOST_NORM_BYTES and MOST_ROWS * row <= self.most_bytes
 
     def used(self, *, dependent_launch: bool, exact: bool, pushes: bool = False) -> PeerSums:
         """The same memory, for an engine of this kind."""

@@ -23,7 +23,7 @@ from .group import Group
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StagedBatch:
     """A micro-batch: what each stage must know of it.
 
     Attributes:
@@ -59,7 +59,9 @@ class Pipeline:
         """Whether the rank has the last layers, and so the loss."""
         return self.group.rank == self.group.size - 1
 
-    def run(self, pieces: Sequence[Piece], actions: Sequence[Action], after: Callable[[], object]) -> list[Tensor]:
+    def run(
+        self, pieces: Sequence[StagedBatch], actions: Sequence[Action], after: Callable[[], object]
+    ) -> list[Tensor]:
         """Forward and backward passes of a step.
 
         Args:
@@ -91,7 +93,7 @@ class Pipeline:
         return [losses[index] for index in sorted(losses)]
 
     @torch.no_grad()
-    def measure(self, piece: Piece) -> Tensor:
+    def measure(self, piece: StagedBatch) -> Tensor:
         """The loss of a piece, on every rank."""
         loss = torch.zeros((), device=piece.tokens_T.device)
         for chunk in range(len(self.parts)):
@@ -101,7 +103,7 @@ class Pipeline:
         self._settle()
         return self.group.broadcast(loss.reshape(1), self.group.size - 1)[0]
 
-    def _forward(self, piece: Piece, chunk: int, train: bool) -> tuple[Tensor | None, Tensor]:
+    def _forward(self, piece: StagedBatch, chunk: int, train: bool) -> tuple[Tensor | None, Tensor]:
         """What came from the stage before, and what goes to the next one, or the loss."""
         part, came = self.parts[chunk], None
         if self.group.rank == 0 and chunk == 0:

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +27,10 @@ from torch import Tensor, nn
 
 from ..spec.layouts.ranks import owners
 from .group import Group
-from .peer_copies import PeerCopies
 from .table_rows import TableRows
+
+if TYPE_CHECKING:
+    from .peer_copies import PeerCopies
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that travel together: large enough for the links, small enough to start early."""

@@ -25,15 +25,18 @@ Shapes: t tokens of the rank (T / n), H query heads, K key heads, d head size.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .group import Group
-from .ring_kernels import KernelRing
 from .ring_pairs import Pairs, gradients_of, result_of, visible, wide
+
+if TYPE_CHECKING:
+    from .ring_kernels import KernelRing
 
 
 class RingContext:
@@ -49,9 +52,14 @@ class RingContext:
     def __init__(self, cu_seqlens: Tensor, group: Group) -> None:
         self.ends = cu_seqlens.tolist()
         self.group = group
-        self.kernels = KernelRing(self.ends, group)
-        """The same by the kernels of a GPU."""
         self._seen: dict[int | None, list[list[Pairs]]] = {}
+
+    @cached_property
+    def kernels(self) -> KernelRing:
+        """The same by the kernels of a GPU."""
+        from .ring_kernels import KernelRing
+
+        return KernelRing(self.ends, self.group)
 
     def pairs(self, window: int | None) -> list[list[Pairs]]:
         """What this rank computes with the keys of itself, of the rank before it, and so on."""

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +38,13 @@ from ..models.weights.weight import Weight
 from .group import Group
 from .offload.pieces import FilePieces, FileUpload, HostPieces, Pieces
 from .part_names import part_name
-from .peer_copies import PeerCopies
-from .peer_pieces import PeerPieces, room
 from .replicas import gather_tensors
 from .sharded_unit import Sink, Unit, piece_size
 from .tiled import TiledUnit, tile
+
+if TYPE_CHECKING:
+    from .peer_copies import PeerCopies
+    from .peer_pieces import PeerPieces
 
 
 class Sharded:
@@ -83,7 +85,7 @@ class Sharded:
         host: bool = False,
         folder: str = "",
         copies: PeerCopies | None = None,
-        shared: Callable[[int], PeerPieces | None] | None = None,
+        shared: Callable[[list[int]], PeerPieces | None] | None = None,
         parameters: Mapping[str, nn.Parameter] | None = None,
         complete: Callable[[Mapping[str, Tensor]], None] | None = None,
         tiles: int = 1,
@@ -108,8 +110,9 @@ class Sharded:
         elif host:
             self.pieces = HostPieces(device)
         element = model.norm.weight.element_size()
-        nbytes = sum(room(piece_size(each, group) * element) for each in (*inside, outside))
-        self.peers = None if shared is None or host or tiles > 1 else shared(nbytes)
+        self.peers: PeerPieces | None = None
+        if shared is not None and not host and tiles == 1:
+            self.peers = shared([piece_size(each, group) * element for each in (*inside, outside)])
         kinds = [TiledUnit if tiles > 1 else Unit] * len(inside) + [Unit]
         todo = [*inside, outside]
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .group import Group
 from .offload.pieces import Pieces
-from .peer_copies import PeerCopies
-from .peer_pieces import PeerPieces
+
+if TYPE_CHECKING:
+    from .peer_copies import PeerCopies
+    from .peer_pieces import PeerPieces
 
 
 class Sink(Protocol):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,15 @@ from ..models.embedding import Embedding
 from ..models.staging import Staging
 from ..models.weights.dense import Dense
 from ..models.weights.weight import Kinds, Product, TrainingPart, Ungathered, Unsummed, Values, Weight, WeightKind
-from ..ops.comm.all_reduce import MOST_NORM_BYTES
-from ..ops.linear.few_rows.pushed import MOST_ROWS as PUSHED_ROWS
 from ..ops.opset import OpSet
 from ..spec.layouts.shards import Shard, vocabulary_share
 from ..spec.numbers.layouts import MatrixLayout
 from ..spec.numbers.number_format import WeightFormat
 from .differentiable import scattered, summed
 from .group import Group
-from .peer_sums import PeerSums
+
+if TYPE_CHECKING:
+    from .peer_sums import PeerSums
 
 
 class ShardKind(Weight):
@@ -133,8 +133,7 @@ class _Ended:
     def __init__(self, inner: Weight, group: Group, sums: PeerSums) -> None:
         self._product, self._group, self._sums = inner.product(), group, sums
         row = 2 * inner.out_features  # in bfloat16
-        pushes = sums.pushes and row <= MOST_NORM_BYTES and PUSHED_ROWS * row <= sums.most_bytes
-        self._pushed = inner.pushed_product(sums.peers.push) if pushes else None
+        self._pushed = inner.pushed_product(sums.peers.push) if sums.takes_pushed(row) else None
         self._given: Tensor | None = None
 
     def product(self, x: Tensor) -> Tensor:

@@ -146,6 +146,21 @@ class World:
                     )
 
 
+class Solo(World):
+    """A world of one rank, without torch's process group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.on_host = 0, 1, 1
+        self.device = torch.device("cpu")
+        self.seconds = 0.0
+
+    def exchange(self, mine: T | Failure) -> list[T]:
+        """See ``World.exchange``."""
+        if isinstance(mine, Failure):
+            raise (SharedValueError if mine.user else SharedRuntimeError)(mine.message)
+        return [mine]
+
+
 def _packed(message: Any) -> tuple[Tensor, Tensor | None]:
     """A message as bytes: its length and, if it is short, itself; and itself if it is long."""
     data = pickle.dumps(message)

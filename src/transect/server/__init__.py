@@ -6,7 +6,7 @@
 
 The APIs share:
 
-* ``serving``: the server's state.
+* ``options``: the settings. ``serving``: the server's state.
 * ``prompts``: chat templates and tokenizers. ``rendering``, ``encoding``: both in bounded time.
 * ``generation``: the engine requests behind one HTTP request. ``beams``: those of a beam search.
 * ``structured``: the form of an answer. ``answers``: its thoughts, text and tool calls, whole or in pieces.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Piece:
+class AnswerPiece:
     """What is new in an answer."""
 
     thoughts: str = ""
@@ -65,7 +65,7 @@ class AnswerReader:
         """Bytes of the answer up to the end of its thoughts."""
         return 0 if self._thoughts is None else self._thoughts.thought_bytes
 
-    def feed(self, text: str, reason: str | None = None, stop_reason: int | str | None = None) -> Piece:
+    def feed(self, text: str, reason: str | None = None, stop_reason: int | str | None = None) -> AnswerPiece:
         """Read more of the answer.
 
         Args:
@@ -75,8 +75,8 @@ class AnswerReader:
         last = reason is not None
         cut = reason == "length" or stop_reason is not None
         if isinstance(self._thoughts, HarmonyReader):
-            return Piece(*self._thoughts.feed(text, last=last, cut=cut))
-        piece = Piece(text=text)
+            return AnswerPiece(*self._thoughts.feed(text, last=last, cut=cut))
+        piece = AnswerPiece(text=text)
         if self._thoughts is not None:
             piece.thoughts, piece.text = self._thoughts.feed(text, last=last, cut=cut)
         if self._tools is not None:

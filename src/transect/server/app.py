@@ -41,10 +41,11 @@ from .openai.responses_protocol import ResponsesRequest
 from .operations.bills import bills
 from .operations.health import health_of, scrape
 from .operations.routes import operations
+from .options import ServerOptions
 from .prompts import chat_prompt, encode, most_counted, truncated
 from .rendering import Renderer
 from .retrieval.routes import retrieval
-from .serving import Engine, ServerOptions, Serving
+from .serving import Engine, Serving
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}

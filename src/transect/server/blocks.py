@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..engine.scheduling.sampling_params import SamplingParams
 from ..text.tools.spec import ToolUse
-from .answers import AnswerReader, Answers, Piece
+from .answers import AnswerPiece, AnswerReader, Answers
 from .generation import Generation
 from .http.deadline import Deadline
 from .http.errors import bad_value
@@ -47,7 +47,7 @@ class Blocks:
         self.blocks: list[Block] = []
         self._open = False
 
-    def feed(self, piece: Piece) -> list[News]:
+    def feed(self, piece: AnswerPiece) -> list[News]:
         """What a piece of the answer changes."""
         news: list[News] = []
         if piece.thoughts:

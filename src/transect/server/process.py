@@ -27,8 +27,9 @@ from ..text.chat_template import ChatTemplate
 from .app import create_app
 from .http.connections import Connection, Limits, log_shortages_rarely, most_connections, refuse_half_sent
 from .http.gate import DRAINING
+from .options import ServerOptions
 from .rendering import RenderApart
-from .serving import Engine, ServerOptions, Serving
+from .serving import Engine, Serving
 
 log = logging.getLogger("transect.server")
 
@@ -170,7 +171,6 @@ async def serve(
     options: ServerOptions,
     sock: socket.socket,
     *,
-    grace_s: float = 30.0,
     ready: Callable[[Any], None],
     reload: Callable[[Any], Awaitable[None]] | None = None,
 ) -> int:
@@ -178,9 +178,8 @@ async def serve(
 
     Args:
         start_engine: returns an awaitable that gives the running engine.
-        options: names, keys and limits.
+        options: names, keys, limits, and the seconds that running requests get after SIGTERM.
         sock: from ``bind``.
-        grace_s: seconds that running requests get after SIGTERM.
         ready: called once with the engine, when requests are accepted.
         reload: replaces the engine's processes, on SIGHUP; None: SIGHUP ends the server.
 
@@ -197,7 +196,7 @@ async def serve(
         engine = starting.result()
         reloading = None if reload is None else asyncio.create_task(_reload(engine, signals, reload))
         try:
-            return await _serve(engine, options, sock, signals, grace_s, ready)
+            return await _serve(engine, options, sock, signals, ready)
         finally:
             if reloading is not None:
                 reloading.cancel()
@@ -227,7 +226,6 @@ async def _serve(
     options: ServerOptions,
     sock: socket.socket,
     signals: _Signals,
-    grace_s: float,
     ready: Callable[[Any], None],
 ) -> int:
     renderer = RenderApart()
@@ -275,7 +273,7 @@ async def _serve(
             code = _code(signals)
             serving.draining = True
             refuse_half_sent(server.server_state.connections, DRAINING)
-            settled = await _drain(serving, engine, signals, death, grace_s if code == DRAINED else 0.0)
+            settled = await _drain(serving, engine, signals, death, options.grace_s if code == DRAINED else 0.0)
             server.force_exit = not settled  # whoever has not read his answer by now is not waited for
         return code
     finally:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..engine.executors.pooling import Pooling
@@ -17,6 +15,7 @@ from .encoding import Encoder
 from .http.errors import ApiError, nearest
 from .operations.metrics import Metrics
 from .operations.tracing import Tracing, exporter_for
+from .options import ServerOptions
 from .rendering import Renderer, RenderHere
 
 if TYPE_CHECKING:
@@ -67,86 +66,6 @@ class Engine(Protocol):
     async def health(self) -> Any: ...
     async def stats(self) -> SchedulerStats: ...
     async def reset_prefix_cache(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How the HTTP side behaves.
-
-    Attributes:
-        model_names: names that requests may give as ``model``; the first is the one in answers.
-        api_keys: where not empty, /v1 and the tokenizer routes want one of them as a bearer token.
-        max_body_bytes: longest request body.
-        request_timeout_s: seconds from arrival to the last token; None for no limit.
-        max_prompts: prompts in one completions request.
-        max_connections: clients connected at the same time; None for what the limit of open files allows.
-        receive_timeout_s: seconds in which the head of a request must arrive, and the beginning of its body.
-        keep_alive_s: seconds that a connection without a request stays open after an answer.
-        allowed_origins, allowed_methods, allowed_headers, allow_credentials: what web pages of other origins may do
-            (CORS); ``*`` is all.
-        root_path: where a proxy shows this server: ``/llm``.
-        ssl_certfile, ssl_keyfile: PEM files; where they are given the server speaks TLS.
-        tool_call_parser: the form of tool calls (``text.tools.registry``); ``auto``: what the chat template says.
-        reasoning_parser: how thoughts are marked (``text.reasoning``); ``auto``: what the chat template says; ``none``:
-            they are text like any other.
-        otlp_traces_endpoint: where spans of requests are sent (``tracing``); None: there are none.
-    """
-
-    model_names: tuple[str, ...]
-    api_keys: tuple[str, ...] = ()
-    max_body_bytes: int = 8 * 1024 * 1024
-    request_timeout_s: float | None = None
-    max_prompts: int = 256
-    max_connections: int | None = None
-    receive_timeout_s: float = 20.0
-    keep_alive_s: int = 5
-    allowed_origins: tuple[str, ...] = ("*",)
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
-    root_path: str = ""
-    ssl_certfile: str | None = None
-    ssl_keyfile: str | None = None
-    tool_call_parser: str = "auto"
-    reasoning_parser: str | None = "auto"
-    otlp_traces_endpoint: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.model_names or not all(self.model_names):
-            raise ValueError("model_names must hold at least one non-empty name")
-        if any(not key or not key.isascii() for key in self.api_keys):
-            raise ValueError("api keys must be non-empty and plain ASCII")
-        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
-            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
-        _check_tls(self.ssl_certfile, self.ssl_keyfile)
-        if self.max_body_bytes < 1024:
-            raise ValueError(f"max_body_bytes must be at least 1024, got {self.max_body_bytes}")
-        if self.request_timeout_s is not None and self.request_timeout_s <= 0:
-            raise ValueError(f"request_timeout_s must be above 0, got {self.request_timeout_s}")
-        if self.max_connections is not None and self.max_connections < 1:
-            raise ValueError(f"max_connections must be at least 1, got {self.max_connections}")
-        if not self.receive_timeout_s > 0:
-            raise ValueError(f"receive_timeout_s must be above 0, got {self.receive_timeout_s}")
-        if self.keep_alive_s < 0:
-            raise ValueError(f"keep_alive_s must be 0 or more, got {self.keep_alive_s}")
-        shape_of(None, self.tool_call_parser)
-        thoughts_of(self.reasoning_parser)
-        if self.otlp_traces_endpoint is not None:
-            exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
-
-
-def _check_tls(certificate: str | None, key: str | None) -> None:
-    """Load the files once, so that what is wrong with them is said before a model is loaded."""
-    if certificate is None:
-        if key is not None:
-            raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that it belongs to")
-        return
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
-    except (OSError, ssl.SSLError) as error:
-        named = f"ssl_certfile {certificate}" + (f" and ssl_keyfile {key}" if key is not None else "")
-        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
-        raise ValueError(f"{named} cannot be used: {reason}") from None
 
 
 class Serving:

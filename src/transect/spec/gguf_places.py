@@ -26,7 +26,7 @@ _JOINED = {"attention": "attn_qkv", "mlp": "ffn_up"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GGUFPlace:
     """The weight is so many rows from ``first`` on of ``tensor``, whose shape in the file is ``stored``. ``paired``: in
     the order that rotates neighbouring pairs; ``added``: what the numbers of the file are larger by."""
 
@@ -37,7 +37,7 @@ class Place:
     added: float = 0.0
 
 
-def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, Place]:
+def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, GGUFPlace]:
     """Canonical name to place, for every weight of ``weight_shapes(config)``. ``tensors``: the names of a file, which
     may have q, k and v as one matrix in any family."""
     record = family(config.architecture)
@@ -47,24 +47,26 @@ def places(config: ModelConfig, tensors: Collection[str] = ()) -> dict[str, Plac
     return {name: _place(config, record, joined, name, shape) for name, shape in weight_shapes(config).items()}
 
 
-def _place(config: ModelConfig, record: Family, joined: tuple[str, ...], name: str, shape: tuple[int, ...]) -> Place:
+def _place(
+    config: ModelConfig, record: Family, joined: tuple[str, ...], name: str, shape: tuple[int, ...]
+) -> GGUFPlace:
     names = GGUF_NAMES | record.gguf_names
     module, kind = name.rsplit(".", 1)
     added = config.norm_offset if module.endswith("norm") else 0.0
     if not module.startswith("layers."):
-        return Place(f"{names[module]}.{kind}", shape, added=added)
+        return GGUFPlace(f"{names[module]}.{kind}", shape, added=added)
     _, layer, inner = module.split(".", 2)
     block = f"blk.{layer}"
     if kind == "sinks":
-        return Place(f"{block}.attn_sinks.weight", shape)
+        return GGUFPlace(f"{block}.attn_sinks.weight", shape)
     if kind == "score_bias":
-        return Place(f"{block}.exp_probs_b.bias", shape)
+        return GGUFPlace(f"{block}.exp_probs_b.bias", shape)
     moe = config.layer_moe(int(layer))
     if inner.startswith("mlp.experts_") and moe is not None:
-        return Place(f"{block}.{names[inner]}.{kind}", (moe.held, shape[0] // moe.held, *shape[1:]))
+        return GGUFPlace(f"{block}.{names[inner]}.{kind}", (moe.held, shape[0] // moe.held, *shape[1:]))
     if inner == "mlp.shared_router":
-        return Place(f"{block}.{names[inner]}.{kind}", shape[1:])
+        return GGUFPlace(f"{block}.{names[inner]}.{kind}", shape[1:])
     paired = record.gguf_paired and inner in ("attention.q", "attention.k")
     first, rows = within_joined(config, inner, shape[0], joined, int(layer))
     tensor = names[inner] if rows == shape[0] else _JOINED[inner.rpartition(".")[0]]
-    return Place(f"{block}.{tensor}.{kind}", (rows, *shape[1:]), first, paired, added)
+    return GGUFPlace(f"{block}.{tensor}.{kind}", (rows, *shape[1:]), first, paired, added)

@@ -8,7 +8,7 @@ import torch
 from transect.costs.memory.measured import MemoryAccount, refusal
 from transect.costs.units import GIB
 from transect.engine.config import EngineConfig
-from transect.engine.executors.gpu.build import device_for
+from transect.engine.device import device_for
 from transect.engine.executors.gpu.step_sizes import row_buckets
 from transect.engine.frontends.llm import LLM
 

@@ -310,8 +310,11 @@ def test_settings_that_cannot_be_name_what_to_change(tiny):
         ({"num_kv_blocks": 4, "max_model_len": 100}, "the KV cache holds 64 tokens"),
         ({"dtype": "int8"}, "dtype must be"),
         ({"max_num_batched_tokens": 8}, "max_num_batched_tokens"),
-        ({"max_mixed_tokens": 2}, r"max_mixed_tokens \(2\) must be at least max_num_seqs"),
-        ({"max_mixed_tokens": 8, "max_num_seqs": None}, r"max_mixed_tokens \(8\) must be at least max_num_seqs \(64\)"),
+        ({"mixed_step_limit": "2tokens"}, r"mixed_step_limit \(2\) must be at least max_num_seqs"),
+        (
+            {"mixed_step_limit": "8tokens", "max_num_seqs": None},
+            r"mixed_step_limit \(8\) must be at least max_num_seqs \(64\)",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             make(tiny, **settings)
@@ -332,11 +335,11 @@ def test_the_longest_are_begun_first_unless_asked_otherwise(tiny):
 
 
 def test_what_is_for_work_that_is_all_there_can_be_refused(tiny):
-    for settings in ({}, {"longest_first": False}, {"fill_steps": False}):
+    for settings in ({}, {"longest_first": False}, {"mixed_step_limit": "full"}):
         config = make(tiny, **settings).config
-        assert (config.longest_first, config.fill_steps) == (
+        assert (config.longest_first, config.mixed_step_limit) == (
             settings.get("longest_first", True),
-            settings.get("fill_steps", True),
+            settings.get("mixed_step_limit", "fill"),
         )
 
 

@@ -52,7 +52,7 @@ def test_compiles(source: Path, target: str, tmp_path: Path, remembered: Remembe
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
-@pytest.mark.parametrize("name", ["issue_rates.cu", "sanitizer_control.cu"])
+@pytest.mark.parametrize("name", ["ops/issue_rates.cu", "checks/sanitizer_control.cu"])
 def test_what_benchmarks_compile_compiles(name: str, tmp_path: Path, remembered: Remembered) -> None:
     source = Path(__file__).parents[3] / "benchmarks" / name
     report = remembered(

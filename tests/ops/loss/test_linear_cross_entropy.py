@@ -76,7 +76,7 @@ def test_products_may_be_left_to_torch(library: str) -> None:
 
 @pytest.mark.parametrize("dim", quick_first([2048, 1024, 4096], 1))
 def test_knobs(dim: int) -> None:
-    (knobs,) = get("linear_cross_entropy").knobs
+    (knobs,) = get("linear_cross_entropy").knobs()
     size = (8192, 128256, dim)
     default, others = search.configurations(knobs, size)
     assert knobs.valid is not None

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from transect.ops.lang.jit import INTERPRETED
-from transect.ops.optim.adamw import FusedAdamW, Step
+from transect.ops.optim.adamw import AdamWStep, FusedAdamW
 from transect.ops.optim.rounding import FIRST, SECOND, WEIGHT, Draws, reference, round_into, words
 
 DRAWS = Draws(seed=3 + (7 << 40), step=5, tensor=2)
@@ -80,7 +80,7 @@ def test_the_fused_step_draws_the_same_bits(gradients) -> None:
     before = [[t.float().clone() for t in part] for part in (w, m, v)]
     fused = FusedAdamW(w, m, v, [0.1, 0.0], chance=True, numbers=own)
     rate = 0.01
-    step = Step(rate, 0.9, 0.95, 1e-8, 0.1, 0.2, seed=DRAWS.seed, number=1)
+    step = AdamWStep(rate, 0.9, 0.95, 1e-8, 0.1, 0.2, seed=DRAWS.seed, number=1)
     fused.step(g, step, torch.tensor(0.5, device=device))
     for i, (decay, tensor) in enumerate(zip((0.1, 0.0), own, strict=True)):
         old_w, old_m, old_v = (part[i] for part in before)

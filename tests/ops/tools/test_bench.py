@@ -208,7 +208,7 @@ def test_rows_of_a_later_run_of_numerics_take_the_place_of_those_kept(tmp_path: 
     kept, new = tmp_path / "kept.json", tmp_path / "new.json"
     kept.write_text(json.dumps(run("old", ("gelu", 1.0), ("adamw", 2.0), ("gone", 3.0))))
     new.write_text(json.dumps(run("new", ("adamw", 4.0), ("softmax", 5.0))))
-    script = Path(__file__).parents[3] / "benchmarks" / "numerics.py"
+    script = Path(__file__).parents[3] / "benchmarks" / "checks" / "numerics.py"
     assert script_here(script, str(kept), "--merge", str(new)).returncode == 0
     merged = json.loads(kept.read_text())
     found = {row["op"]: (row["ratio"], row["commit"]) for row in merged["rows"]}

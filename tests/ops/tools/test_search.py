@@ -187,7 +187,7 @@ def test_a_damaged_file_is_left_aside_and_said(cache: Path, caplog: pytest.LogCa
 def test_shipped_choices_name_launchers_that_exist() -> None:
     from transect.ops.registry import all_ops
 
-    knobs = {k.name: k for op in all_ops() for k in op.knobs}
+    knobs = {k.name: k for op in all_ops() for k in op.knobs()}
     for file in tuning.SHIPPED.glob("*.json"):
         for launcher, buckets in json.loads(file.read_text())["choices"].items():
             assert launcher in knobs, f"{file.name}: {launcher}"

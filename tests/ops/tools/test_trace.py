@@ -151,7 +151,7 @@ def test_strided_arguments_and_several_accesses_of_one_program() -> None:
 
 
 def _rest(name: str, x: torch.Tensor) -> dict:
-    knobs = get(name).knobs[0]
+    knobs = get(name).knobs()[0]
     return {k: v for k, v in knobs.heuristic(x.numel()).items() if k not in ("block", "warps", "waves")}
 
 

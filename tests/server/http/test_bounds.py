@@ -7,7 +7,7 @@ import pytest
 from transect.server.app import create_app
 from transect.server.http import errors
 from transect.server.openai.protocol import CompletionRequest
-from transect.server.serving import ServerOptions
+from transect.server.options import ServerOptions
 
 MANY = 20_000
 JSON = {"content-type": "application/json"}

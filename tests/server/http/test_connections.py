@@ -12,8 +12,8 @@ import pytest
 
 from transect.server.http import connections
 from transect.server.http.connections import log_shortages_rarely, most_connections
+from transect.server.options import ServerOptions
 from transect.server.process import bind, serve
-from transect.server.serving import ServerOptions
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -39,13 +39,13 @@ def serving(engine):
 
         engine.shutdown = shutdown
         sock = bind("127.0.0.1", 0)
-        options = ServerOptions(model_names=("m",), **options)
+        options = ServerOptions(model_names=("m",), grace_s=grace_s, **options)
         tasks = []
 
         def ready(_):
             tasks.append(asyncio.ensure_future(conduct()))
 
-        code = await serve(start, options, sock, grace_s=grace_s, ready=ready, reload=reload)
+        code = await serve(start, options, sock, ready=ready, reload=reload)
         await asyncio.gather(*tasks)
         return code
 

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from transect.server.app import create_app
-from transect.server.serving import ServerOptions
+from transect.server.options import ServerOptions
 from transect.text.number_text import NumberText
 
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "Hi"}]}

@@ -10,7 +10,7 @@ import pytest
 
 from transect.server.app import create_app
 from transect.server.operations.tracing import PROTOCOL, Tracing, exporter_for
-from transect.server.serving import ServerOptions
+from transect.server.options import ServerOptions
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 collector = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

@@ -12,8 +12,8 @@ import pytest
 
 from transect.engine.scheduling.waiting_queue import QueueFull
 from transect.server.app import create_app
+from transect.server.options import ServerOptions
 from transect.server.retrieval import routes as retrieval
-from transect.server.serving import ServerOptions
 
 MODEL = "fake-model"
 

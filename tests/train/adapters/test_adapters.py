@@ -16,10 +16,11 @@ from transect.checkpoints.peft_config import is_adapter
 from transect.checkpoints.resolve import resolve
 from transect.models.context import VarlenContext
 from transect.models.weights.adapted import Adapted
+from transect.parallel.world import Solo
 from transect.spec.layouts.ranks import RankPlace
 from transect.train.config import TrainConfig
 from transect.train.loop import checkpoint
-from transect.train.loop.crew import Crew
+from transect.train.loop.strategies.replicated import Replicated
 from transect.train.loop.trainer import Trainer
 from transect.train.model.build import build
 
@@ -182,12 +183,13 @@ def test_dropout_is_of_the_step_and_only_where_there_is_a_gradient(tmp_path) -> 
 
 def test_dropout_knows_which_tokens_a_rank_has(tmp_path, monkeypatch) -> None:
     config = run_of(tmp_path, lora={"dropout": 0.5})
-    crew, trainable = Crew(config, None), build(config)
-    crew.mesh = SimpleNamespace(place=RankPlace(0, 0, 0, context=1))
+    strategy, trainable = Replicated(config, Solo(), print), build(config)
+    strategy.mesh = SimpleNamespace(place=RankPlace(0, 0, 0, context=1))
     monkeypatch.setattr(
-        "transect.train.loop.crew.parallelize", lambda model, *_: SimpleNamespace(model=model, parameters={})
+        "transect.train.loop.strategies.together.parallelize",
+        lambda model, *_: SimpleNamespace(model=model, parameters={}),
     )
-    crew.cut(trainable)
+    strategy.cut(trainable)
     assert {each.dropout.moment.slice for _, each in trainable.model.weights() if isinstance(each, Adapted)} == {1}
 
 

@@ -4,10 +4,15 @@ import dataclasses
 import typing
 from pathlib import Path
 
+from transect.spec.settings import meanings, table
 from transect.train.config import TrainConfig
-from transect.train.config.page import meanings, page
+from transect.train.config.defaults import BY_TASK
 
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def page() -> str:
+    return "\n".join(table(TrainConfig, by_task=BY_TASK))
 
 
 def settings(kind=TrainConfig, where=""):

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from training_runs import tiny_run
 
-from transect.parallel.offload.groups import Piece, cut
+from transect.parallel.offload.groups import StatePiece, cut
 from transect.parallel.offload.pieces import FilePieces, FileUpload
 from transect.parallel.offload.states import DiskStates, HostStates
 from transect.train.config import OptimizerConfig
@@ -229,7 +229,7 @@ def test_pieces_in_a_file_come_in_any_order(tmp_path):
             for name, (unit, begin, end) in places.items():
                 if name == "1.0" or (step == 2 and unit == 3):
                     continue
-                for part in (Piece(name, 0, 2, 0), Piece(name, 2, end - begin, 2)):
+                for part in (StatePiece(name, 0, 2, 0), StatePiece(name, 2, end - begin, 2)):
                     with upload.piece(part) as new:
                         new.fill_(step + unit)
                 held[unit][begin:end] = step + unit

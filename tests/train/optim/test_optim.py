@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from transect.ops.lang.jit import INTERPRETED
-from transect.ops.optim.adamw import FusedAdamW, Step
+from transect.ops.optim.adamw import AdamWStep, FusedAdamW
 from transect.train.config import OptimizerConfig
 from transect.train.optim import AdamW, AdamW8bit, Muon, build
 from transect.train.optim.adamw8bit import decode_positive, decode_signed, encode_positive, encode_signed
@@ -223,7 +223,7 @@ def test_a_scale_that_is_not_a_number_changes_nothing() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weight, m, v = (torch.full((40,), value, device=device) for value in (1.0, 0.5, 0.25))
     fused = FusedAdamW([weight], [m], [v], [0.1])
-    numbers = Step(0.01, 0.9, 0.95, 1e-8, 0.1, 0.2)
+    numbers = AdamWStep(0.01, 0.9, 0.95, 1e-8, 0.1, 0.2)
     fused.step([torch.full_like(weight, float("inf"))], numbers, torch.tensor(float("nan"), device=device))
     assert (weight == 1.0).all() and (m == 0.5).all() and (v == 0.25).all()
     fused.step([torch.ones_like(weight)], numbers, torch.tensor(1.0, device=device))

@@ -43,7 +43,7 @@ class TrainingPlan:
     """
 
     task: Task = "finetune"
-    objective: Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"] = "next_token"
+    objective: str = "next_token"
     precision: Literal["float32", "bfloat16", "mixed"] = "float32"
     optimizer: Literal["adamw", "adamw8bit", "lamb", "muon", "onebit_adam", "onebit_lamb", "zero_one_adam"] = "adamw"
     checkpointing: Kept = "none"

@@ -68,8 +68,9 @@ class LLM:
 
     def __init__(self, model: str, *, ranks: Ranks | None = None, **settings: Any) -> None:
         self.config = EngineConfig(model=model, **engine_settings(settings))
-        first, fill = (asked is None or asked for asked in (self.config.longest_first, self.config.fill_steps))
-        self.config = dataclasses.replace(self.config, longest_first=first, fill_steps=fill)
+        first = self.config.longest_first is not False
+        limit = self.config.mixed_step_limit or "fill"
+        self.config = dataclasses.replace(self.config, longest_first=first, mixed_step_limit=limit)
         began = time.perf_counter()
         with compiling(self.config) as compilers:
             from ..ranks import start_engine  # imports torch, which takes seconds
@@ -120,7 +121,7 @@ class LLM:
         parse_special: bool = True,
     ) -> list[RequestOutput]:
         """Continue prompts; all of them run together, begun with those that may draw the most tokens
-        (``longest_first``), in steps that are good for all of them together (``fill_steps``).
+        (``longest_first``), in steps that are good for all of them together (``mixed_step_limit``).
 
         Args:
             prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.

@@ -6,11 +6,10 @@ are dropped, the second are dropped or translated; a value that this engine cann
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from ...spec.settings import nearest, settings_of
 from ..config import EngineConfig
 
 MEANS_NOTHING = frozenset(
@@ -49,23 +48,10 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "pooler_config": (None,),
     "runner": (None, "auto", "generate"),
     "skip_tokenizer_init": (None, False),
-    "speculative_config": (None,),
     "task": (None, "auto", "generate"),
     "tokenizer_mode": (None, "auto", "hf"),
 }
 """Name to the values that ask for nothing."""
-
-NONE_IS_DEFAULT = (
-    "kv_cache_dtype",
-    "cpu_offload_gb",
-    "data_parallel_size",
-    "pipeline_parallel_size",
-    "tensor_parallel_size",
-)
-"""None is what they are if left out."""
-
-RENAMED = {"num_gpu_blocks_override": "num_kv_blocks", "kv_cache_memory_bytes": "kv_cache_bytes"}
-"""The same under another name; None leaves it to the engine."""
 
 
 def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,20 +61,22 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: an argument asks for what this engine cannot do.
         TypeError: there is no such argument; the message names the nearest.
     """
-    known = {field.name for field in dataclasses.fields(EngineConfig)}
+    known = {each.name: each for each in settings_of(EngineConfig)}
+    other_names = {also: each for each in known.values() for also in each.about.also}
     settings: dict[str, Any] = {}
     for name, value in arguments.items():
-        if name in NONE_IS_DEFAULT and value is None:
-            continue
-        if name in known:
+        setting = known.get(name) or other_names.get(name)
+        if setting is not None:
+            if value is not None or setting.optional:
+                settings[setting.name] = value  # None is what any other setting is if left out
+        elif name == "gpu":
             settings[name] = value
+        elif name in EngineConfig.REPLACED:
+            raise TypeError(f"{name} is gone: give {EngineConfig.REPLACED[name]}")
         elif name in NOTHING:
             if not any(type(value) is type(nothing) and value == nothing for nothing in NOTHING[name]):
                 allowed = " or ".join(repr(nothing) for nothing in NOTHING[name] if nothing is not None) or "None"
                 raise ValueError(f"{name}={value!r} is not possible here: leave it out, or give {allowed}")
-        elif name in RENAMED:
-            if value is not None:
-                settings[RENAMED[name]] = value
         elif name == "enable_lora":
             if value and arguments.get("adapter") is None:
                 raise ValueError(
@@ -100,13 +88,9 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "max_logprobs":
             _check_logprobs(value)
         elif name not in MEANS_NOTHING:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"there is no setting {name!r}{hint}")
+            raise TypeError(f"there is no setting {name!r}{nearest(name, known)}")
     if settings.get("load_format") in ("safetensors", "hf", "gguf"):
         settings["load_format"] = "auto"  # which it is shows in the files
-    if settings.get("block_size", 0) is None:
-        del settings["block_size"]
     return settings
 
 

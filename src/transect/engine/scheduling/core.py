@@ -64,7 +64,7 @@ class EngineCore:
         self.decisions = decisions
         self.idle: Callable[[], object] | None = None
         """Takes part in a step without a batch, where other ranks may have one (``sharing.py``)."""
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[StepInFlight] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
         self._learns = self._timed or scheduler.speculation is not None
@@ -214,7 +214,7 @@ class EngineCore:
         self.on_device = True
         handle = self.executor.submit(batch)
         self.on_device = False
-        self._in_flight.append(Step(batch, handle, began, getattr(self.executor, "launched", "")))
+        self._in_flight.append(StepInFlight(batch, handle, began, getattr(self.executor, "launched", "")))
         self._launched_large = large = not batch.again and batch.num_tokens > self._graph
         before = self._planning[large]
         self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
@@ -232,7 +232,7 @@ class EngineCore:
         log.planned(batch, began)
         return batch
 
-    def _draw(self, step: Step) -> None:
+    def _draw(self, step: StepInFlight) -> None:
         """Let a step draw: all tokens before its own are known."""
         now = self.scheduler.clock.now
         began = now()
@@ -264,7 +264,7 @@ class EngineCore:
         if self.decisions is not None:
             self.decisions.done(done.batch, result, asked, ended, learned, done.launched, done.drawn)
 
-    def _learn(self, done: Step, ended: float, late: bool) -> float:
+    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
         """Tell how long a step took. Returns what was told, in seconds."""
         times, work = self.scheduler.times, self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
@@ -272,7 +272,9 @@ class EngineCore:
             seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
         times.learn(work, seconds)
         if self.scheduler.speculation is not None and not work.pairs:
-            self.scheduler.speculation.timed(work, seconds)
+            drafted = any(row.drafts for row in done.batch.rows)
+            cycle = ended - self._ended  # with what the host did in between, unless it had nothing to do
+            self.scheduler.speculation.timed(work, cycle if cycle < 2 * seconds else seconds, drafted)
         self._waited = False
         return seconds
 
@@ -291,7 +293,7 @@ class EngineCore:
 
 
 @dataclass(slots=True)
-class Step:
+class StepInFlight:
     """A step in flight."""
 
     batch: ScheduledBatch

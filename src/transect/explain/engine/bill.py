@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .log import Life, RunLog, Step, StepRow
+from .log import Life, LoggedStep, RunLog, StepRow
 from .work import StepWork
 
 PARTS: Mapping[str, str] = {
@@ -168,7 +168,7 @@ class _Meter:
             expected = row[1] + row[2]
             reached = max(reached, expected)
 
-    def _queued(self, at: float, first: Step) -> None:
+    def _queued(self, at: float, first: LoggedStep) -> None:
         """From joining the queue to the first step: named by what each decision in between held against the head."""
         name = "queue: flight"
         for step in self.log.steps:
@@ -181,7 +181,7 @@ class _Meter:
             at, name = moment, f"queue: {step.planned.held_back or 'flight'}"
         self._piece(at, first.begins, name)
 
-    def _between(self, at: float, until: float, steps: list[Step], name: str) -> None:
+    def _between(self, at: float, until: float, steps: list[LoggedStep], name: str) -> None:
         """Between two own steps: other steps ran, or none."""
         for step in steps:
             if step.at is None:

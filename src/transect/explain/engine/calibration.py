@@ -13,7 +13,7 @@ import numpy as np
 
 from ...costs.fitting import FEWEST, Errors, FittedSteps, errors
 from ...costs.steps import StepLoad
-from .log import RunLog, Step
+from .log import LoggedStep, RunLog
 from .work import StepWork
 
 DRIFT = 0.25
@@ -63,7 +63,7 @@ def measured_steps(log: RunLog, work: StepWork) -> tuple[list[StepLoad], list[fl
     return [work.load(step.rows) for step in known], [step.seconds for step in known]
 
 
-def known_steps(log: RunLog) -> list[Step]:
+def known_steps(log: RunLog) -> list[LoggedStep]:
     """List the steps whose beginning and end the log has."""
     return [
         after
@@ -90,7 +90,7 @@ def spread(log: RunLog) -> Errors | None:
     return errors(np.array(expected), np.array(measured)) if len(measured) >= FEWEST else None
 
 
-def _decodes(step: Step, rows: set[int]) -> bool:
+def _decodes(step: LoggedStep, rows: set[int]) -> bool:
     """True if a step has one token for each of these sequences, and nothing else."""
     return len(step.rows) == len(rows) and all(seq in rows and count == 1 for seq, _, count in step.rows)
 

@@ -13,7 +13,7 @@ from ...costs.fitting import FEWEST, FittedSteps
 from ...engine.scheduling.decisions import Aborted, Done, Planned, TakenBack
 from .bill import PARTS
 from .calibration import drift, host_seconds, measured_steps
-from .log import RunLog, Step
+from .log import LoggedStep, RunLog
 from .work import StepWork
 
 WINDOW_S = 10.0
@@ -151,13 +151,13 @@ def _shares(names: list[str], count: int) -> dict[str, float]:
     return {name: number / count for name, number in Counter(names).most_common()}
 
 
-def _host(steps: list[Step]) -> float:
+def _host(steps: list[LoggedStep]) -> float:
     """Time between steps in which sequences ran."""
     pairs = itertools.pairwise(steps)
     return sum(max(0.0, after.begins - (before.at or 0.0)) for before, after in pairs if before.planned.running)
 
 
-def _outputs(log: RunLog, recent: list[Step]) -> int:
+def _outputs(log: RunLog, recent: list[LoggedStep]) -> int:
     """Rows that drew a token."""
     prompts = {
         life.added.first_seq + choice: life.added.prompt_tokens for life in log.lives for choice in range(life.added.n)
@@ -181,7 +181,7 @@ def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:
     return found
 
 
-def _predicted(log: RunLog, work: StepWork, recent: list[Step]) -> tuple[float | None, str]:
+def _predicted(log: RunLog, work: StepWork, recent: list[LoggedStep]) -> tuple[float | None, str]:
     """Median step time that older steps predict for the recent ones, in ms, and the warning where they are off."""
     loads, seconds = measured_steps(log, work)
     count = min(len(recent), len(loads))

@@ -1,6 +1,6 @@
 """A decision log as it is read: steps with their rows and times, requests with their lives (no torch).
 
-The engine writes events (``engine/scheduling/decisions.py``). Here they become ``Step`` and ``Life`` objects, and
+The engine writes events (``engine/scheduling/decisions.py``). Here they become ``LoggedStep`` and ``Life`` objects, and
 the events stay beside them in their order, for who wants to run them again.
 """
 
@@ -24,7 +24,7 @@ DRAWS_S = 5e-4
 
 
 @dataclass(slots=True)
-class Step:
+class LoggedStep:
     """One engine step. Times are seconds on the engine's clock; ``at`` is None where the log ends before it."""
 
     number: int
@@ -93,7 +93,7 @@ class RunLog:
 
     header: Header
     events: list[Record]
-    steps: list[Step]
+    steps: list[LoggedStep]
     requests: dict[str, Life]
     lives: list[Life]
     complete: bool
@@ -154,7 +154,7 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
     header = events.pop(0)
     assert isinstance(header, Header)
     log = RunLog(header, events, [], {}, [], complete, idle)
-    by_number: dict[int, Step] = {}
+    by_number: dict[int, LoggedStep] = {}
     of_seq: dict[int, tuple[Life, int]] = {}
     last: list[StepRow] | None = [] if complete else None
     done_at = header.began
@@ -172,7 +172,7 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
             last = rows
             if rows is None:
                 continue
-            step = Step(event.step, rows, event)
+            step = LoggedStep(event.step, rows, event)
             by_number[event.step] = step
             index = len(log.steps)
             log.steps.append(step)

@@ -7,17 +7,20 @@ that was left out of quantization, it makes another weight when it is loaded. Al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.linear.stream_products import StreamProducts
 from ...ops.opset import OpSet
 from ...spec.numbers.layouts import MatrixLayout
 from ...spec.numbers.number_format import WeightFormat
 from ..staging import Staging
 from ..stored import PackedValues, Values
 from .weight import Dimension, Product, StreamProduct, TrainingPart, Weight
+
+if TYPE_CHECKING:
+    from ...ops.linear.stream_products import StreamProducts
 
 
 class AsStored(Weight):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.comm.peer_memory import Push
-from ...ops.linear.few_rows.pushed import pushed_rows
-from ...ops.linear.stream_products import Size, Stream, StreamProducts
 from ...ops.opset import OpSet
 from ...spec.numbers.dense import dense_format
 from ...spec.numbers.number_format import WeightFormat
 from ..staging import Staging, dense_values
 from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Weight, draw_normal, part_of, shard_bias
+
+if TYPE_CHECKING:
+    from ...ops.comm.peer_memory import Push
+    from ...ops.linear.stream_products import Size, Stream, StreamProducts
 
 
 class Dense(Weight):
@@ -87,6 +89,8 @@ class Dense(Weight):
         return lambda x: op(x, weight, bias)
 
     def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
+        from ...ops.linear.few_rows.pushed import pushed_rows
+
         return None if self.bias is not None else pushed_rows(self.weight, push)
 
     def gated_product(self) -> Product:

@@ -16,15 +16,26 @@ from ...spec.numbers.number_format import NumberFormat
 from ...spec.numbers.registry import rounding
 from .as_stored import AsStored
 from .dense import Dense
-from .gguf_blocks import BlockHolder
-from .int4_serving import Int4Holder, rounded
-from .listed import ListedHolder
-from .scaled8 import Holder8
 from .weight import Holder, Kinds, Weight, WeightKind, WeightSite
 
-HOLDERS: tuple[Callable[[WeightSite], Holder], ...] = (Int4Holder, Holder8, BlockHolder, ListedHolder)
-"""All ways to hold packed matrices on a GPU and in plain torch. Each says which formats and layouts are its own."""
-ROUNDED: Mapping[NumberFormat, Callable[[Tensor], Tensor]] = {INT4: rounded}
+
+def holders() -> tuple[Callable[[WeightSite], Holder], ...]:
+    """All ways to hold packed matrices on a GPU and in plain torch; each names its own formats and layouts."""
+    from .gguf_blocks import BlockHolder
+    from .int4_serving import Int4Holder
+    from .listed import ListedHolder
+    from .scaled8 import Holder8
+
+    return Int4Holder, Holder8, BlockHolder, ListedHolder
+
+
+def _rounded_to_4(weight: Tensor) -> Tensor:
+    from .int4_serving import rounded
+
+    return rounded(weight)
+
+
+ROUNDED: Mapping[NumberFormat, Callable[[Tensor], Tensor]] = {INT4: _rounded_to_4}
 """The values that a matrix has in the formats whose codes plain torch does not hold on a CPU."""
 
 
@@ -50,12 +61,14 @@ def kinds_for(
         dependent_launch, chained_blocks: as in ``WeightSite``.
         layouts: those of a checkpoint that packs its matrices. Without ``quantization`` the layers stay so.
     """
-    holders = [holder(WeightSite(device, dependent_launch, chained_blocks)) for holder in HOLDERS]
     form = rounding(quantization)
+    if form is None and not layouts:
+        return None
+    found = [holder(WeightSite(device, dependent_launch, chained_blocks)) for holder in holders()]
     if form is not None:
-        own = next(kind for kind in (holder.rounded(form) for holder in holders) if kind is not None)
+        own = next(kind for kind in (holder.rounded(form) for holder in found) if kind is not None)
         return lambda name: Dense if name == "head" else own
-    return _as_stored(dict(layouts), holders) if layouts else None
+    return _as_stored(dict(layouts), found)
 
 
 def _as_stored(layouts: Mapping[str, MatrixLayout], holders: list[Holder]) -> Kinds:

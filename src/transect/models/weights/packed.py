@@ -17,18 +17,16 @@ from ...formats.affine import AffineGroups
 from ...formats.ggml_blocks import QuantizedTensor
 from ...ops.cpu.library import GROUP_ROWS, Library, PackedWeight
 from ...ops.cpu.packing import pack, pack_fp8, pack_groups
-from ...ops.linear.packed.eight_bit.scaled8_rounding import BLOCK
 from ...ops.opset import OpSet
 from ...spec.numbers.fp8 import FP8
-from ...spec.numbers.int4 import INT4
+from ...spec.numbers.int4 import INT4, NATIVE_GROUP
 from ...spec.numbers.int8 import INT8
-from ...spec.numbers.layouts import GroupLayout, MatrixLayout, ScaledLayout
+from ...spec.numbers.layouts import SCALE_BLOCK, GroupLayout, MatrixLayout, ScaledLayout
 from ...spec.numbers.number_format import NumberFormat, WeightFormat
 from ...spec.numbers.registry import listed
 from ..quantized_layouts import to_fp8, to_int8
 from ..staging import Staging, dense_values
 from ..stored import Codes4, Codes8
-from .int4_serving import PANEL, affine_groups
 from .weight import Dimension, TrainingPart, Values, Weight, part_of, shard_bias
 
 EMPTY = torch.empty(0, dtype=torch.uint8)
@@ -69,11 +67,11 @@ class Packed(Weight):
         self._matrix = replace(matrix, bias=None if self.bias is None else self.bias.detach())
 
     def takes(self, layout: MatrixLayout) -> bool:
-        if self._rounding is not None or self.in_features % PANEL:
+        if self._rounding is not None or self.in_features % NATIVE_GROUP:
             return False
         if isinstance(layout, ScaledLayout):
             return self._whole or not layout.blocks
-        return isinstance(layout, GroupLayout) and not layout.ordered and layout.group % PANEL == 0
+        return isinstance(layout, GroupLayout) and not layout.ordered and layout.group % NATIVE_GROUP == 0
 
     def load(self, values: Values | Codes8 | Codes4, staging: Staging) -> None:
         if self._rounding is not None:
@@ -182,12 +180,12 @@ class PackedEmbedding(torch.nn.Module):
 
 
 def _by_panel(values: Codes8) -> Tensor:
-    """A scale for each ``PANEL`` numbers of each row, from one for a row or for a block."""
-    panels = values.codes.shape[1] // PANEL
+    """A scale for each ``NATIVE_GROUP`` numbers of each row, from one for a row or for a block."""
+    panels = values.codes.shape[1] // NATIVE_GROUP
     if values.scale.ndim == 1:
         return values.scale[:, None].expand(-1, panels).contiguous()
-    rows = values.scale.repeat_interleave(BLOCK, 0)[: len(values.codes)]
-    return rows.repeat_interleave(BLOCK // PANEL, 1)[:, :panels].contiguous()
+    rows = values.scale.repeat_interleave(SCALE_BLOCK, 0)[: len(values.codes)]
+    return rows.repeat_interleave(SCALE_BLOCK // NATIVE_GROUP, 1)[:, :panels].contiguous()
 
 
 def _pack_codes(library: Library, values: Codes8 | Codes4) -> PackedWeight:
@@ -200,11 +198,11 @@ def groups_of_codes(values: Codes8 | Codes4) -> AffineGroups:
     """Codes of a checkpoint, whole numbers of 8 or 4 bits, for the C++ kernels: nothing is rounded."""
     if isinstance(values, Codes8):
         codes = (values.codes.to(torch.int16) + 128).to(torch.uint8)
-        wide = values.scale[:, None].expand(-1, codes.shape[1] // PANEL).contiguous()
-        return AffineGroups(codes.numpy(), wide.numpy(), (-128 * wide).numpy(), PANEL, 8, half_exact=False)
-    times = values.codes.shape[1] // values.scale.shape[1] // PANEL
+        wide = values.scale[:, None].expand(-1, codes.shape[1] // NATIVE_GROUP).contiguous()
+        return AffineGroups(codes.numpy(), wide.numpy(), (-128 * wide).numpy(), NATIVE_GROUP, 8, half_exact=False)
+    times = values.codes.shape[1] // values.scale.shape[1] // NATIVE_GROUP
     scale, zero = (t.repeat_interleave(times, 1).numpy() for t in (values.scale, values.zero))
-    return AffineGroups(values.codes.numpy(), scale, zero, PANEL, 4, half_exact=False)
+    return AffineGroups(values.codes.numpy(), scale, zero, NATIVE_GROUP, 4, half_exact=False)
 
 
 def _rounded8(library: Library, values: Tensor, form: NumberFormat) -> PackedWeight:
@@ -212,8 +210,14 @@ def _rounded8(library: Library, values: Tensor, form: NumberFormat) -> PackedWei
     return _pack_codes(library, Codes8(ScaledLayout(form is FP8), codes.view(torch.int8), scale[:, 0]))
 
 
+def _groups_of_4(weight: Tensor) -> AffineGroups:
+    from .int4_serving import affine_groups
+
+    return affine_groups(weight)
+
+
 _ROUNDED: Mapping[NumberFormat, Callable[[Library, Tensor], PackedWeight]] = {
-    INT4: lambda library, values: pack_groups(library, affine_groups(values)),
+    INT4: lambda library, values: pack_groups(library, _groups_of_4(values)),
     FP8: lambda library, values: _rounded8(library, values, FP8),
     INT8: lambda library, values: _rounded8(library, values, INT8),
 }

@@ -10,14 +10,16 @@ that can be joined, they lie in one storage and a stack multiplies by all of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ...ops.linear.stream_products import StreamProducts
 from ...spec.numbers.number_format import WeightFormat
 from .weight import Product, Stackable, StreamProduct, Weight
+
+if TYPE_CHECKING:
+    from ...ops.linear.stream_products import StreamProducts
 
 
 class Half(nn.Module):

@@ -37,7 +37,6 @@ from torch import Tensor, nn
 from ...costs.work import Cost, product_cost
 from ...ops.lang.jit import runs_triton
 from ...ops.moe import grouped_linear
-from ...ops.moe.triton import triton_grouped_linear
 from ...ops.opset import OpSet
 from ...spec.numbers.layouts import MatrixLayout
 from ...spec.numbers.number_format import NumberFormat, WeightFormat
@@ -267,8 +266,9 @@ class Weight(nn.Module):
 
         ``ops/moe/grouped_linear.py`` has the shapes. By default the values of all experts are made.
         """
-        on_gpu = runs_triton(x) and x.is_cuda  # where nothing may be read on the host
-        call = triton_grouped_linear if on_gpu else grouped_linear.reference
+        call = grouped_linear.reference
+        if runs_triton(x) and x.is_cuda:  # where nothing may be read on the host
+            from ...ops.moe.triton import triton_grouped_linear as call
         return call(x, self.dense().to(x.dtype), starts, order, self.bias)
 
     def rows(self, index_T: Tensor) -> Tensor:

@@ -270,6 +270,6 @@ register(
         gradient_cost=lambda x, tanh: Cost(20 * x.numel(), 2 * x.nbytes, x.nbytes),
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("gelu", CHOICES, flat_rule, triton_gelu, dict, lambda inputs: inputs["x"].numel())],
+        knobs=lambda: [Knobs("gelu", CHOICES, flat_rule, triton_gelu, dict, lambda inputs: inputs["x"].numel())],
     )
 )

@@ -286,6 +286,6 @@ register(
         gradient_cost=lambda gate, up: Cost(10 * gate.numel(), 3 * gate.nbytes, 2 * gate.nbytes),
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("swiglu", CHOICES, flat_rule, triton_swiglu, dict, lambda inputs: inputs["gate"].numel())],
+        knobs=lambda: [Knobs("swiglu", CHOICES, flat_rule, triton_swiglu, dict, lambda inputs: inputs["gate"].numel())],
     )
 )

@@ -165,6 +165,6 @@ register(
         gradient_cost=lambda x, y: Cost(2 * x.numel(), x.nbytes + y.nbytes, x.nbytes + y.nbytes),
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("dot", CHOICES, rule, triton_dot, dict, lambda inputs: inputs["x"].numel())],
+        knobs=lambda: [Knobs("dot", CHOICES, rule, triton_dot, dict, lambda inputs: inputs["x"].numel())],
     )
 )

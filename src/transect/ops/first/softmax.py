@@ -281,7 +281,7 @@ register(
         gradient_cost=lambda x: Cost(4 * x.numel(), 2 * x.nbytes, x.nbytes),
         cases=_cases,
         kernels=kernels,
-        knobs=[
+        knobs=lambda: [
             Knobs("softmax", _CHOICES, rule, triton_softmax, dict, _width, _valid),
             Knobs("softmax.backward", _CHOICES, backward_rule, triton_backward, _prepare_backward, _width, _valid),
         ],

@@ -163,6 +163,6 @@ register(
         differentiable=("x",),
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("sum", CHOICES, rule, triton_sum, dict, lambda inputs: inputs["x"].numel())],
+        knobs=lambda: [Knobs("sum", CHOICES, rule, triton_sum, dict, lambda inputs: inputs["x"].numel())],
     )
 )

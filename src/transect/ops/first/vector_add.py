@@ -144,7 +144,7 @@ register(
         differentiable=("x", "y"),
         cases=_cases,
         kernels=_kernels,
-        knobs=[
+        knobs=lambda: [
             Knobs(
                 "vector_add",
                 {"block": (1024, 2048, 4096, 8192), "warps": (4, 8)},

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,11 @@ def available(launcher: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
         return launcher
 
     return load
+
+
+def available_from(module: str, launcher: str) -> Callable[[], Callable[..., Any]]:
+    """``available`` of a launcher in a module of kernels, which is imported when it is loaded."""
+    return lambda: available(getattr(import_module(module), launcher))()
 
 
 def runs_triton(*tensors: Tensor) -> bool:

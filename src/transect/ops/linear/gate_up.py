@@ -29,11 +29,8 @@ from ..lang.jit import INTERPRETED, TRITON_TARGETS, available, kernel, next_powe
 from ..lang.tiles import after_previous
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Implementation, Kernel, Op, register
-from .few_rows import small_matmul
 from .linear import fixed_rows, fixed_tiling, whole_tile
 from .linear import triton_fixed_rows as triton_fixed_linear
-from .many_rows import matmul
-from .many_rows.tiling import cublas_is_quicker, leaves_idle
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -92,6 +89,10 @@ def gate_halves(both: Tensor, *, turns: int = 0, dependent_launch: bool = False)
 
 def _triton() -> Callable[..., Tensor]:
     """The kernels of ``small_matmul.py`` up to their number of rows, those of ``matmul.py`` above."""
+    from .few_rows import small_matmul
+    from .many_rows import matmul
+    from .many_rows.tiling import cublas_is_quicker, leaves_idle
+
     few = available(small_matmul.best_launcher())()
     at_once = small_matmul.gated_launcher()
 
@@ -116,6 +117,8 @@ def _triton() -> Callable[..., Tensor]:
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``reference`` on the GPU; a row's result does not depend on the number of rows (see ``linear``)."""
+    from .many_rows import matmul
+
     rows = x.shape[0]
     if bias is not None:
         return gate_halves(triton_fixed_linear(x, weight, bias))

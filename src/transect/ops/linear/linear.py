@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,9 @@ from ...costs.work import Cost
 from ..lang.jit import INTERPRETED, TRITON_TARGETS, available
 from ..numerics import sample
 from ..registry import Implementation, Op, register
-from .few_rows import small_matmul
-from .many_rows import matmul
-from .many_rows.tiling import SMALL, ManyRowsTiling, cublas_is_quicker
+
+if TYPE_CHECKING:
+    from .many_rows.tiling import ManyRowsTiling
 
 ROWS = 16
 """Rows in a block of ``fixed_rows``."""
@@ -77,6 +77,10 @@ def _examples() -> Sequence[dict[str, Any]]:
 def _triton() -> Callable[..., Tensor]:
     """The kernels of ``small_matmul.py`` up to their number of rows; above those of ``matmul.py``, or cuBLAS where it
     is quicker."""
+    from .few_rows import small_matmul
+    from .many_rows import matmul
+    from .many_rows.tiling import cublas_is_quicker
+
     few = available(small_matmul.best_launcher())()
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, dependent_launch: bool = False) -> Tensor:
@@ -97,6 +101,8 @@ def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling
     k, in steps of 16, by the same tensor-core instruction (Hopper's takes at least 64 rows, hence tiles of 64 even for
     one row). K is never split.
     """
+    from .many_rows.tiling import SMALL, ManyRowsTiling
+
     rows = x.shape[0]
     if INTERPRETED:
         return SMALL
@@ -119,6 +125,8 @@ def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling
 
 def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``reference`` on the GPU; a row's result does not depend on the number of rows."""
+    from .many_rows import matmul
+
     rows = x.shape[0]
     return matmul.matmul(whole_tile(x), weight, bias, tiling=fixed_tiling(x, weight.shape[0]))[:rows]
 
@@ -131,6 +139,8 @@ def whole_tile(x: Tensor) -> Tensor:
 
 
 def _triton_autograd() -> Callable[..., Tensor]:
+    from .many_rows import matmul
+
     return available(matmul.linear_autograd)()
 
 

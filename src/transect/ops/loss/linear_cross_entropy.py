@@ -467,6 +467,6 @@ register(
         directions=("forward", "both"),
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("linear_cross_entropy", CHOICES, rule, _with, dict, _size, _valid)],
+        knobs=lambda: [Knobs("linear_cross_entropy", CHOICES, rule, _with, dict, _size, _valid)],
     )
 )

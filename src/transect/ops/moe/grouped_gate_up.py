@@ -25,20 +25,12 @@ from torch import Tensor
 
 from ...costs.work import Cost, touched
 from ..activation import swiglu
-from ..lang.jit import TRITON_TARGETS, available, runs_triton
+from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..numerics import compute_dtype, sample
 from ..registry import Case, Implementation, Kernel, Op, register
 from . import grouped_linear
 from .ordering import draw
 from .ordering import reference as order_of
-from .triton import (
-    _grouped_gate_up,
-    gate_up_and_sums,
-    triton_fixed_grouped_gate_up,
-    triton_grouped_gate_up,
-    triton_input_gradient,
-    triton_weight_gradient,
-)
 
 
 def reference(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
@@ -67,6 +59,8 @@ def gate_up(
     """(result, gate's products, up's products) for autograd and ``torch.compile``: the Triton kernel where it can run,
     else torch."""
     if runs_triton(x, gate, up):
+        from .triton import gate_up_and_sums
+
         return gate_up_and_sums(x, gate, up, starts, order)
     a, b = (grouped_linear.reference(x, weight, starts, order) for weight in (gate, up))
     return swiglu.by_exp(a, b), a, b
@@ -79,6 +73,8 @@ def gate_up_backward(
     """(dL/dx, dL/dgate, dL/dup); a, b: what the products gave."""
     da, db = swiglu.swiglu_backward(grad, a, b)
     if runs_triton(grad, x, gate, up):
+        from .triton import triton_input_gradient, triton_weight_gradient
+
         rows = triton_input_gradient(da, gate, starts, db, up)
         dx = grouped_linear.to_tokens(rows, order, x)
         dgate, _ = triton_weight_gradient(da, x, starts, order, gate, False)
@@ -175,6 +171,8 @@ def _kernels() -> Sequence[Kernel]:
     few = {"ORDERED": True, "SAVE": False, "WIDTH": 128, "BM": 16, "BN": 32, "BK": 128}
     many = {"ORDERED": True, "SAVE": True, "WIDTH": 128, "BM": 128, "BN": 128, "BK": 64}
     sizes = ("N", "K")
+    from .triton import _grouped_gate_up
+
     return [
         Kernel("few rows", _grouped_gate_up, types, few, sizes),
         Kernel("many rows", _grouped_gate_up, types, many, sizes, 8),
@@ -190,10 +188,16 @@ register(
             "torch": Implementation("torch", lambda: by_grouped_linear, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation(
-                "triton", available(triton_grouped_gate_up), TRITON_TARGETS, autograd=lambda: with_gradient
+                "triton",
+                available_from(grouped_linear.KERNELS, "triton_grouped_gate_up"),
+                TRITON_TARGETS,
+                autograd=lambda: with_gradient,
             ),
             "triton_fixed_rows": Implementation(
-                "triton", available(triton_fixed_grouped_gate_up), TRITON_TARGETS, batch_invariant=True
+                "triton",
+                available_from(grouped_linear.KERNELS, "triton_fixed_grouped_gate_up"),
+                TRITON_TARGETS,
+                batch_invariant=True,
             ),
         },
         examples=_examples,

@@ -31,21 +31,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...costs.work import Cost, touched
-from ..lang.jit import TRITON_TARGETS, available, runs_triton
+from ..lang.jit import TRITON_TARGETS, available_from, runs_triton
 from ..linear.linear import fixed_rows
 from ..numerics import sample
 from ..registry import Case, Implementation, Kernel, Op, register
-from .combining import triton_combine
 from .ordering import draw
 from .ordering import reference as order_of
-from .triton import (
-    _grouped_product,
-    _weight_gradient,
-    triton_fixed_grouped_linear,
-    triton_grouped_linear,
-    triton_input_gradient,
-    triton_weight_gradient,
-)
+
+KERNELS = f"{__package__}.triton"
 
 
 def reference(
@@ -86,7 +79,9 @@ def grouped_linear(
     x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None
 ) -> Tensor:
     """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
-    call = triton_grouped_linear if runs_triton(x, weight) else reference
+    call = reference
+    if runs_triton(x, weight):
+        from .triton import triton_grouped_linear as call
     return call(x, weight, starts, order, bias).contiguous()
 
 
@@ -97,6 +92,8 @@ def grouped_linear_backward(
     """(dL/dx, dL/dweight, dL/dbias, which is empty without one)."""
     db: Tensor | None
     if runs_triton(grad, x, weight):
+        from .triton import triton_input_gradient, triton_weight_gradient
+
         rows = triton_input_gradient(grad, weight, starts)
         dw, db = triton_weight_gradient(grad, x, starts, order, weight, biased)
     else:
@@ -128,6 +125,8 @@ def to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
     places = torch.empty_like(order, dtype=torch.int64)
     places.scatter_(0, order.long(), torch.arange(len(order), device=order.device))
     if runs_triton(rows):
+        from .combining import triton_combine
+
         return triton_combine(rows, places.int(), torch.ones(len(x), len(order) // len(x), device=x.device))
     return rows[places].unflatten(0, (len(x), -1)).sum(1)
 
@@ -223,6 +222,8 @@ def _kernels() -> Sequence[Kernel]:
     back |= dict.fromkeys(("dw", "db"), "*bf16") | dict.fromkeys(("O", "I", "k_choices"), "i32")
     gradient = {"ORDERED": True, "BIAS": True, "BO": 128, "BI": 128, "BR": 64}
     sizes = ("N", "K")
+    from .triton import _grouped_product, _weight_gradient
+
     return [
         Kernel("few rows", _grouped_product, product, few, sizes),
         Kernel("many rows", _grouped_product, product, many, sizes, 8),
@@ -239,10 +240,13 @@ register(
             "torch": Implementation("torch", lambda: reference, ("any",)),
             "torch_fixed_rows": Implementation("torch", lambda: by_fixed_rows, ("any",), batch_invariant=True),
             "triton": Implementation(
-                "triton", available(triton_grouped_linear), TRITON_TARGETS, autograd=lambda: grouped_linear
+                "triton",
+                available_from(KERNELS, "triton_grouped_linear"),
+                TRITON_TARGETS,
+                autograd=lambda: grouped_linear,
             ),
             "triton_fixed_rows": Implementation(
-                "triton", available(triton_fixed_grouped_linear), TRITON_TARGETS, batch_invariant=True
+                "triton", available_from(KERNELS, "triton_fixed_grouped_linear"), TRITON_TARGETS, batch_invariant=True
             ),
         },
         examples=_examples,

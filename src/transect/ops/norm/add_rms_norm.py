@@ -168,6 +168,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=partial(norms.cases, vectors=1, add=True),
         kernels=partial(norms.kernels, rms_norm.forward_kernel, rms_norm.backward_kernel, vectors=1, add=True),
-        knobs=norms.knobs("add_rms_norm", triton_add_rms_norm, triton_backward),
+        knobs=lambda: norms.knobs("add_rms_norm", triton_add_rms_norm, triton_backward),
     )
 )

@@ -229,6 +229,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=partial(norms.cases, vectors=2, add=False),
         kernels=partial(norms.kernels, forward_kernel, backward_kernel, vectors=2, add=False, tiles=True),
-        knobs=norms.knobs("layer_norm", triton_layer_norm, triton_backward, tiles=True),
+        knobs=lambda: norms.knobs("layer_norm", triton_layer_norm, triton_backward, tiles=True),
     )
 )

@@ -228,6 +228,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=partial(norms.cases, vectors=1, add=False),
         kernels=partial(norms.kernels, forward_kernel, backward_kernel, vectors=1, add=False),
-        knobs=norms.knobs("rms_norm", triton_rms_norm, triton_backward),
+        knobs=lambda: norms.knobs("rms_norm", triton_rms_norm, triton_backward),
     )
 )

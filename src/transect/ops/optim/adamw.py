@@ -39,7 +39,7 @@ SEEN = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AdamWStep:
     """The numbers of one step. ``correction1`` is c1 and ``correction2`` c2 above; ``seed`` and ``number`` (of the
     step) choose the bits of rounding by chance."""
 
@@ -68,8 +68,8 @@ def reference(
     v.copy_(new_v)
 
 
-def _step(rate: float, steps: int) -> Step:
-    return Step(rate, 0.9, 0.95, 1e-8, 1 - 0.9**steps, (1 - 0.95**steps) ** 0.5)
+def _step(rate: float, steps: int) -> AdamWStep:
+    return AdamWStep(rate, 0.9, 0.95, 1e-8, 1 - 0.9**steps, (1 - 0.95**steps) ** 0.5)
 
 
 @kernel_of_numbers("number", "low", "high")
@@ -202,7 +202,7 @@ class FusedAdamW:
         self._owners, self._first = owners.to(device, torch.int32), first.to(device)
         self._addresses: list[int] = []
 
-    def step(self, gradients: Sequence[Tensor], numbers: Step, scale: Tensor) -> None:
+    def step(self, gradients: Sequence[Tensor], numbers: AdamWStep, scale: Tensor) -> None:
         """One step, or none where ``scale``, a float32 scalar on the device, is NaN. ``gradients`` are in the order of
         the weights."""
         weights, ms, _, masters = self._kept

@@ -284,6 +284,6 @@ register(
         gradient_cost=_gradient_cost,
         cases=_cases,
         kernels=_kernels,
-        knobs=[Knobs("rotary", CHOICES, rule, triton_rotary, dict, lambda inputs: inputs["q"].shape[::2])],
+        knobs=lambda: [Knobs("rotary", CHOICES, rule, triton_rotary, dict, lambda inputs: inputs["q"].shape[::2])],
     )
 )

@@ -386,6 +386,6 @@ register(
         keeps_dtype=(*PARAMETERS,),
         cases=_cases,
         kernels=kernels,
-        knobs=[Knobs("sampling", CHOICES, rule, sample, dict, lambda inputs: tuple(inputs["logits"].shape))],
+        knobs=lambda: [Knobs("sampling", CHOICES, rule, sample, dict, lambda inputs: tuple(inputs["logits"].shape))],
     )
 )

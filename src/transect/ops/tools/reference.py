@@ -76,9 +76,9 @@ def entry(op: Op) -> str:
         parts.append("Raced against: " + ", ".join(op.peers) + ".")
     if op.measured_as:
         parts.append("Measured as: " + ", ".join(op.measured_as) + ".")
-    if op.knobs:
+    if op.knobs():
         parts.append(
-            "`transect tune` searches: " + "; ".join(f"{k.name} ({', '.join(k.choices)})" for k in op.knobs) + "."
+            "`transect tune` searches: " + "; ".join(f"{k.name} ({', '.join(k.choices)})" for k in op.knobs()) + "."
         )
     return "\n\n".join(parts)
 

@@ -47,7 +47,7 @@ def main() -> None:
     number = 0
     for name, launcher, case_name in json.loads(sys.stdin.read()):
         op = get(name)
-        knobs = next(k for k in op.knobs if k.name == launcher)
+        knobs = next(k for k in op.knobs() if k.name == launcher)
         case = next(c for c in op.cases() if c.name == case_name)
         arguments = case.make(torch.device("cuda"), 0)
         default, others = search.configurations(knobs, knobs.size(arguments))

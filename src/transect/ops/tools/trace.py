@@ -60,7 +60,7 @@ class Access:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """The watched variables at one moment, as numpy arrays or numbers."""
 
     program: Program
@@ -75,7 +75,7 @@ class Launch:
     arguments: dict[str, Argument]
     grid: Program = (1, 1, 1)
     accesses: list[Access] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[TraceStep] = field(default_factory=list)
 
     @property
     def programs(self) -> list[Program]:
@@ -198,7 +198,7 @@ def _watcher(watch: Sequence[str], launches: list[Launch], builder: Any) -> Call
         if value is not None and value is not held.get(id(frame)):
             held[id(frame)] = value
             values = {name: _plain(frame.f_locals.get(name)) for name in names}
-            launches[-1].steps.append(Step(tuple(builder.grid_idx), values))
+            launches[-1].steps.append(TraceStep(tuple(builder.grid_idx), values))
         if event == "return":
             held.pop(id(frame), None)
         return local

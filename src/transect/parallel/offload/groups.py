@@ -18,7 +18,7 @@ GROUP = 2**24
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StatePiece:
     """Numbers ``begin`` to ``end`` of a parameter, which lie from ``at`` on in their group."""
 
     name: str
@@ -36,7 +36,7 @@ class Piece:
 class PieceGroup:
     """Pieces that go together: ``count`` numbers, the first of which is number ``start`` of all."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StatePiece, ...]
     start: int
     count: int
 
@@ -44,7 +44,7 @@ class PieceGroup:
 def cut(sizes: Mapping[str, int], most: int = GROUP) -> list[PieceGroup]:
     """Groups of at most ``most`` numbers; ``sizes`` has the numbers of each parameter."""
     groups: list[PieceGroup] = []
-    pieces: list[Piece] = []
+    pieces: list[StatePiece] = []
     start = count = 0
     for name, size in sizes.items():
         if count and count + size > most:
@@ -52,7 +52,7 @@ def cut(sizes: Mapping[str, int], most: int = GROUP) -> list[PieceGroup]:
             start, pieces, count = start + count, [], 0
         for begin in range(0, size, most):
             end = min(begin + most, size)
-            pieces.append(Piece(name, begin, end, count))
+            pieces.append(StatePiece(name, begin, end, count))
             count += end - begin
             if count == most:
                 groups.append(PieceGroup(tuple(pieces), start, count))

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ...hardware.direct_file import DirectFile, Pending
 from ...hardware.host_memory import Ring, aligned, host_memory, host_tensor
-from .groups import Piece
+from .groups import StatePiece
 
 AHEAD = 2
 """Units that are being read before they are needed."""
@@ -249,7 +249,7 @@ class FileUpload:
         self._made.clear()
 
     @contextmanager
-    def piece(self, piece: Piece) -> Iterator[Tensor]:
+    def piece(self, piece: StatePiece) -> Iterator[Tensor]:
         """A vector to write the new numbers of a piece to."""
         unit, first, _ = self._places[piece.name]
         if unit not in self._made:
@@ -264,7 +264,7 @@ class FileUpload:
 
     def whole(self, name: str, values: Tensor) -> None:
         """Put all of a parameter in its place."""
-        with self.piece(Piece(name, 0, len(values), 0)) as out:
+        with self.piece(StatePiece(name, 0, len(values), 0)) as out:
             out.copy_(values)
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...hardware.direct_file import DirectFile, Pending
 from ...hardware.host_memory import aligned, host_memory, host_tensor
-from .groups import GROUP, Piece, PieceGroup, cut
+from .groups import GROUP, PieceGroup, StatePiece, cut
 
 AHEAD = 2
 """Groups that are being read before they are needed."""
@@ -179,13 +179,13 @@ class DiskStates:
             number = self._number(piece)
             self.file.write(self._offsets[number] + kind * self._rows[number], self._row_bytes(number)).wait()
 
-    def _number(self, piece: Piece) -> int:
+    def _number(self, piece: StatePiece) -> int:
         return next(number for number, group in enumerate(self.groups) if piece in group.pieces)
 
     def _row_bytes(self, number: int) -> Tensor:
         return self._buffers[0][: self._rows[number]]
 
-    def _pieces(self, kind: int, name: str) -> Iterator[tuple[Piece, Tensor]]:
+    def _pieces(self, kind: int, name: str) -> Iterator[tuple[StatePiece, Tensor]]:
         """The pieces of a parameter, each with the row of its kind in memory."""
         self.settle()
         for number, group in enumerate(self.groups):

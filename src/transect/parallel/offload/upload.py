@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...hardware.host_memory import Ring
-from .groups import GROUP, Piece
+from .groups import GROUP, StatePiece
 
 SLOTS = 4
 
@@ -47,7 +47,7 @@ class Upload:
         current.wait_stream(self._stream)
 
     @contextmanager
-    def piece(self, piece: Piece) -> Iterator[Tensor]:
+    def piece(self, piece: StatePiece) -> Iterator[Tensor]:
         """A vector in host memory to write the new numbers of a piece to; they are on their way afterwards."""
         target = self._flat[piece.name][piece.begin : piece.end]
         if self._stream is None:

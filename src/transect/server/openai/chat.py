@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable
 from typing import TYPE_CHECKING
 
 from ...text.tools.spec import tool_use
-from ..answers import AnswerReader, Answers, Piece
+from ..answers import AnswerPiece, AnswerReader, Answers
 from ..beams import Beams, beam_params
 from ..generation import Event, Generation, Prompt
 from ..http.deadline import Deadline
@@ -199,7 +199,7 @@ class Chat:
                 read = [] if final is None else [(readers[output.index], output) for output in final.outputs]
                 yield event(self._chunk(generation, [], self._usage(generation, read)))
 
-    def _pieces(self, news: Event, piece: Piece, reader: AnswerReader) -> list[ChunkChoice]:
+    def _pieces(self, news: Event, piece: AnswerPiece, reader: AnswerReader) -> list[ChunkChoice]:
         """The update as chunks: what is new, then the end by itself."""
         update, index = news.update, news.choice
         ids = update.token_ids if self.body.return_token_ids else None

@@ -21,7 +21,7 @@ An unknown key is an error that names the nearest known one.
 * ``adapters.py``: adapters. ``objectives.py``: the settings of each objective. ``router.py``: losses on routers.
   ``parallel.py``: several devices.
 * ``defaults.py``: what the task decides where a file leaves it out, and names that other trainers have.
-* ``watching.py``: what a run shows of itself. ``page.py``: the page of all settings.
+* ``watching.py``: what a run shows of itself.
 * ``parse.py``: plain values to these classes, and what is wrong with them.
 """
 

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
+from .objectives import objective_kind, objectives
+
 RATES = {
     "next_token": (2e-5, 2e-4),
     "distill": (2e-5, 2e-4),
@@ -16,6 +18,8 @@ RATES = {
 }
 """Learning rates of an objective: for all weights, and for adapters."""
 PRETRAINING = 3e-4
+BY_TASK = ("optimizer.learning_rate", "optimizer.weight_decay", "schedule.warmup")
+"""Settings that depend on the task."""
 
 TASKS = ("pretrain", "finetune", "lora", "qlora")
 MEANT_BY_TASK = {
@@ -99,7 +103,13 @@ def hint(where: str, key: str, names: list[str]) -> str:
 
 
 def _known(key: str) -> str:
-    return ", ".join(TASKS if key == "task" else RATES)
+    return ", ".join(TASKS if key == "task" else objectives())
+
+
+def rates_of(objective: object) -> tuple[float, float]:
+    """Learning rates of an objective: for all weights, and for adapters."""
+    kind = objective_kind(objective)
+    return RATES.get(str(objective), RATES["next_token"]) if kind is None else kind.rates
 
 
 def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,7 +125,7 @@ def by_task(values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, str) and value in meant:
             raise ValueError(f"{key} = {value!r}: that is {meant[value]} ({key} is one of {_known(key)})")
     adapted = task in ("lora", "qlora")
-    rate = PRETRAINING if task == "pretrain" else RATES.get(str(objective), RATES["next_token"])[adapted]
+    rate = PRETRAINING if task == "pretrain" else rates_of(objective)[adapted]
     decay = 0.1 if task == "pretrain" else 0.0 if adapted else 0.01
     filled["optimizer"] = {"learning_rate": rate, "weight_decay": decay, **optimizer}
     if task != "pretrain":

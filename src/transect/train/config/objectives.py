@@ -6,10 +6,58 @@ Defaults are those of TRL where it has such a setting.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
-Objective = Literal["next_token", "dpo", "kto", "orpo", "grpo", "distill"]
+NAMES = ("next_token", "dpo", "kto", "orpo", "grpo", "distill")
+"""Objectives with settings below, or without any."""
+FOLDER = Path(__file__).parents[1] / "objectives"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveKind:
+    """The record of an objective in one file: ``OBJECTIVE`` of ``train/objectives/NAME.py``.
+
+    Attributes:
+        make: makes the objective from a ``TrainConfig``, which has the settings as ``own``, and a ``Trainable``.
+        settings: a frozen dataclass, read from the table ``[NAME]`` of a run's file.
+        rates: default learning rates for all weights and for adapters.
+        compares: the loss compares with the model as it was when the run began.
+    """
+
+    make: Callable[[Any, Any], Any]
+    settings: type
+    rates: tuple[float, float] = (2e-5, 2e-4)
+    compares: bool = False
+
+
+@cache
+def objectives() -> tuple[str, ...]:
+    """Names of all objectives: those with settings here, and files of ``train/objectives/`` that hold a record."""
+    found = (path.stem for path in sorted(FOLDER.glob("*.py")) if "\nOBJECTIVE = " in path.read_text(encoding="utf-8"))
+    return (*NAMES, *found)
+
+
+def check_objective(name: object) -> None:
+    """See that there is such an objective.
+
+    Raises:
+        ValueError: there is none; the message lists them.
+    """
+    if name not in objectives():
+        raise ValueError(f"objective must be one of {', '.join(objectives())}, not {name!r}")
+
+
+def objective_kind(name: object) -> ObjectiveKind | None:
+    """The record of an objective in one file; None for the others, and for names that do not exist."""
+    if name in NAMES or name not in objectives():
+        return None
+    found: ObjectiveKind = import_module(f"transect.train.objectives.{name}").OBJECTIVE
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,8 @@ def build(kind: Any, values: Mapping[str, Any], where: str) -> Any:
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
+    if hint is Any:
+        return value
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ValueError(f"{where} must be a table, not {value!r}")

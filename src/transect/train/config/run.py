@@ -8,13 +8,23 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ...costs.units import parse_bytes
+from ...spec.settings import About
 from .adapters import LoRAConfig
 from .data import DataConfig
 from .defaults import by_task
-from .objectives import DistillConfig, DPOConfig, GRPOConfig, KTOConfig, Objective, ORPOConfig
+from .objectives import (
+    DistillConfig,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    ORPOConfig,
+    check_objective,
+    objective_kind,
+    objectives,
+)
 from .optim import OptimizerConfig, ScheduleConfig
 from .parallel import ParallelConfig
 from .parse import build, overridden, positive
@@ -69,12 +79,13 @@ class TrainConfig:
         project: the name of the project or experiment there.
         device: ``auto``, ``cpu`` or ``cuda``.
         threads: CPU threads; None: all cores of this process, or OMP_NUM_THREADS.
+        own: settings of an objective that is one file (``train/objectives/``), from the table of its name.
     """
 
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     task: Task = "finetune"
-    objective: Objective = "next_token"
+    objective: Annotated[str, About(choices=objectives)] = "next_token"
     new_tokens: tuple[str, ...] = ()
     run_dir: str = "runs/default"
     steps: int = 0
@@ -108,8 +119,12 @@ class TrainConfig:
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    own: Any = None
 
     def __post_init__(self) -> None:
+        check_objective(self.objective)
+        if self.own is not None and objective_kind(self.objective) is None:
+            raise ValueError(f"own holds settings, and objective = {self.objective!r} has a table of its name")
         if self.epochs < 0 or not math.isfinite(self.epochs):
             raise ValueError(f"epochs must be 0 or greater, not {self.epochs}")
         if self.epochs and self.steps:
@@ -148,6 +163,9 @@ class TrainConfig:
     @property
     def compares(self) -> bool:
         """Whether the loss compares with the model as it was when the run began."""
+        kind = objective_kind(self.objective)
+        if kind is not None:
+            return kind.compares
         return self.objective in ("dpo", "kto") or (self.objective == "grpo" and self.grpo.beta > 0)
 
     def unused(self) -> list[str]:
@@ -179,7 +197,14 @@ class TrainConfig:
     def from_dict(cls, values: Mapping[str, Any], settings: Sequence[str] = ()) -> TrainConfig:
         """From nested mappings, such as ``to_dict`` gives; what they leave out and the task decides is filled in
         (``defaults.py``). ``settings`` and errors are as in ``from_toml``."""
-        config: TrainConfig = build(cls, by_task(_overridden(values, settings)), "")
+        made = by_task(_overridden(values, settings))
+        name = made.get("objective", "next_token")
+        check_objective(name)
+        kind = objective_kind(name)
+        if kind is not None:
+            table = {**(made.get("own") or {}), **made.pop(str(name), {})}
+            made["own"] = build(kind.settings, table, f"{name}.")
+        config: TrainConfig = build(cls, made, "")
         return config
 
     def changed(self, settings: Sequence[str]) -> TrainConfig:

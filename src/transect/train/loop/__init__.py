@@ -1,7 +1,7 @@
 """The training loop and its state.
 
-* ``trainer.py``: the loop. ``crew.py``: the ranks that train together, as the loop sees them; ``follow.py``: how they
-  are started, and the part of all but the first.
+* ``trainer.py``: the loop. ``crew.py``: the ranks that train together, as the loop sees them; ``strategies/``: the ways
+  that they share a step; ``follow.py``: the start of ranks, and the part of all but the first.
 * ``schedule.py``: the learning rate. ``health.py``: NaN and loss spikes. ``memory.py``: the memory of a run, and the
   checkpointing of activations that makes it fit.
 * ``checkpoint.py``: atomic, asynchronous, checksummed directories; ``parts.py``: of several ranks;

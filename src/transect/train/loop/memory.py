@@ -24,7 +24,7 @@ from ..adapters.lora import adapted, saved_weights, settled
 from ..config import TrainConfig
 from ..config.adapters import MATRICES, TABLES
 from ..model.build import teacher_of
-from ..model.merged_layers import refusal as refusal_to_merge
+from ..model.merging import refusal as refusal_to_merge
 from ..objectives.rollout import BLOCK_SIZE, MOST_RUNNING
 from .crew import asked
 

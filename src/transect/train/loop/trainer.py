@@ -46,7 +46,7 @@ from ..data.identity import base_identity, check_settings, compare
 from ..data.loader import Position
 from ..model.build import Trainable, build, device_of, source_of
 from ..model.layer_drop import dropping
-from ..model.merged_layers import MergedLayers, can_merge, stack_of
+from ..model.merging import can_merge, stack_of
 from ..objectives import build as build_objective
 from ..objectives.base import Objective, StepFailed
 from ..optim import build as build_optimizer
@@ -176,10 +176,11 @@ class Trainer:
         check_length(config, source.config)
         device = device_of(config.device)
         self.memory = fit(begun, source.config, device, least_free(device, world))
-        self.trainable: Trainable = self.crew.cut(build(begun, self.told.append, lean=self.crew.lean(source.config)))
+        whole = build(begun, self.told.append, lean=self.crew.lean(source.config))
+        self.trainable: Trainable = self.crew.strategy.cut(whole)
         self.model, self.device = self.trainable.model, self.trainable.device
         sharded = config.parallel.sharded
-        for part in self.crew.parts(self.model):
+        for part in self.crew.strategy.parts(self.model):
             part.stack = stack_of(part, self.memory.checkpointing, config.merged and not sharded, self.memory.whole)
         if config.layer_keep < 1:
             recompute = self.memory.checkpointing != "none"
@@ -188,9 +189,11 @@ class Trainer:
         self.objective: Objective = build_objective(config, self.trainable)
         if checkpoint is not None:
             self._load_weights(checkpoint)
-        parameters, shapes = self.crew.take(self.trainable, recompute=self.memory.checkpointing != "none")
+        parameters, shapes = self.crew.strategy.take(self.trainable, recompute=self.memory.checkpointing != "none")
         if sharded and config.merged and can_merge(self.model):
-            units = self.crew.units
+            from ..model.merged_layers import MergedLayers
+
+            units = self.crew.strategy.units
             self.model.stack = MergedLayers(self.model, self.memory.checkpointing, self.memory.whole, units)
         self.optimizer = build_optimizer(
             config.optimizer,
@@ -200,7 +203,7 @@ class Trainer:
             shapes=shapes,
             offload=self.crew.offload(),
         )
-        self.crew.connect(self.optimizer, self.trainable)
+        self.crew.strategy.connect(self.optimizer, self.trainable)
         if config.precision == "bfloat16" and config.optimizer.rounding == "nearest" and not self.trainable.adapted:
             self.told.append(
                 'optimizer.rounding = "nearest" loses every step of less than a 512th of a weight, which at small '
@@ -243,7 +246,7 @@ class Trainer:
         on_device = [batch.to(self.device) for batch in batches]
         losses = torch.zeros(len(batches), device=self.device)
         with calling_thread_alone() if self._native else nullcontext():
-            norm = self.crew.gradients(on_device, self._loss, self.optimizer, losses).to(self.device)
+            norm = self.crew.strategy.gradients(on_device, self._loss, self.optimizer, losses).to(self.device)
         seen = _Reading(torch.cat([losses, norm[None]]))
         clip = self.config.optimizer.clip
         rate = factor(self.config.schedule, self.steps_done, self.config.steps)
@@ -258,7 +261,7 @@ class Trainer:
         taken = self._check(values[:-1], values[-1], before, on_device, labels)
         if taken and not early:
             self.optimizer.step(rate, scale)
-        self.crew.stepped(self.optimizer)
+        self.crew.strategy.stepped(self.optimizer)
         self.steps_done += 1
         measured = self.crew.share().means(self.objective.metrics())
         extra = {name: mean for name, (mean, count) in measured.items() if count}
@@ -352,8 +355,8 @@ class Trainer:
         """The state of the run now, on the CPU; of several ranks, which all ask together, this one's part."""
         self.crew.at("a checkpoint", alone=True)
         self.optimizer.settle()
-        write = self.crew.snapshot(self.trainable)
-        tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.state(self.optimizer).items()}
+        write = self.crew.strategy.snapshot(self.trainable)
+        tensors = {f"optimizer/{name}": tensor for name, tensor in self.crew.strategy.state(self.optimizer).items()}
         if self.crew.leads:
             tensors |= {f"objective/{k}": t for k, t in self.objective.state().items()}
         state = {
@@ -364,7 +367,7 @@ class Trainer:
             "losses": list(self.watch.losses),
             "best": self.best.state(),
         }
-        rank, ranks = self.crew.rank, self.crew.writers
+        rank, ranks = self.crew.rank, self.crew.strategy.writers
         return Snapshot(self.steps_done, write, tensors, state, self.best.step, rank, ranks, self.optimizer.taken)
 
     @torch.no_grad()
@@ -377,14 +380,15 @@ class Trainer:
                     raise ValueError(f"{checkpoint.path} has no weights for {name}: it is of another run")
                 parameter.copy_(checkpoint.tensors[f"weight/{name}"])
         else:
-            self.crew.fill(self.model, lambda: stored_weights(resolve(str(checkpoint.path))))
+            self.crew.strategy.fill(self.model, lambda: stored_weights(resolve(str(checkpoint.path))))
 
     def _restore(self, checkpoint: Checkpoint, allow_changed: Collection[str]) -> None:
         state = checkpoint.state
         if "identity" not in state:
             log.warning("%s does not say what data and base it is of, so these are not compared", checkpoint.path)
         compare(state.get("identity", {}), self.identity, allow_changed, checkpoint.path)
-        self.crew.load_state(self.optimizer, Below("optimizer/", checkpoint.tensors), state["optimizer_steps"])
+        own = self.crew.strategy.own_state(Below("optimizer/", checkpoint.tensors))
+        self.optimizer.load_state_tensors(own, state["optimizer_steps"])
         self.objective.load_state(Below("objective/", checkpoint.tensors))
         self.objective.position = Position(**state["position"])
         self.watch = LossWatch(state["losses"])
@@ -450,7 +454,7 @@ class Trainer:
     def _first_bad(self, losses: list[float], batches: list[Batch]) -> tuple[int, str]:
         """The micro-batch whose loss, or else whose gradient, is not finite, and the first such tensor in it."""
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
-        if self.crew.parallel is not None:
+        if self.crew.strategy.together:
             mine = self.optimizer
             found = first_bad_number(mine.numbers, mine.parameters, mine.gradients())
             return bad[0] if bad else 0, self.crew.first(found)

@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ...models.context import AttentionContext, VarlenContext
-from ...models.decoder import Decoder, Layer, Stack
+from ...models.decoder import Decoder, Layer
 from ...models.mlp import MLP
 from ...ops.activation import swiglu
 from ...ops.attention.packed import backward as flash_attention_backward
@@ -48,8 +48,7 @@ from ...ops.attention.packed import flash_attention
 from ...ops.norm import add_rms_norm, rms_norm
 from ...ops.position import norm_rotary, rotary
 from ...parallel.ring import RingContext
-from ...spec.model import ModelConfig
-from .activations import Checkpointing, stack_with
+from .activations import Checkpointing
 from .merged_products import Product, Scratch, product
 
 log = logging.getLogger(__name__)
@@ -81,7 +80,7 @@ class Packed:
 
 
 @dataclass(slots=True)
-class Step:
+class MergedStep:
     """What all layers of a pass share: cos and sin ``[T, d/2]``, and how tokens attend.
 
     ``passed``: the matrix in which the gradient that goes down to the next layer lies, with columns to spare.
@@ -190,7 +189,7 @@ class MergedLayer:
         parts = qkv[:, : self.qkv.outputs].split(self.qkv.sizes, dim=1)
         return [part.unflatten(-1, (-1, self.head_dim)) for part in parts]
 
-    def _attend(self, n: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _attend(self, n: Tensor, step: MergedStep) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """n -> q, k and v in one matrix (rotated, unless they have norms), the attended values ``[T, H d]``, the
         softmax's sums, ``low``."""
         qkv, low = self.qkv.forward(n)
@@ -203,7 +202,7 @@ class MergedLayer:
         o_THd, sums = step.attention.forward(q, k, v, self.scale, self.window)
         return qkv, o_THd.flatten(1), sums, low
 
-    def _turned(self, qkv: Tensor, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+    def _turned(self, qkv: Tensor, step: MergedStep) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v as attention sees them, from what is kept."""
         q, k, v = self._heads(qkv)
         if self.head_norms is None:
@@ -212,7 +211,7 @@ class MergedLayer:
         turned = norm_rotary.triton_norm_rotary(q, k, first.weight, second.weight, first.eps, step.cos, step.sin)
         return *turned, v
 
-    def _turn_back(self, dq: Tensor, dk: Tensor, qkv: Tensor, step: Step) -> list[Tensor | None]:
+    def _turn_back(self, dq: Tensor, dk: Tensor, qkv: Tensor, step: MergedStep) -> list[Tensor | None]:
         """The gradients of q and k over q and k; returns those of the norms' weights."""
         q, k, _ = self._heads(qkv)
         if self.head_norms is None:
@@ -256,7 +255,7 @@ class MergedLayer:
     def _enter_back(self, g: Tensor) -> Tensor:
         return g if self.seams is None else self.seams.enter_back(g)
 
-    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: Step) -> tuple[KeptTensors, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: MergedStep) -> tuple[KeptTensors, Tensor, Tensor]:
         """What is kept, then t and d of the next layer."""
         n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
         n = self._enter(n)
@@ -277,7 +276,7 @@ class MergedLayer:
             kept = KeptTensors(s, n, qkv, o, sums, t, m, gate_up, (low_qkv, low_o, low_gate_up, low_down))
         return kept, t, self._leave(out[:, : self.down.outputs])
 
-    def _complete(self, kept: KeptTensors, step: Step) -> None:
+    def _complete(self, kept: KeptTensors, step: MergedStep) -> None:
         """Compute again what was not kept."""
         low = list(kept.low)
         if kept.n is None:
@@ -295,7 +294,7 @@ class MergedLayer:
         kept.low = tuple(low)
 
     def backward(
-        self, kept: KeptTensors, step: Step, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
+        self, kept: KeptTensors, step: MergedStep, dt_TD: Tensor, dd_TD: Tensor, need_x: bool
     ) -> tuple[Tensor | None, list[Tensor | None]]:
         """The gradient of x and d, which is one, and those of ``parameters``."""
         self._complete(kept, step)
@@ -348,7 +347,7 @@ class MergedLayer:
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, layer: MergedLayer, step: Step, x: Tensor, d: Tensor | None, *_: Tensor
+        ctx: Any, layer: MergedLayer, step: MergedStep, x: Tensor, d: Tensor | None, *_: Tensor
     ) -> tuple[Tensor, Tensor]:
         units = layer.units
         if units is not None:
@@ -373,19 +372,6 @@ class _Node(torch.autograd.Function):
             units.give(layer.number, dict(zip(layer.parameters, gradients, strict=True)))
             gradients = []
         return None, None, dx, dx if need_d else None, *gradients
-
-
-def refusal(config: ModelConfig) -> str | None:
-    """Why the layers of such a model cannot be merged, in a sentence; None if they can."""
-    if config.norm != "rmsnorm" or not config.gated_mlp or config.position != "rope":
-        return "the model has other layers than RMSNorm, rotary attention and SwiGLU"
-    if config.qk_norm_whole:
-        return "its queries and keys are normalised over all heads together"
-    if config.beyond_stacks:
-        return f"it has {config.beyond_stacks[0]}"
-    if config.o_bias or config.mlp_bias:
-        return "its matrices have biases, and not of q, k and v alone"
-    return None
 
 
 def attending(context: AttentionContext) -> Attending | None:
@@ -421,7 +407,7 @@ class MergedLayers:
         if attention is None:
             return self._otherwise(x_TD, positions_T, context)
         assert self.model.rope is not None
-        step = Step(*self.model.rope.cos_sin(positions_T), attention)
+        step = MergedStep(*self.model.rope.cos_sin(positions_T), attention)
         d_TD: Tensor | None = None
         for layer in self.layers:
             for made in layer.products:
@@ -429,19 +415,3 @@ class MergedLayers:
             parameters = layer.parameters if self.units is None else ()
             x_TD, d_TD = _Node.apply(layer, step, x_TD, d_TD, *parameters)
         return x_TD if d_TD is None else x_TD + d_TD
-
-
-def can_merge(model: Decoder) -> bool:
-    """Whether the layers of a model can be merged, on a GPU; if not, why is logged."""
-    if not model.norm.weight.is_cuda:
-        return False
-    refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")
-    reason = refusal(model.config) or next(filter(None, refused), None)
-    if reason:
-        log.info("the layers run operator by operator: %s", reason)
-    return not reason
-
-
-def stack_of(model: Decoder, plan: Checkpointing, merged: bool, whole: int = 0) -> Stack:
-    """The layers of a model under a plan: merged where that is wanted and can be. ``whole`` as in ``MergedLayers``."""
-    return MergedLayers(model, plan, whole) if merged and can_merge(model) else stack_with(model, plan)

@@ -13,9 +13,22 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from ..config import TrainConfig
+from ..config.objectives import objective_kind
 from ..model.build import Trainable
 from .base import Objective
+
+CLASSES = {
+    "next_token": "NextToken",
+    "dpo": "DPO",
+    "orpo": "ORPO",
+    "kto": "KTO",
+    "grpo": "GRPO",
+    "distill": "Distillation",
+}
+"""Objectives whose settings are in ``train/config/objectives.py``; others bring a record (``ObjectiveKind``)."""
 
 
 def build(config: TrainConfig, trainable: Trainable) -> Objective:
@@ -24,26 +37,9 @@ def build(config: TrainConfig, trainable: Trainable) -> Objective:
     Raises:
         ValueError: the data cannot be read or does not fit the objective.
     """
-    if config.objective == "dpo":
-        from .dpo import DPO
-
-        return DPO(config, trainable)
-    if config.objective == "orpo":
-        from .orpo import ORPO
-
-        return ORPO(config, trainable)
-    if config.objective == "kto":
-        from .kto import KTO
-
-        return KTO(config, trainable)
-    if config.objective == "grpo":
-        from .grpo import GRPO
-
-        return GRPO(config, trainable)
-    if config.objective == "distill":
-        from .distill import Distillation
-
-        return Distillation(config, trainable)
-    from .next_token import NextToken
-
-    return NextToken(config, trainable)
+    kind = objective_kind(config.objective)
+    if kind is not None:
+        made: Objective = kind.make(config, trainable)
+        return made
+    made = getattr(import_module(f".{config.objective}", __name__), CLASSES[config.objective])(config, trainable)
+    return made

@@ -15,7 +15,7 @@ from ...ops.loss.linear_cross_entropy_cpu import LinearCrossEntropy
 from ...ops.loss.linear_cross_entropy_torch import linear_cross_entropy
 from ...ops.registry import Unavailable, get
 from ...parallel.parallelize import Parallel
-from ...parallel.pipeline import Piece
+from ...parallel.pipeline import StagedBatch
 from ..data.batches import IGNORE, Batch, padded
 from .share import WHOLE, Share
 
@@ -63,7 +63,7 @@ def _shared_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parall
     return found if torch.is_grad_enabled() else parallel.whole_loss(found)
 
 
-def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0) -> Piece:
+def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0) -> StagedBatch:
     """What this rank computes of a micro-batch, whose mean loss is multiplied by ``share``."""
     whole = padded(batch, parallel.token_multiple)
     parallel.meet(whole.num_tokens)
@@ -75,7 +75,7 @@ def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0)
         return share * parallel.loss(hidden_TD, labels, batch.num_labels, IGNORE, loss)
 
     context = parallel.attention(whole.cu_seqlens)
-    return Piece(tokens, positions, context, parallel.rows(whole.num_tokens), scaled)
+    return StagedBatch(tokens, positions, context, parallel.rows(whole.num_tokens), scaled)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ...ops.optim.adamw import FusedAdamW, Step
+from ...ops.optim.adamw import AdamWStep, FusedAdamW
 from ...ops.optim.rounding import FIRST, SECOND, WEIGHT
 from .base import Optimizer
 
@@ -66,7 +66,7 @@ class AdamW(Optimizer):
             super().update_all(gradients, factor, scale)
             return
         config = self.config
-        numbers = Step(
+        numbers = AdamWStep(
             config.learning_rate * factor,
             config.beta1,
             config.beta2,

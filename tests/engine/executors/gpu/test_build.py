@@ -132,16 +132,16 @@ def test_steps_of_large_models_are_filled_up_where_that_is_asked_for() -> None:
     def tokens(model: str, **settings: Any) -> int | None:
         return setup.fill_tokens(EngineConfig(model=model, **settings), PRESETS[model], half)
 
-    assert tokens("llama-3.1-8b", fill_steps=True) == tokens("qwen3-8b", fill_steps=True) == 256
-    assert tokens("llama-3.1-8b", fill_steps=True, max_num_seqs=300) == 512
-    assert tokens("llama-3.1-8b", fill_steps=True, max_num_seqs=16) == 256
-    assert tokens("qwen3-0.6b", fill_steps=True) is None
+    assert tokens("llama-3.1-8b", mixed_step_limit="fill") == tokens("qwen3-8b", mixed_step_limit="fill") == 256
+    assert tokens("llama-3.1-8b", mixed_step_limit="fill", max_num_seqs=300) == 512
+    assert tokens("llama-3.1-8b", mixed_step_limit="fill", max_num_seqs=16) == 256
+    assert tokens("qwen3-0.6b", mixed_step_limit="fill") is None
     for settings in (
         {},
-        {"fill_steps": False},
-        {"fill_steps": True, "max_mixed_tokens": 1024},
-        {"fill_steps": True, "policy": "static"},
-        {"fill_steps": True, "max_num_seqs": 64, "max_num_batched_tokens": 256},
+        {"mixed_step_limit": "full"},
+        {"mixed_step_limit": "1024tokens"},
+        {"mixed_step_limit": "fill", "policy": "static"},
+        {"mixed_step_limit": "fill", "max_num_seqs": 64, "max_num_batched_tokens": 256},
     ):
         assert tokens("llama-3.1-8b", **settings) is None
 

@@ -92,7 +92,7 @@ def test_irregular_arrivals_capture_and_compile_nothing(tmp_path):
     """Prompts of all lengths that come one by one, and long ones, beside sequences that decode; many short at once."""
     (tmp_path / "config.json").write_text(json.dumps(to_hf(SHAPE)))
     config = EngineConfig(
-        model=str(tmp_path), load_format="dummy", max_num_seqs=64, kv_cache_tokens=1 << 17, itl_target="auto"
+        model=str(tmp_path), load_format="dummy", max_num_seqs=64, kv_cache_tokens=1 << 17, mixed_step_limit="auto"
     )
     core = build_engine(config).core
     rng = random.Random(0)

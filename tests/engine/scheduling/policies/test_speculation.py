@@ -34,9 +34,11 @@ class Planted:
         pass
 
 
-def tokens_per_second(chance: float, rows: int, each: float, *, fixed: int | None = None, tokens: int = 1200) -> float:
+def tokens_per_second(
+    chance: float, rows: int, each: float, *, host: float = 0.0, fixed: int | None = None, tokens: int = 1200
+) -> float:
     """Decode ``rows`` sequences on a device whose steps take 1 + each * rows, drafting as the policy says, or a
-    ``fixed`` number."""
+    ``fixed`` number. After steps with drafts the host takes ``host`` before the next."""
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=fixed or MOST, adaptive=fixed is None)
     times = StepTimes()
     speculation = Speculation(config, times)
@@ -54,8 +56,9 @@ def tokens_per_second(chance: float, rows: int, each: float, *, fixed: int | Non
         keys = sum(seq.length for seq in sequences)
         took = 1.0 + each * count
         times.learn(StepLoad(count, keys), took)
-        speculation.timed(StepLoad(count, keys), took)
-        seconds += took
+        cycle = took + host * bool(drafts)
+        speculation.timed(StepLoad(count, keys), cycle, bool(drafts))
+        seconds += cycle
         for seq in sequences:
             text, known = texts[seq.seq_id], len(seq.output_token_ids)
             right = 0
@@ -76,6 +79,17 @@ def test_never_below_off_and_near_the_best_fixed_number(chance: float, rows: int
     chosen = tokens_per_second(chance, rows, each)
     off = rows / (1.0 + each * rows)
     best = max(off, *(tokens_per_second(chance, rows, each, fixed=count) for count in (1, 2, 4, 8)))
+    assert chosen >= 0.98 * off
+    assert chosen >= 0.95 * best
+
+
+@pytest.mark.parametrize("chance", [0.3, 0.6, 0.9])
+def test_time_of_the_host_that_drafts_expose_counts(chance: float):
+    """With as much time on the host as on the device, drafts must bring twice the tokens."""
+    host, rows, each = 1.5, 6, 0.08
+    chosen = tokens_per_second(chance, rows, each, host=host)
+    off = rows / (1.0 + each * rows)
+    best = max(off, *(tokens_per_second(chance, rows, each, host=host, fixed=count) for count in (1, 2, 4, 8)))
     assert chosen >= 0.98 * off
     assert chosen >= 0.95 * best
 

@@ -11,10 +11,11 @@ import torch
 
 from transect.engine.executors.gpu import setup
 from transect.ops.attention.paged import decode_hopper as module
-from transect.ops.attention.paged import paged_attention
+from transect.ops.attention.paged import dispatch
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.decode_hopper import DecodeHopperTiling, PagedDecode, choose
-from transect.ops.attention.paged.paged_attention import PagedTriton, reference
+from transect.ops.attention.paged.dispatch import PagedTriton
+from transect.ops.attention.paged.paged_attention import reference
 from transect.ops.lang import cuda_build
 from transect.ops.opset import resolve_ops
 from transect.ops.registry import Unavailable
@@ -283,10 +284,10 @@ def test_few_items_go_to_clusters() -> None:
 def test_heads_with_sinks_are_streamed_where_that_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, heads: int, d: int, asked: bool, kernel: str
 ) -> None:
-    monkeypatch.setattr(paged_attention, "require", lambda *_: None)
+    monkeypatch.setattr(dispatch, "require", lambda *_: None)
     ran: list[tuple[str, object]] = []
-    monkeypatch.setattr(paged_attention.paged_decode, "decode", lambda *_, sinks, **__: ran.append(("triton", sinks)))
-    monkeypatch.setattr(paged_attention.paged_decode, "tuned", lambda *_: None)
+    monkeypatch.setattr(dispatch.paged_decode, "decode", lambda *_, sinks, **__: ran.append(("triton", sinks)))
+    monkeypatch.setattr(dispatch.paged_decode, "tuned", lambda *_: None)
     q, k_cache, v_cache, batch = poisoned([20, 3], heads, 2, d, "cpu")
     sinks = torch.zeros(heads, dtype=torch.bfloat16)
     attend = PagedTriton(decode=lambda *_, sinks, **__: ran.append(("streams", sinks)), streamed_sinks=asked)  # type: ignore
@@ -302,7 +303,7 @@ def test_prompts_attend_beside_decodes_only_where_there_are_such(
     monkeypatch: pytest.MonkeyPatch, prompts: int, beside: bool
 ) -> None:
     """Where all 32 rows are for prompts, their attention is not beside a decode kernel: it waits for the one before."""
-    monkeypatch.setattr(paged_attention, "require", lambda *_: None)
+    monkeypatch.setattr(dispatch, "require", lambda *_: None)
     ran: list[tuple[str, object]] = []
 
     def decode(*_: object, beside: bool = False, **__: object) -> None:
@@ -311,7 +312,7 @@ def test_prompts_attend_beside_decodes_only_where_there_are_such(
     def prefill(*_: object, beside: bool = False, **__: object) -> None:
         ran.append(("prefill", beside))
 
-    monkeypatch.setattr(paged_attention.paged_prefill, "prefill", prefill)
+    monkeypatch.setattr(dispatch.paged_prefill, "prefill", prefill)
     q, k_cache, v_cache, batch = poisoned([20] * 32, 4, 2, 64, "cpu")
     batch = PagedBatch(batch.block_tables, batch.query_starts, batch.seq_lens, 16, chunk_rows=prompts)
     PagedTriton(decode=decode)(torch.cat([q] * 2), k_cache, v_cache, batch, 0.125)  # type: ignore[arg-type]

@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from transect.ops.attention.paged import kv_cache_write
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.decode import DecodeTiling
+from transect.ops.attention.paged.dispatch import PagedTriton
 from transect.ops.attention.paged.kv_cache_write import example_batch
-from transect.ops.attention.paged.paged_attention import PagedTriton, reference
+from transect.ops.attention.paged.paged_attention import reference
 from transect.ops.attention.paged.rotary_kv_write import triton_rotary_kv_write
 from transect.ops.lang.jit import INTERPRETED
 from transect.ops.numerics import sample

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.helpers.copying_warps import Box, Machine, Pointer, Shared
 
+from tests.helpers.copying_warps import Box, Machine, Pointer, Shared
 from transect.ops.attention.packed.hopper import AHEAD, ROWS
 from transect.ops.attention.paged import prefill_copies as module
 

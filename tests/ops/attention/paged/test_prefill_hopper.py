@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 from transect.ops.attention.paged import prefill_hopper as module
 from transect.ops.attention.paged.batch import PagedBatch
 from transect.ops.attention.paged.decode_hopper import PagedDecode
+from transect.ops.attention.paged.dispatch import PagedTriton
 from transect.ops.attention.paged.kv_cache_write import example_batch
-from transect.ops.attention.paged.paged_attention import PagedTriton, reference
+from transect.ops.attention.paged.paged_attention import reference
 from transect.ops.attention.paged.rotary_kv_write import triton_rotary_kv_write
 
 hopper = pytest.mark.skipif(module.device_refusal() is not None, reason=str(module.device_refusal()))

@@ -46,31 +46,6 @@ class GPUParts:
     """Up to how many tokens a step with chunked prefill has (``filling.py``), if prompts are spread."""
 
 
-def device_for(config: EngineConfig) -> tuple[torch.device, str]:
-    """The device that a configuration runs on, and why.
-
-    Raises:
-        ValueError: ``cuda`` was asked for and cannot be used.
-    """
-    if config.device == "cpu":
-        return torch.device("cpu"), "device=cpu"
-    reason = None
-    if not torch.cuda.is_available():
-        reason = "torch sees no CUDA GPU"
-    elif config.native:
-        reason = "native=True asks for the C++ CPU kernels"
-    else:
-        try:
-            import triton  # noqa: F401
-        except ImportError:
-            reason = "Triton is not installed: pip install 'transect[gpu]'"
-    if reason is None:
-        return torch.device("cuda", config.first_device or torch.cuda.current_device()), "a GPU is here"
-    if config.device == "cuda":
-        raise ValueError(f"device is cuda, but {reason}; give device='cpu' to run on the processor")
-    return torch.device("cpu"), reason
-
-
 def build_gpu(
     config: EngineConfig,
     source: ModelSource,

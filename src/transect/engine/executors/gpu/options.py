@@ -1,42 +1,46 @@
-"""Switches of what makes the GPU engine fast, to see what each is worth (``benchmarks/engine_ablation.py``)."""
+"""Switches of what makes the GPU engine fast, to see what each is worth (``benchmarks/engine/ablation.py``)."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
+
+from ....spec.settings import changed_fields, check_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPUOptions:
-    """What a GPU engine does besides the obvious; outputs do not depend on it, up to rounding.
+    """Optimizations of a GPU engine. Outputs do not depend on them, up to rounding.
 
     Attributes:
-        prefill_graphs: also capture steps with prefill chunks, of few enough tokens that launching their kernels one by
-            one would take longer than computing them.
-        fused_operators: several operators in one kernel.
-        dependent_launch: kernels start while the one before ends (Hopper).
-        device_sampling: tokens are drawn on the GPU.
-        prompt_attention: prompts that a step holds from their first token on attend to keys that are not in the cache's
-            pages (not where ``EngineConfig.deterministic``).
-        prune_last_layer: the last layer is computed in full only for tokens that something is drawn from.
-        chained_blocks: a step of one request on a model held in blocks of a GGUF file multiplies in whole numbers, the
-            four products between two attentions in one launch (Hopper, not where ``EngineConfig.deterministic``).
-        streamed_sinks: decode rows of heads of 64 with sinks (gpt-oss) attend by the kernel that streams the cache on
-            Hopper, not by Triton.
-        copy_kernels: a step's inputs and results are copied by kernels of its graph, not by the copy engine before and
-            after it.
-        peer_sums: GPUs add up by kernels of our own where those are quicker than NCCL.
-        pushed_products: products of up to 8 rows that end in such a sum give their results to the other GPUs themselves
-            (tried in one run, so only where it is asked for).
+        fused_operators: Run several operators in one kernel.
+        dependent_launch: Start a kernel while the one before ends (Hopper).
+        device_sampling: Draw tokens on the GPU.
+        prefill_graphs: Capture steps with prefill chunks too, if they have so few tokens that launching their kernels
+            one by one would take longer than computing them.
+        prompt_attention: Prompts that a step holds from their first token on attend to keys outside of the cache's
+            pages, unless ``EngineConfig.deterministic``.
+        prune_last_layer: Compute the last layer in full only for tokens that something is drawn from.
+        chained_blocks: On a model in blocks of a GGUF file, multiply in whole numbers in steps of one request, the four
+            products between two attentions in one launch (Hopper, unless ``EngineConfig.deterministic``).
+        streamed_sinks: Use the kernel that streams the cache on Hopper, not Triton's, for decode rows of heads of 64
+            with sinks (gpt-oss).
+        copy_kernels: Copy a step's inputs and results by kernels of its graph, not by the copy engine.
+        peer_sums: Add up over GPUs by our own kernels where those are faster than NCCL.
+        pushed_products: Products of up to 8 rows that end in such a sum write their results to the other GPUs
+            themselves (off, because it was measured in one run only).
 
     Raises:
         ValueError: a switch is neither True nor False.
     """
 
-    prefill_graphs: bool = True
+    GROUPS: ClassVar[Mapping[str, str]] = {"fused_operators": "GPU"}
+
     fused_operators: bool = True
     dependent_launch: bool = True
     device_sampling: bool = True
+    prefill_graphs: bool = True
     prompt_attention: bool = True
     prune_last_layer: bool = True
     chained_blocks: bool = True
@@ -46,11 +50,8 @@ class GPUOptions:
     pushed_products: bool = False
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            if not isinstance(value := getattr(self, field.name), bool):
-                raise ValueError(f"{field.name} must be True or False, not {value!r}")
+        check_values(self)
 
     def __str__(self) -> str:
         """The switches that are not as they are by default."""
-        changed = (field for field in dataclasses.fields(self) if getattr(self, field.name) != field.default)
-        return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in changed)
+        return ", ".join(changed_fields(self))

@@ -20,7 +20,7 @@ from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
-from ....ops.attention.paged.paged_attention import PagedTriton
+from ....ops.attention.paged.dispatch import PagedTriton
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
 from ....ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -89,7 +89,7 @@ class Setup:
     @property
     def irregular(self) -> bool:
         """Requests come one by one, or prompts are spread over decode steps: every graph is captured at the start."""
-        return self.config.itl_target is not None or self.fill_tokens is not None
+        return self.config.step_limit.seconds is not None or self.fill_tokens is not None
 
 
 def set_up(
@@ -246,12 +246,12 @@ def runner_tricks(
 
 
 def fill_tokens(config: EngineConfig, model: ModelConfig, storage: Storage) -> int | None:
-    """Up to how many tokens ``fill_steps`` fills steps; None where it is not asked for or does not pay."""
+    """Tokens up to which steps are filled while sequences decode; None if that is not asked for or does not pay."""
     seqs, most = config.limits("cuda")
     tokens = row_bucket(max(seqs, FILL_TOKENS))
     if storage.streamed:  # a step of many tokens takes no longer then
         return None
-    asked = config.fill_steps and config.max_mixed_tokens is None and config.policy == "continuous"
+    asked = config.step_limit.fill and config.policy == "continuous"
     asked = asked and config.layout.pipeline == 1  # stages have weights of different sizes
     return tokens if asked and tokens < most and weight_bytes(model, storage) >= FILL_BYTES else None
 

@@ -35,10 +35,10 @@ PRIOR_TRIALS = 4.0
 PROBES = 2
 """Steps of a size that must be measured before its predicted time counts; until then more rows are taken to cost
 nothing, so that sizes are tried. Sizes up to the same power of two count as one."""
-CORRECTED_ROWS = 64
-"""Rows up to which predicted step times are corrected by measured ones."""
+FINE_ROWS, COARSE_ROWS = 64, 16
+"""Corrections are kept for each number of rows up to the first number, and beyond it for each range of the second."""
 CORRECTION_RATE = 0.1
-"""Weight of the newest step in a correction."""
+"""Least weight of the newest step in a correction."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
 """Lengths of matches that are judged apart."""
@@ -60,6 +60,25 @@ class Acceptance:
     def rate(self, prior: float) -> float:
         """The chance, given that of comparable guesses."""
         return (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
+
+
+class Corrections:
+    """Measured over predicted time from one result to the next, by rows of a step."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[float, int]] = {}
+        """(ratio, steps) by range of rows; 0 is for all together."""
+
+    def learn(self, rows: int, ratio: float) -> None:
+        """Take in a step."""
+        for key in (_range(rows), 0):
+            before, count = self._found.get(key, (1.0, 0))
+            weight = max(CORRECTION_RATE, 1 / (count + 1))
+            self._found[key] = before + weight * (ratio - before), count + 1
+
+    def factor(self, rows: int) -> float:
+        """The factor for steps of so many rows; that of all steps if there was none of these."""
+        return self._found.get(_range(rows), self._found.get(0, (1.0, 0)))[0]
 
 
 class _Track:
@@ -97,7 +116,9 @@ class Speculation:
         self._tracks: dict[int, _Track] = {}
         self._common = [Acceptance(1.0, 2.0) for _ in range(len(MATCHES) + 1)]
         """Acceptance over all sequences, by length of match."""
-        self._corrections = [1.0] * (CORRECTED_ROWS + 1)
+        self._corrections = {False: Corrections(), True: Corrections()}
+        """For steps without drafts, and with: these are planned when the step before is done, so no planning is hidden
+        behind the device."""
         self._measured = [0] * 32
         """Decode steps by the bit length of their tokens."""
 
@@ -137,13 +158,17 @@ class Speculation:
         if self._tracks.pop(seq.seq_id, None) is not None:
             self.drafter.ended(seq.seq_id, seq.output_token_ids)
 
-    def timed(self, load: StepLoad, seconds: float) -> None:
-        """Learn how much a decode step differs from its prediction."""
+    def timed(self, load: StepLoad, seconds: float, drafted: bool) -> None:
+        """Learn how much the time of a decode step differs from its prediction.
+
+        Args:
+            seconds: from the result of the step before to that of this one.
+            drafted: the step has drafts.
+        """
         expected = self._times.predict(load)
         self._measured[load.tokens.bit_length()] += 1
-        if load.tokens <= CORRECTED_ROWS and expected > 0:
-            ratio = min(max(seconds / expected, 0.25), 4.0)
-            self._corrections[load.tokens] += CORRECTION_RATE * (ratio - self._corrections[load.tokens])
+        if expected > 0:
+            self._corrections[drafted].learn(load.tokens, min(max(seconds / expected, 0.25), 4.0))
 
     def _guess(self, seq: Sequence) -> Guess:
         """The guess for the next tokens of a sequence; the one before is marked by what came."""
@@ -208,9 +233,13 @@ class Speculation:
             if self._measured[tokens.bit_length()] < PROBES:
                 tokens, drafts = rows, 0
             load = StepLoad(tokens, keys + int(drafts * each))
-            return max(self._times.predict(load) * self._corrections[min(tokens, CORRECTED_ROWS)], 1e-9)
+            return max(self._times.predict(load) * self._corrections[drafts > 0].factor(tokens), 1e-9)
 
         return seconds
+
+
+def _range(rows: int) -> int:
+    return rows if rows <= FINE_ROWS else FINE_ROWS + -(-(rows - FINE_ROWS) // COARSE_ROWS)
 
 
 def _bucket(matched: int) -> int:

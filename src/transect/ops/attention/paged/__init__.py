@@ -1,6 +1,7 @@
 """Causal attention through the block table of a paged KV cache.
 
-* ``paged_attention.py``        the operator, and which kernel runs; ``paged_attention_torch.py``: in torch
+* ``paged_attention.py``        the operator; ``paged_attention_torch.py``: in torch; ``dispatch.py``: on a GPU, which
+                                kernel runs
 * ``prefill.py``                prefill chunks; ``prefill_hopper.py``: for Hopper, with ``prefill_copies.py``
 * ``decode.py``                 rows of one query; ``decode_hopper.py`` (``paged_decode_hopper.cu``): for Hopper
 * ``tile.py``                   what the Triton kernels share

@@ -388,7 +388,7 @@ register(
         directions=("forward",),
         cases=_cases,
         kernels=_kernels,
-        knobs=[
+        knobs=lambda: [
             Knobs(
                 "rotary_kv_write",
                 CHOICES,

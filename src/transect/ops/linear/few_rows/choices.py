@@ -1,9 +1,9 @@
 """Which kernel runs a product of up to 256 rows: measured for a device, or else by its shape.
 
 Files of choices are measured: those in ``ops/tuned/small_matmul`` are shipped, and ``transect tune MODEL``
-writes the user's own, which win. ``benchmarks/products_in_layers.py`` measured the shipped ones in chains of whole
-layers, ``benchmarks/ops_many_rows.py`` those of the heads and of other sizes, ``benchmarks/products_by_shape.py`` those
-of ten models at 48 rows, where the rule is furthest from the quickest. Without ``dependent_launch`` a launch may
+writes the user's own, which win. ``benchmarks/ops/products_in_layers.py`` measured the shipped ones in chains of whole
+layers, ``benchmarks/ops/many_rows.py`` those of the heads and of other sizes, ``benchmarks/ops/products_by_shape.py``
+those of ten models at 48 rows, where the rule is furthest from the quickest. Without ``dependent_launch`` a launch may
 read no weight early, so other choices apply then (``alone``). A size that no file has goes by ``rule.py``.
 """
 

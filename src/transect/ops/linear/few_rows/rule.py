@@ -11,9 +11,9 @@ that are added up over memory or over a cluster's shared memory. cuBLAS has a ti
 what runs otherwise.
 
 The costs of bfloat16 are fitted to 3,700 launches at 36 sizes of weights and 48 to 200 rows on an H200
-(``benchmarks/products_by_shape.py``). What the rule takes was 1.9% slower than the quickest of each size on average.
-Those of fp8 are fitted to 9,547 launches at 30 sizes and 32 to 256 rows: 2.9% slower. A product in fp8 is told of as
-one in bfloat16 with half as many k, which takes as many chunks and instructions.
+(``benchmarks/ops/products_by_shape.py``). What the rule takes was 1.9% slower than the quickest of each size on
+average. Those of fp8 are fitted to 9,547 launches at 30 sizes and 32 to 256 rows: 2.9% slower. A product in fp8 is told
+of as one in bfloat16 with half as many k, which takes as many chunks and instructions.
 """
 
 from __future__ import annotations

@@ -453,7 +453,7 @@ register(
         cases=cases,
         differentiable=("x", "weight", "bias", "gate", "residual"),
         kernels=kernels,
-        knobs=[knobs(matmul, gated) for gated in (False, True)],
+        knobs=lambda: [knobs(matmul, gated) for gated in (False, True)],
         trace=_trace,
     )
 )

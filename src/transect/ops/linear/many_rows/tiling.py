@@ -96,8 +96,8 @@ def cublas_is_quicker(x: Tensor, weight: Tensor) -> bool:
     and ``[N, K]``, on Hopper.
 
     Of 48 such products of 272 to 1024 rows on an H200 it was quicker than the tiling by the rule in 45, by 2 to 49%
-    (``benchmarks/products_by_shape.py``). At 8192 rows both take as long: 12 prompts of 12,000 tokens took 3.57 s with
-    cuBLAS and 3.56 without (Qwen2.5-7B's shape), so our kernels run there.
+    (``benchmarks/ops/products_by_shape.py``). At 8192 rows both take as long: 12 prompts of 12,000 tokens took 3.57 s
+    with cuBLAS and 3.56 without (Qwen2.5-7B's shape), so our kernels run there.
     """
     if x.device.type != "cuda" or torch.version.hip is not None or x.element_size() != 2 or len(x) > CUBLAS_ROWS:
         return False

@@ -19,7 +19,7 @@ scales and zeros, which are bfloat16), n = N, bias ``[N]``, result ``[M, N]``. G
 Bound by bytes for few rows: (1/2 + 4 / G) bytes a weight, 0.53 at G = 128 with 16-bit scales, against 2 in bfloat16.
 
 All ways read the same order of the weight, so one copy of it is enough. ``way`` chooses what was quicker on an H200 in
-a chain of launches (``benchmarks/ops_int4.py``):
+a chain of launches (``benchmarks/ops/int4.py``):
 
 * ``int4_matmul.cu`` (``int4_rows.py``) runs up to 16 rows, and up to 32 of narrow weights. For up to 8 rows of weights
   below about 30 MB, X may be rounded to whole numbers of 16 bits, in units of at most 2^-14 of the largest of 128 k
@@ -305,7 +305,7 @@ register(
         },
         cases=_cases,
         kernels=kernels,
-        knobs=[
+        knobs=lambda: [
             Knobs("int4_matmul", TRITON_CHOICES, triton_rule, by_triton, dict, _size),
             Knobs(
                 "int4_matmul.cu",

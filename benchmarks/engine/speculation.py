@@ -1,0 +1,242 @@
+"""Speculative decoding beside the same engine without, at planted and at real acceptance; answers are compared.
+
+    python benchmarks/engine/speculation.py grid [--model MODEL] [--dummy] [--batches 1 4 16] [--rounds 7] [--out FILE]
+    python benchmarks/engine/speculation.py tasks
+
+``grid`` plants the acceptance: the answers are given, and the drafter knows them but for a given share of positions; in
+the row "shift" it is right in the first half of each answer and wrong in the second. The chosen number of drafts
+stands beside fixed numbers. ``tasks`` runs the shipped drafters on texts that repeat more or less; "asked before"
+has seen the same answer in the round before. Contenders take turns within each round; ratios are of one round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import statistics
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import _paths  # noqa: F401
+from benchmarks import record
+from transect import LLM, SamplingParams
+from transect.engine.executors.drafted import Drafted
+from transect.engine.scheduling.batch import ScheduledBatch, StepResult
+from transect.engine.scheduling.drafters.drafter import Guess
+from transect.engine.scheduling.drafters.registry import SpeculativeConfig
+from transect.engine.scheduling.policies.speculation import Speculation
+
+FIXED = (2, 4, 8)
+CHANCES = ("0", "0.3", "0.6", "0.9", "1", "shift")
+CODE = '''def area_of_circle(radius):
+    """Return the area of a circle."""
+    if radius < 0:
+        raise ValueError("radius must not be negative")
+    return 3.14159 * radius * radius
+
+def area_of_square(side):
+    """Return the area of a square."""
+    if side < 0:
+        raise ValueError("side must not be negative")
+    return side * side
+
+'''
+TEXT = (
+    "The lighthouse stood on the northern cliff for two hundred years. Every evening the keeper climbed the stairs, "
+    "lit the lamp, and wrote the weather into a book. In winter the storms reached the windows, and ships waited in "
+    "the bay until the morning. When the lamp was replaced by an electric one, the keeper stayed to write the book."
+)
+TASKS: dict[str, str] = {
+    "edit a text": f"Repeat this text, but write 'tower' for 'lighthouse':\n{TEXT}\n\nHere is the text:\n{TEXT[:60]}",
+    "code with repeats": CODE + CODE.replace("area", "perimeter") + "def volume_of_cube(side):\n",
+    "chat over a document": (
+        f"Document:\n{TEXT}\n\nQuestion: What did the keeper do every evening? Quote the document.\nAnswer:"
+    ),
+    "a list that repeats": "1. red apple\n2. red apple\n3. red apple\n4. red apple\n5. red apple\n6.",
+    "prose that does not repeat": "Write down an unusual thought about each of ten different countries.\n1.",
+}
+
+
+class Planted:
+    """Knows what each sequence will say, and is wrong where it should be."""
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], chance: str) -> None:
+        self.answers = answers
+        self.wrong = {}
+        for at, (prompt, answer) in enumerate(answers.items()):
+            chances = random.Random(at)
+            share = [float(chance)] * len(answer) if chance != "shift" else [1.0] * (len(answer) // 2)
+            self.wrong[prompt] = [chances.random() >= (share[i] if i < len(share) else 0.0) for i in range(len(answer))]
+
+    def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
+        now = slice(len(output), len(output) + most)
+        pairs = zip(self.answers[prompt][now], self.wrong[prompt][now], strict=True)
+        tokens = tuple(token ^ 1 if wrong else token for token, wrong in pairs)
+        return Guess(tokens, (1.0,) * len(tokens), 4)
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        """Nothing is kept."""
+
+
+class Told(Drafted):
+    """Runs steps as they are, and reports the known answers in place of what was drawn.
+
+    With random weights logits are nearly equal, and another number of rows changes draws: planted guesses would be
+    wrong after the first such draw. The device does the same work.
+    """
+
+    def __init__(self, executor: Any, answers: dict[tuple[int, ...], list[int]]) -> None:
+        super().__init__(executor)
+        self.answers = answers
+
+    def submit(self, batch: ScheduledBatch) -> Any:
+        handle = super().submit(batch)
+        read = handle.result
+
+        def result() -> StepResult:
+            found = read()
+            for row in batch.rows:
+                answer = self.answers[row.prompt_token_ids]
+                at = row.known_end - len(row.prompt_token_ids)
+                right = 0
+                while right < len(row.drafts) and row.drafts[right] == answer[at + right]:
+                    right += 1
+                for draw in row.draws:
+                    found.tokens[draw.seq_id] = answer[at + right]
+                    if row.drafts:
+                        found.accepted[draw.seq_id] = answer[at : at + right]
+            return found
+
+        return SimpleNamespace(draw=handle.draw, result=result)
+
+
+class Contender:
+    """An engine with one way of speculation, or none."""
+
+    def __init__(self, llm: LLM, settings: dict[str, Any] | None, *, forgets: bool = False) -> None:
+        self.llm, self.forgets = llm, forgets
+        self.scheduler = llm._core.scheduler
+        self.speculation = None
+        if settings is not None:
+            self.speculation = Speculation(SpeculativeConfig.of(settings), self.scheduler.times)
+
+    def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
+        """Seconds from the first decode on, and the answers."""
+        self.scheduler.speculation = self.speculation
+        if self.forgets:
+            self.speculation.drafter = self.speculation.config.drafter()
+        began = time.perf_counter()
+        results = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+        return time.perf_counter() - began, [result.outputs[0].token_ids for result in results]
+
+
+def interval(ratios: list[float]) -> dict[str, float]:
+    """Median, and the 95% interval of the mean by Student's t (two-sided)."""
+    mean, count = statistics.mean(ratios), len(ratios)
+    t = {3: 4.30, 5: 2.78, 7: 2.45, 9: 2.31, 11: 2.23, 15: 2.14}.get(count, 2.1)
+    half = t * statistics.stdev(ratios) / math.sqrt(count) if count > 1 else math.nan
+    return {"median": statistics.median(ratios), "low": mean - half, "high": mean + half}
+
+
+def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict[str, Any]:
+    """Seconds of each round, the speed of each over that of ``off`` in its round, and whether the answers are equal."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    equal = dict.fromkeys(contenders, True)
+    for turn in range(rounds + 1):
+        answers = {}
+        names = list(contenders)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            took, answers[name] = contenders[name].run(prompts, params)
+            if turn:  # the first round warms up and learns step times
+                seconds[name].append(took)
+        for name in names:
+            equal[name] = equal[name] and answers[name] == answers["off"]
+    tokens = sum(map(len, answers["off"]))
+    found: dict[str, Any] = {"tokens": tokens}
+    for name, times in seconds.items():
+        ratios = [off / own for off, own in zip(seconds["off"], times, strict=True)]
+        found[name] = {"seconds": record.summary(times), "over_off": interval(ratios), "equal": equal[name]}
+    return found
+
+
+def grid(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
+    """Every batch size and planted acceptance."""
+    core = llm._core
+    found: dict[str, Any] = {}
+    for rows in options.batches:
+        numbers = random.Random(rows)
+        prompts = [[numbers.randrange(300, 30_000) for _ in range(options.prompt)] for _ in range(rows)]
+        params = [
+            SamplingParams(max_tokens=options.tokens, temperature=0.7, seed=i, ignore_eos=True) for i in range(rows)
+        ]
+        off = Contender(llm, None)
+        known = {
+            tuple(prompt): [numbers.randrange(300, 30_000) for _ in range(options.tokens + 1)] for prompt in prompts
+        }
+        core.executor = Told(getattr(core.executor, "_executor"), known)  # noqa: B009
+        for chance in options.chances:
+            contenders = {"off": off, "chosen": Contender(llm, {"method": "ngram", "num_speculative_tokens": 8})}
+            for count in FIXED:
+                fixed = {"method": "ngram", "num_speculative_tokens": count, "adaptive": False}
+                contenders[f"fixed {count}"] = Contender(llm, fixed)
+            for name, contender in contenders.items():
+                if name != "off":
+                    contender.speculation.drafter = Planted(known, chance)
+            found[f"{rows} x {chance}"] = cell = race(contenders, prompts, params, options.rounds)
+            best = max(cell[name]["over_off"]["median"] for name in contenders if name != "chosen")
+            cell["best"] = best
+            print(rows, chance, {name: round(cell[name]["over_off"]["median"], 3) for name in contenders}, flush=True)
+    return found
+
+
+def tasks(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
+    """The shipped drafters on real texts, one request at a time."""
+    found: dict[str, Any] = {}
+    tokenizer = llm.get_tokenizer()
+    for name, prompt in TASKS.items():
+        ids = [tokenizer.encode(prompt)]
+        params = [SamplingParams(max_tokens=options.tokens, temperature=0.0, ignore_eos=True)]
+        contenders = {"off": Contender(llm, None)}
+        contenders |= {method: Contender(llm, {"method": method}, forgets=True) for method in ("ngram", "suffix")}
+        contenders["suffix, asked before"] = Contender(llm, {"method": "suffix"})
+        found[name] = race(contenders, ids, params, options.rounds)
+        medians = {each: round(found[name][each]["over_off"]["median"], 2) for each in contenders}
+        print(name, medians, [found[name][each]["equal"] for each in contenders], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("grid", "tasks"))
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dummy", action="store_true", help="random weights")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--chances", nargs="+", default=CHANCES)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = max(options.batches) if options.what == "grid" else 1
+    settings: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": max(4 * rows, 16), "seed": 1}
+    settings |= {"load_format": "dummy"} if options.dummy else {}
+    llm = LLM(
+        options.model,
+        speculative_config={"method": "ngram"},
+        enable_prefix_caching=False,
+        deterministic=options.deterministic,
+        **settings,
+    )
+    cells = (grid if options.what == "grid" else tasks)(llm, options)
+    device = "cuda" if llm.config.device == "cuda" else "cpu"
+    out = options.out or record.RESULTS / device / f"speculation_{options.what}.json"
+    machine = record.environment()
+    record.write(out, {"model": options.model, "tokens": options.tokens, "cells": cells, "environment": machine})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""What ``transect explain run --apply`` does: for each change what was promised, and what it gave.
+
+    python benchmarks/explain/apply.py [NAMES]                                              # on a CPU
+    python benchmarks/explain/apply.py --device cuda --out benchmarks/results/h200/explain_apply.json
+
+Small scripts, each slow for reasons that a change from outside can mend, go the way of the command: they are explained
+under the profiler, and each change that a finding names is made and measured without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _paths  # noqa: F401
+from benchmarks import record
+from transect.costs.ceilings import Ceilings
+from transect.explain import Explain
+from transect.explain.program.apply import Applied, apply
+from transect.explain.program.explain import explain_script, machine_ceilings
+from transect.explain.program.script import Script
+
+HEAD = "import sys\nimport torch\nfrom torch import nn\ntorch.manual_seed(0)\ndevice = sys.argv[1]\n"
+SCRIPTS = {
+    "float32 products": """
+model = nn.Linear(4096, 4096, bias=False, device=device)
+x = torch.randn(4096, 4096, device=device)
+with torch.no_grad():
+    for _ in range(20):
+        y = model(x)
+print(y.sum().item())
+""",
+    "one question at a time": """
+model = nn.Linear(8192, 8192, bias=False, device=device, dtype=torch.bfloat16)
+rows = torch.randn(96, 1, 8192, device=device, dtype=torch.bfloat16)
+with torch.no_grad():
+    print(torch.stack([model(row) for row in rows]).sum().item())
+""",
+    "pageable copies": """
+host = torch.ones(64, 1 << 18)
+for _ in range(20):
+    y = host.to(device).sum()
+print(y.item())
+""",
+    "small layers": """
+model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(16))).to(device).eval()
+rows = torch.randn(300, 8, 256, device=device)
+print(torch.stack([model(row) for row in rows]).sum().item())
+""",
+    "one core": """
+x = torch.randn(1400, 1400)
+for _ in range(6):
+    y = x @ x
+print(y.sum().item())
+""",
+}
+ON_CPU = ("small layers", "one core")
+"""What a processor's table has; the others ask for a GPU."""
+
+
+def tried(name: str, device: str, limits: Ceilings) -> list[dict[str, Any]]:
+    """One script: what was promised and obtained of each change."""
+    before = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{name.replace(' ', '_')}.py"
+        path.write_text(HEAD + SCRIPTS[name])
+        try:
+            torch.set_num_threads(1 if name == "one core" else before)
+            script = Script(path, (device,))
+            explain_script(script, Explain(limits))  # the first time loads what it needs
+            found = explain_script(script, Explain(limits))
+            print(f"== {name}\n{found}", flush=True)
+            done = apply(script, found)
+        finally:
+            torch.set_num_threads(before)
+    for each in done:
+        print(each, flush=True)
+    return [row(name, each) for each in done]
+
+
+def row(name: str, done: Applied) -> dict[str, Any]:
+    """One change for JSON; seconds."""
+    return {
+        "script": name,
+        "finding": done.finding.kind,
+        "change": done.name,
+        "before_s": None if done.failed else done.before,
+        "predicted_s": done.predicted,
+        "obtained_s": None if done.failed else done.obtained,
+        "once_s": done.setup,
+        "failed": done.failed,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """What each change promised and gave."""
+    lines = ["| script | change | before, ms | promised, ms | gave, ms | once, ms |", "|---|---|---:|---:|---:|---:|"]
+    for each in result["rows"]:
+        promised = f"{1e3 * each['predicted_s']:.1f}"
+        if each["failed"]:
+            lines.append(f"| {each['script']} | {each['change']} | | {promised} | left out: {each['failed']} | |")
+            continue
+        times = f"{1e3 * each['before_s']:.1f} | {promised} | {1e3 * each['obtained_s']:.1f}"
+        lines.append(f"| {each['script']} | {each['change']} | {times} | {1e3 * each['once_s']:.0f} |")
+    machine = result["environment"]
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+    return "\n".join(lines) + f"\n\n`{result['command']}` on {where}, {record.made_at([machine])}.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="some of the scripts; all that the device can run if none is named")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "explain_apply.json")
+    options = parser.parse_args()
+    gpu = {"gpu": torch.cuda.get_device_name()} if options.device == "cuda" else {}
+    if unknown := set(options.names) - set(SCRIPTS):
+        parser.error(f"there is no script {sorted(unknown)[0]!r}: choose from {', '.join(SCRIPTS)}")
+    limits = machine_ceilings()
+    result: dict[str, Any] = {
+        "command": f"python benchmarks/explain/apply.py --device {options.device}",
+        "environment": record.environment() | gpu,
+        "rows": [],
+    }
+    on_gpu = [name for name in SCRIPTS if name != "one core"]
+    for name in options.names or (on_gpu if gpu else ON_CPU):
+        try:
+            result["rows"] += tried(name, options.device, limits)
+        except ValueError as error:  # one that cannot run must not hide the others
+            print(f"{name} failed: {error}", flush=True)
+        record.write(options.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Settings of the HTTP server: one frozen description, which the options of ``transect serve`` come from."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from ..spec.settings import About, check_values
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Settings of the HTTP server.
+
+    Attributes:
+        model_names: Name that requests use; may be given again. Default: the model's. The first one is in answers.
+        host: Local address to listen on; 0.0.0.0 for all.
+        port: Port to listen on; 0 for any free one.
+        uds: Listen on this Unix socket, not on host and port.
+        api_keys: Demand this key; may be given again. ``/v1`` and the tokenizer routes want a key as a bearer token.
+        max_body_bytes: Longest request body in bytes.
+        request_timeout_s: Seconds from a request's arrival to its last token, rendering and encoding included. Then the
+            answer is a 504. Default: no limit.
+        max_prompts: Prompts in one completions request.
+        max_connections: Clients connected at the same time; default: as many as ``ulimit -n`` allows. Beyond that only
+            ``/health`` and ``/metrics`` are answered.
+        receive_timeout_s: Seconds for the head of a request, and the beginning of its body, to arrive. A body gets a
+            second more for each 16 KiB. Then the answer is a 408.
+        keep_alive_s: Seconds that a connection stays open after an answer, for the next request. Give more than a proxy
+            in front of the server does, which otherwise sends a request on a connection that just ended.
+        grace_s: Seconds for running requests after SIGTERM.
+        drain_timeout_s: Seconds for the streams of replaced engines after ``transect reload``.
+        allowed_origins: Origin of web pages that may ask; may be given again, or a JSON list; '' for none.
+        allowed_methods: Method of requests of web pages of other origins; may be given again.
+        allowed_headers: Header of requests of web pages of other origins; may be given again.
+        allow_credentials: Allow credentials, such as cookies, in requests of other origins (CORS).
+        root_path: Path below which a proxy shows this server, such as ``/llm``.
+        ssl_certfile: Speak TLS with this certificate (PEM).
+        ssl_keyfile: Key of the certificate (PEM), if it is in a file of its own.
+        tool_call_parser: Form of tool calls: hermes, qwen3_coder, mistral_v11 ...; auto reads the chat template.
+            ``text/tools/`` has them all.
+        reasoning_parser: Marks of thoughts: qwen3, mistral ...; auto reads the chat template; none: thoughts are text.
+        request_log: Write a line for each request to standard error. No texts are logged.
+        log_level: Least level of these lines: warning is for 4xx, error for 5xx.
+        otlp_traces_endpoint: Send OpenTelemetry spans of requests there: ``http://HOST:4318`` or ``grpc://HOST:4317``.
+
+    Raises:
+        ValueError: a value is out of its range, or a file cannot be used.
+    """
+
+    GROUPS: ClassVar[Mapping[str, str]] = {"model_names": "Server"}
+
+    model_names: Annotated[tuple[str, ...], About(option="served-model-name")]
+    host: str = "127.0.0.1"
+    port: Annotated[int, About(least=0, most=65535)] = 8000
+    uds: str | None = None
+    api_keys: Annotated[tuple[str, ...], About(option="api-key", variable="TRANSECT_API_KEY")] = ()
+    max_body_bytes: Annotated[int, About(least=1024)] = 8 * 1024 * 1024
+    request_timeout_s: Annotated[float | None, About(above=0)] = None
+    max_prompts: Annotated[int, About(least=1)] = 256
+    max_connections: Annotated[int | None, About(least=1)] = None
+    receive_timeout_s: Annotated[float, About(above=0)] = 20.0
+    keep_alive_s: Annotated[int, About(least=0)] = 5
+    grace_s: Annotated[float, About(least=0)] = 30.0
+    drain_timeout_s: Annotated[float, About(least=0)] = 60.0
+    allowed_origins: tuple[str, ...] = ("*",)
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    root_path: str = ""
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str | None = "auto"
+    request_log: Literal["off", "text", "json"] = "off"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    otlp_traces_endpoint: str | None = None
+
+    def __post_init__(self) -> None:
+        from ..text.reasoning import thoughts_of
+        from ..text.tools.registry import shape_of
+
+        check_values(self)
+        if not self.model_names or not all(self.model_names):
+            raise ValueError("model_names must hold at least one non-empty name")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise ValueError("api keys must be non-empty and plain ASCII")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ValueError(f"root_path must begin with a slash and not end with one, got {self.root_path!r}")
+        _check_tls(self.ssl_certfile, self.ssl_keyfile)
+        shape_of(None, self.tool_call_parser)
+        thoughts_of(self.reasoning_parser)
+        if self.otlp_traces_endpoint is not None:
+            from .operations.tracing import exporter_for
+
+            exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
+
+
+def _check_tls(certificate: str | None, key: str | None) -> None:
+    """Load the files once, so that what is wrong with them is said before a model is loaded."""
+    if certificate is None:
+        if key is not None:
+            raise ValueError("ssl_keyfile needs ssl_certfile, the certificate that it belongs to")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        named = f"ssl_certfile {certificate}" + (f" and ssl_keyfile {key}" if key is not None else "")
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error
+        raise ValueError(f"{named} cannot be used: {reason}") from None

@@ -1,0 +1,24 @@
+"""The ways that ranks share the work of a training step, one a file; ``strategy_for`` takes one for a run.
+
+* ``alone.py``: one rank has everything; what a strategy is asked is there.
+* ``together.py``: what the others have in common.
+* ``replicated.py``: ranks with the same weights, and ranks that have one model between them.
+* ``sharded.py``: weights shared out, gathered when they are used. ``pipelined.py``: stages of layers.
+"""
+
+from __future__ import annotations
+
+from ...config.parallel import ParallelConfig
+from .alone import Alone
+from .pipelined import Pipelined
+from .replicated import Replicated
+from .sharded import ShardedRanks
+
+
+def strategy_for(parallel: ParallelConfig) -> type[Alone]:
+    """The strategy of a run."""
+    if parallel.layout.size == 1 and parallel.offload != "all":
+        return Alone
+    if parallel.layout.pipeline > 1:
+        return Pipelined
+    return ShardedRanks if parallel.sharded or parallel.zero == 3 else Replicated
