@@ -165,7 +165,7 @@ def main() -> None:
         "model": arguments.model,
         "replicas": 3,
     }
-    result |= {"runs": [], "each": []}
+    result |= {"model": arguments.model, "runs": [], "each": []}
     if arguments.out.exists():
         result = json.loads(arguments.out.read_text())
     command = [sys.executable, "-m", "transect", "serve", arguments.model, "--port", "0", "--data-parallel-size", "3"]
