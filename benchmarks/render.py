@@ -303,7 +303,7 @@ def fail_over() -> str:
         f"tokens/s of {cost['streams']} streams": "tokens_per_s",
         "processor time of the HTTP process a token, µs": "processor_us_per_token",
     }
-    costs = [f"{what} {behind[key]['median']:,.1f} beside {alone[key]['median']:,.1f}" for what, key in pairs.items()]
+    costs = [f"{what} {_spread(behind[key])} beside {_spread(alone[key])}" for what, key in pairs.items()]
     return (
         f"`{found['command']}`: {found['signals']} signals at random tokens to three replicas of {found['model']}, "
         f"{found['kills']} of them `kill -9` and {found['stops']} SIGSTOP. Of {found['answers']} answers "
@@ -312,8 +312,13 @@ def fail_over() -> str:
         "prefill on idle cores; a replica that starts again takes cores from the others. "
         f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
         f"`{cost['command']}`: an engine behind replicas beside the same engine alone, without a model and without a "
-        f"failure: {'; '.join(costs)}. On {cost['processor']}, {record.made_at([cost])}.\n"
+        f"failure, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. On a busy 2-core "
+        f"machine ({cost['processor']}), {record.made_at([cost])}.\n"
     )
+
+
+def _spread(values: dict[str, float]) -> str:
+    return f"{values['median']:,.1f} ({values['min']:,.1f} to {values['max']:,.1f})"
 
 
 def _kills(found: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ class Numerics(msgspec.Struct, frozen=True):
 
 
 UNKNOWN = Numerics({}, False)
-"""Of an engine that promises nothing."""
+"""Numerics of an engine that promises nothing."""
 
 
 def numerics_of(config: EngineConfig, source: ModelSource, device: torch.device, kernels: str, exact: bool) -> Numerics:

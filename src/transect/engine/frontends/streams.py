@@ -54,7 +54,7 @@ class Stream:
         self.left = params.n
         """Choices whose last update has not been taken."""
         self.number = 0
-        """Of its submit to the engine that has it."""
+        """Number of its submit to the engine that has it."""
         self.aborted = False
         """It was aborted while no engine had it."""
         self.engine: Any = None

@@ -22,7 +22,7 @@ class Submit(msgspec.Struct, tag="submit"):
     priority: int = 0
     pooling: str | None = None
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
-    """Of a request that another engine has begun, see ``Request``."""
+    """See ``Request``; None unless another engine has begun the request."""
     arrival: float | None = None
     """When it came to that engine, on the machine's monotonic clock; None for now."""
 

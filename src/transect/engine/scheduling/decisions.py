@@ -65,7 +65,7 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     prompt_logprobs: bool
     """Or something else for which every token of the prompt must be computed."""
     known: list[int] | None = None
-    """Of a request that is continued: tokens that each choice has already, -1 for one that has ended."""
+    """Tokens that each choice has already, -1 if it has ended; None for a request that did not begin elsewhere."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
