@@ -99,11 +99,11 @@ def _table(calm: dict[str, Answer], disturbed: dict[str, Answer]) -> tuple[Table
     from rich.table import Table
 
     table = Table(
-        caption="longest pause between two events of a stream, calm and with the signal", caption_justify="left"
+        caption="longest pause between two events of a stream, calm and hit", caption_justify="left"
     )
     table.add_column("stream", no_wrap=True)
     table.add_column("its beginning", no_wrap=True)
-    for name in ("events", "calm", "signal", "same"):
+    for name in ("events", "calm", "hit", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     all_same = True
     for kind, answer in disturbed.items():
