@@ -1,4 +1,4 @@
-"""What every benchmark records beside its numbers: machine, versions, commit, runs and spread."""
+"""Record machine, versions, commit, runs and spread beside the numbers of a benchmark."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any
 from transect.hardware.environment import commit, environment
 
 __all__ = [
+    "COMMITS",
     "RESULTS",
     "ROOT",
+    "cited",
     "commit",
     "environment",
     "made_at",
@@ -26,6 +28,8 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+COMMITS = RESULTS / "commits.json"
+"""Commits that results name and this repository lacks; written by ``commits.py``."""
 
 
 @cache
@@ -45,8 +49,18 @@ def _number(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
+@cache
+def _absent() -> frozenset[str]:
+    return frozenset(json.loads(COMMITS.read_text())["not_in_repository"])
+
+
+def cited(commit: str) -> str:
+    """Name of a commit for a page, marked if this repository does not have that commit."""
+    return f"{commit} (not in this repository)" if commit.partition("+")[0] in _absent() else commit
+
+
 def made_at(runs: Iterable[Mapping[str, Any]]) -> str:
-    """The commits of these runs in words; runs that are older than the last release are marked.
+    """Name the commits of these runs; mark commits that are not in the repository, and runs before the last release.
 
     Args:
         runs: anything with a ``commit``, and with a ``version`` where the run recorded one.
@@ -57,7 +71,7 @@ def made_at(runs: Iterable[Mapping[str, Any]]) -> str:
     for run in runs:
         version = run.get("version")
         known = current if version and _number(version) >= _number(latest) else older
-        known[run["commit"]] = None
+        known[cited(run["commit"])] = None
     parts = []
     if current:
         parts.append(f"commit {', '.join(current)}")

@@ -1,10 +1,10 @@
-"""Puts the recorded results into the pages that quote them, so that no number in them is typed by hand.
+"""Write the recorded results into the pages that quote them, so that nobody types a number.
 
-A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``; what stands between is made from the JSON files under
-``benchmarks/results/``.
+A page has blocks ``<!-- results: NAME -->`` ... ``<!-- end -->``. Their text is made from the JSON files under
+``benchmarks/results/``. The address of publication goes from ``pyproject.toml`` into ``mkdocs.yml`` in the same way.
 
     python benchmarks/render.py            rewrite the blocks
-    python benchmarks/render.py --check    exit 1 if one of them is not what the results say
+    python benchmarks/render.py --check    exit 1 if a block differs from the results
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from benchmarks.engine import (
     jump_ahead,
     long_prompts,
     serving_steps,
+    speculation,
     step_policy,
     structured_cost,
     structured_masks,
@@ -37,12 +38,17 @@ from benchmarks.explain import large_trace, step_prediction
 from benchmarks.explain import sums as explain_sums
 from benchmarks.formats import quality as formats_quality
 from benchmarks.ops import issue_rates, products_by_shape, products_fp8
+from benchmarks.plan import clocked as plan_clocked
+from benchmarks.plan import fleet as plan_fleet
+from benchmarks.plan import scaling as plan_scaling
+from benchmarks.plan import validation as plan_validation
 from benchmarks.server import clients, hostile_schemas, http_vs_offline, request_walk
 from benchmarks.server import load as serve_load
 from benchmarks.server import load_cpu as serve_load_cpu
 from benchmarks.tables import engine as engine_tables
 from benchmarks.tables import explain as explain_tables
 from benchmarks.tables import formats as format_tables
+from benchmarks.tables import front
 from benchmarks.tables import ladder as ladder_tables
 from benchmarks.tables import moe as moe_tables
 from benchmarks.tables import offload as offload_tables
@@ -55,6 +61,7 @@ from benchmarks.tables import tuning as tuning_table
 from benchmarks.train import cpu_lora, data_formats, precisions
 
 PAGES = [record.ROOT / "README.md", *sorted((record.ROOT / "docs").rglob("*.md"))]
+SITE = record.ROOT / "mkdocs.yml"
 TRAINED_ON_TWO = [f"h200/train_parallel_{run}.json" for run in ("1b", "3b", "8b", "again")]
 BLOCK = re.compile(r"(<!-- results: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -355,6 +362,10 @@ def pretrain_published() -> str:
 BLOCKS: dict[str, Callable[[], str]] = {
     "operators-reference": operators_reference,
     "operators-results": ops_tables.page,
+    "clone": front.clone,
+    "lead": front.lead,
+    "first-answer": front.first_answer,
+    "figures": front.figures,
     "numerics": numerics.page,
     "tuning": tuning_table.table,
     "clients": clients_table,
@@ -414,6 +425,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "issue-rates": issue_rates_table,
     "ladder": ladder_tables.table,
     "structured-masks": lambda: structured_masks.table(_load("cpu/structured_masks.json")),
+    "speculation-gpu": lambda: speculation.grid_table(_load("h200/speculation_grid.json")),
+    "speculation-cpu": lambda: speculation.grid_table(_load("cpu/speculation_grid.json")),
+    "speculation-tasks": lambda: speculation.tasks_table(_load("cpu/speculation_tasks.json")),
     "jump-ahead": lambda: jump_ahead.table(_load("cpu/jump_ahead.json")),
     "hostile-schemas": lambda: hostile_schemas.table(_load("cpu/hostile_schemas.json")),
     "explain-sums-gpu": lambda: explain_sums.table(_load("h200/explain_sums.json")),
@@ -422,6 +436,13 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "explain-faults-gpu": lambda: explain_faults.table(_load("h200/explain_faults.json")),
     "worked-gelu": lambda: explain_tables.gelu(_load("h200/explain_gelu.json")),
     "explain-apply-gpu": lambda: explain_apply.table(_load("h200/explain_apply.json")),
+    "plan-validation-cpu": lambda: plan_validation.cpu_table(_load("cpu/plan_validation.json")),
+    "plan-clocked": lambda: plan_clocked.table(_load("cpu/plan_clocked.json")),
+    "plan-validation-h200": lambda: plan_validation.h200_table(_load("h200/plan_validation.json")),
+    "plan-fleet": lambda: plan_fleet.table(_load("cpu/plan_fleet.json")),
+    "plan-fleet-arithmetic": lambda: plan_fleet.arithmetic(_load("cpu/plan_fleet.json")),
+    "plan-fleet-memory": lambda: plan_fleet.memory_table(_load("cpu/plan_fleet.json")),
+    "plan-scaling": lambda: plan_scaling.table(_load("cpu/plan_scaling.json")),
     "step-prediction-cpu": lambda: step_prediction.table(_load("cpu/step_prediction.json")),
     "worked-xor-gpu": lambda: explain_tables.xor_to_llm(_load("h200/explain_xor.json")),
     "worked-xor-cpu": lambda: explain_tables.xor_to_llm(_load("cpu/explain_xor.json")),
@@ -458,10 +479,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """The page with its blocks made anew.
+    """Replace the blocks of a page by the present results.
 
     Raises:
-        KeyError: a block that nothing here makes.
+        KeyError: a block has no entry in ``BLOCKS``.
         FileNotFoundError: a block without a recorded result.
     """
     return BLOCK.sub(lambda match: match[1] + BLOCKS[match["name"]]() + match[3], text)
@@ -469,9 +490,9 @@ def rendered(text: str) -> str:
 
 def main() -> int:
     stale = []
-    for path in PAGES:
+    for path in [*PAGES, SITE]:
         text = path.read_text()
-        fresh = rendered(text)
+        fresh = front.with_repo_url(text) if path == SITE else rendered(text)
         if fresh != text:
             stale.append(str(path.relative_to(record.ROOT)))
             if "--check" not in sys.argv:

@@ -326,7 +326,7 @@ def table(result: dict[str, Any]) -> str:
     lines.append(
         f"\n`{result['command']}`: processor time to compile, then the median time of a mask, with "
         f"{result['vocabulary']} tokens, on an {machine['processor']}, Python {machine['python']}, commit "
-        f"{machine['commit']}.\n"
+        f"{record.cited(machine['commit'])}.\n"
     )
     return "\n".join(lines)
 

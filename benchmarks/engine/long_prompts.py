@@ -187,7 +187,7 @@ def page(result: dict[str, Any]) -> str:
     runs = [machine] + [machine | {"commit": commit} for commit in result.get("other_commits", ())]
     lines.append(
         f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at(runs)}; before: commit "
-        f"{before['commit']}. vLLM was measured apart.\n"
+        f"{record.cited(before['commit'])}. vLLM was measured apart.\n"
     )
     return "\n".join(lines)
 

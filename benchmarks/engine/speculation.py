@@ -15,10 +15,13 @@ import argparse
 import math
 import random
 import statistics
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 import _paths  # noqa: F401
 from benchmarks import record
@@ -208,6 +211,39 @@ def tasks(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def grid_table(result: dict[str, Any]) -> str:
+    """Speed over the engine without drafts, by rows and planted acceptance."""
+    columns = ["chosen", *(f"fixed {count}" for count in FIXED)]
+    lines = [
+        f"| sequences | acceptance | {' | '.join(columns)} | chosen over the best |",
+        "|---" * (len(columns) + 3) + "|",
+    ]
+    for name, cell in result["cells"].items():
+        rows, chance = name.split(" x ")
+        chosen = cell["chosen"]["over_off"]
+        ratios = [f"{chosen['median']:.2f} ({chosen['low']:.2f} to {chosen['high']:.2f})"]
+        ratios += [f"{cell[column]['over_off']['median']:.2f}" for column in columns[1:]]
+        lines.append(f"| {rows} | {chance} | {' | '.join(ratios)} | {chosen['median'] / cell['best']:.0%} |")
+    return "\n".join(lines) + "\n\n" + _made(result)
+
+
+def tasks_table(result: dict[str, Any]) -> str:
+    """Speed over the engine without drafts, by task."""
+    columns = ["ngram", "suffix", "suffix, asked before"]
+    lines = [f"| task | {' | '.join(columns)} | same tokens |", "|---" * (len(columns) + 2) + "|"]
+    for name, cell in result["cells"].items():
+        ratios = [f"{cell[column]['over_off']['median']:.2f}" for column in columns]
+        equal = all(cell[column]["equal"] for column in columns)
+        lines.append(f"| {name} | {' | '.join(ratios)} | {'yes' if equal else 'NO'} |")
+    return "\n".join(lines) + "\n\n" + _made(result)
+
+
+def _made(result: dict[str, Any]) -> str:
+    machine = result["environment"]
+    where = result.get("device") or f"{machine['cores']} cores of an {machine['processor']}"
+    return f"`{result['command']}` on {where}, torch {machine['packages']['torch']}, {record.made_at([machine])}.\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("grid", "tasks"))
@@ -232,10 +268,13 @@ def main() -> None:
         **settings,
     )
     cells = (grid if options.what == "grid" else tasks)(llm, options)
-    device = "cuda" if llm.config.device == "cuda" else "cpu"
-    out = options.out or record.RESULTS / device / f"speculation_{options.what}.json"
-    machine = record.environment()
-    record.write(out, {"model": options.model, "tokens": options.tokens, "cells": cells, "environment": machine})
+    device = "cuda" if torch.cuda.is_available() and llm.config.device != "cpu" else "cpu"
+    out = options.out or record.RESULTS / ("h200" if device == "cuda" else "cpu") / f"speculation_{options.what}.json"
+    found = {"model": options.model, "tokens": options.tokens, "cells": cells, "environment": record.environment()}
+    found["command"] = " ".join(["python", "benchmarks/engine/speculation.py", *sys.argv[1:]])
+    if device == "cuda":
+        found["device"] = torch.cuda.get_device_name()
+    record.write(out, found)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Transect: one readable codebase straight through the LLM stack, measured at every level against the hardware's floor.
 
 The levels, lowest first, are the folders: spec, hardware, formats, ops, models, checkpoints, text, parallel, engine,
-train, bench, explain, plan, server, cluster, cli. Importing ``transect`` loads none of them; the names below arrive
-when first used.
+train, bench, explain, plan, learn, server, cluster, cli. Importing ``transect`` loads none of them; the names below
+arrive when first used.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With the names that have not arrived yet, for ``help`` and for whoever presses Tab."""
+    """List all public names, including those not loaded yet, for ``help`` and tab completion."""
     return sorted({*globals(), *__all__})

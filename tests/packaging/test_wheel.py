@@ -40,7 +40,7 @@ def metadata(wheel):
 def test_it_holds_all_sources_and_nothing_else(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    kinds = {".py", ".typed", ".h", ".cpp", ".cu", ".cuh", ".json", ".js", ".css"}
+    kinds = {".py", ".typed", ".h", ".cpp", ".cu", ".cuh", ".json", ".js", ".css", ".toml"}
     package = ROOT / "src"
     sources = {str(path.relative_to(package)) for path in package.rglob("*") if path.suffix in kinds}
     assert {name for name in names if ".dist-info/" not in name} == sources
@@ -75,11 +75,12 @@ def test_the_readme_works_on_a_package_index(metadata):
 def test_links_of_the_readme_lead_to_the_published_sources():
     rewrite = load(ROOT / "hatch_build.py").readme_for_index
     text = "[a](docs/a.md#b) ![p](docs/p.png) [web](https://x.org) [here](#there) [docs/c.md](docs/c.md)"
-    assert rewrite(text, "https://x.org/t/blob/main") == (
+    assert rewrite(text, "https://x.org/t") == (
         "[a](https://x.org/t/blob/main/docs/a.md#b) ![p](https://x.org/t/raw/main/docs/p.png) [web](https://x.org) "
         "[here](#there) [docs/c.md](https://x.org/t/blob/main/docs/c.md)"
     )
-    assert rewrite(text, "") == "a (docs/a.md)  [web](https://x.org) [here](#there) docs/c.md"
+    for unknown in ("", "https://x.org/OWNER/t"):
+        assert rewrite(text, unknown) == "a (docs/a.md)  [web](https://x.org) [here](#there) docs/c.md"
     readme = (ROOT / "README.md").read_text()
     assert RELATIVE_LINK.findall(readme) and not RELATIVE_LINK.findall(rewrite(readme, "https://x.org"))
 

@@ -405,7 +405,7 @@ def test_torchrun_starts_ranks_again_and_the_run_goes_on(tmp_path, port):
         os.kill(int(ranks[1]), signal.SIGKILL)
         errors = process.stderr.read()
         assert process.wait(120) == 0, errors
-    assert "goes on from step-" in errors
+    assert "resumes from step-" in errors
     lines = [json.loads(line) for line in (Path(config.run_dir) / "log.jsonl").read_text().splitlines()]
     assert sorted({line["step"] for line in lines if line["kind"] == "step"}) == list(range(1, 61))
 

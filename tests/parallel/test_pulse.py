@@ -58,7 +58,7 @@ def test_a_hang_names_every_rank_with_its_step_and_place(clock):
 
 def test_a_rank_that_gets_on_or_works_alone_is_waited_for(clock):
     first, second = ranks_of()
-    first.at(3, "the question whether to go on")
+    first.at(3, "the decision to continue")
     for step in range(20):
         second.at(2, f"micro-batch {step}")
         assert look([first, second], clock, 20) is None

@@ -5,6 +5,7 @@ Work and when it arrives (plain Python, every draw from a seed):
 * ``workload.py``   ``Work``: prompts and output lengths, random or from files; the throughput protocol
 * ``lengths.py``    distributions of lengths, as they are written on the command line
 * ``arrivals.py``   when requests arrive: Poisson, gamma, all at once
+* ``traces/``       requests without their tokens: recorded traces of others, and generated ones
 
 A server under load:
 

@@ -1,4 +1,4 @@
-"""How long collectives between ranks take, and whether their results are right.
+"""Measure collectives between ranks, and check their results.
 
 Bandwidths are those of nccl-tests (its PERFORMANCE.md). For a collective over n ranks on S bytes in t seconds,
 ``algbw = S / t``. ``busbw`` is what has to cross each rank's link, whatever the algorithm, over t:
@@ -48,7 +48,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What to measure. ``sizes`` are S, in bytes; ``dtype`` a torch dtype by name.
+    """Measurements to make. ``sizes`` are S, in bytes; ``dtype`` a torch dtype by name.
 
     Raises:
         ValueError: a collective or dtype is not known.
@@ -186,7 +186,7 @@ def _settle(world: World) -> None:
 
 
 def _numbers(rank: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What a rank begins with: small whole numbers, others on each rank."""
+    """Make the input of a rank: small whole numbers, different on each rank."""
     return ((torch.arange(count, device=device) + 3 * rank) % 7).to(dtype)
 
 

@@ -34,9 +34,9 @@ from ..train.export.write import opened
 PLAIN = "plain"
 """The model as its files hold it."""
 FORMATS = (PLAIN, *roundings())
-"""What a model is loaded in."""
+"""Formats to which a model is rounded when it is loaded."""
 WRITTEN = (*(name for name in file_formats() if name not in FORMATS), *gguf_names())
-"""What is written to a file first, and loaded from that."""
+"""Formats that are first written to a file, and loaded from it."""
 DRAWN = 48
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -58,7 +58,7 @@ class FormatRow:
 
 
 def interval(windows: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """The 95% interval of the perplexity from (nats, tokens) of each window."""
+    """Return the 95% interval of the perplexity from (nats, tokens) of each window."""
     k, tokens = len(windows), sum(count for _, count in windows)
     if k < 2:
         return math.nan, math.nan
@@ -69,7 +69,7 @@ def interval(windows: Sequence[tuple[float, int]]) -> tuple[float, float]:
 
 
 def formats_of(names: str) -> list[str]:
-    """The formats in a list with commas.
+    """Return the formats in a list with commas.
 
     Raises:
         ValueError: one is not known.
@@ -91,8 +91,9 @@ def measure_all(
     calibration: Calibration | None = None,
     engine: Mapping[str, Any] = NOTHING,
 ) -> Iterator[FormatRow]:
-    """A row for each format, one after another; with a calibration a second one for those that take it. ``engine``:
-    other settings of the ``LLM`` that measures.
+    """Measure each format and yield a row for each, one after another; with a calibration a second one for those that
+    take it.
+    ``engine``: other settings of the ``LLM`` that measures.
 
     Raises:
         ValueError: a model or text that cannot be used, or a format that cannot hold the model.
@@ -117,7 +118,7 @@ def _measure_written(
     calibration: Calibration | None,
     engine: Mapping[str, Any],
 ) -> FormatRow:
-    """What ``transect quantize`` writes; its bits are those of the files."""
+    """Measure a format that ``transect quantize`` writes; its bits are those of the files."""
     path = folder / (name if name in file_formats() else f"{name}.gguf")
     quantize_model(opened(model), path, name, calibration)
     row = measure(str(path), PLAIN, text, window=window, dtype=dtype, engine=engine)

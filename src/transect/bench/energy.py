@@ -1,8 +1,8 @@
-"""Joules that a GPU takes while something runs, from NVML (the library that comes with NVIDIA's driver).
+"""Measure the energy of a GPU in joules, from NVML (the library that comes with NVIDIA's driver).
 
 From Volta on, NVML counts energy itself. Where a device has no such counter, a thread samples its power and integrates
 it. The counter moves in steps of some tens of milliseconds, so measure for seconds. It counts the energy of the whole
-board, whoever used it.
+board, for all processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class PowerSource(Protocol):
     """The part of NVML that is used here."""
 
     def energy_joules(self, device: int) -> float | None:
-        """A counter that only rises; None where the device has none."""
+        """Return a counter that only rises; None where the device has none."""
         ...
 
     def watts(self, device: int) -> float:
@@ -142,7 +142,7 @@ class EnergyMeter:
         self.result = Energy(after - self._before, seconds, "counter")
 
     def _counters(self) -> float | None:
-        """The sum of all devices' counters; None if any device has none."""
+        """Return the sum of all devices' counters; None if any device has none."""
         total = 0.0
         for device in self._devices:
             joules = self._source.energy_joules(device)

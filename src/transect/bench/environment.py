@@ -9,7 +9,8 @@ from ..hardware import environment as machine
 
 
 def environment() -> dict[str, Any]:
-    """The command line (without API keys), and ``hardware.environment`` with the versions of Transect and torch."""
+    """Return the command line (without API keys), and ``hardware.environment`` with the versions of Transect and
+    torch."""
     return {
         "command": " ".join(["transect", *_without_keys(sys.argv[1:])]),
         **machine.environment(("transect", "torch")),

@@ -1,4 +1,4 @@
-"""What the host links of several ranks give at the same time: the floor of layers that stream stands on it."""
+"""Measure the host links of several ranks at the same time, for the floor of streamed layers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rates(world: World, argument: object = None) -> list[float]:
 
 
 def rate(device: torch.device) -> float:
-    """The same of one device; on a CPU of a copy in memory, which is what takes the place of the link there."""
+    """Return the same of one device; on a CPU of a copy in memory, which is what takes the place of the link there."""
     if device.type == "cuda":
         return link(str(device))[0]
     source, target = (torch.ones(LINK_BYTES // 4, dtype=torch.uint8) for _ in range(2))

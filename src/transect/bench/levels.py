@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,18 +16,20 @@ from .load import Record, closed_loop, open_loop
 from .objectives import Objectives
 from .summary import summarize
 from .target import Target
-from .workload import Work, at_times, random_work, read_conversations, read_trace
+from .traces.asked import faster, work_of
+from .traces.reading import read_trace
+from .workload import Work, at_times, random_work, read_conversations
 
 WARM_UP_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WorkSource:
-    """Where prompts and lengths come from. Each name given to ``draw`` has prompts of its own, the same in every run.
+    """Source of prompts and lengths. Each name given to ``draw`` has its own prompts, the same in every run.
 
     Attributes:
         prompt: lengths of random prompts.
-        output: lengths of answers; None: those of the answers in the conversation file.
+        output: lengths of answers; None for those in the conversation file.
         conversations: a file of them, instead of random token ids.
         highest_id: random token ids are 0 to this.
         seed: decides every draw.
@@ -76,16 +78,19 @@ def concurrency_levels(source: WorkSource, count: int, sizes: Sequence[int]) -> 
     return [Level("at a time", size, source.draw(max(count, size), f"concurrency {size}")) for size in sorted(sizes)]
 
 
-def trace_level(source: WorkSource, path: Path, speed: float = 1.0, limit: int | None = None) -> Level:
-    """The requests of a trace at their recorded times, or ``speed`` times as fast.
+def trace_level(
+    source: WorkSource, path: Path, speed: float = 1.0, limit: int | None = None, start: float | None = None
+) -> Level:
+    """Return the requests of a trace (``traces/reading.py``) at their recorded times, or ``speed`` times as fast.
+
+    Args:
+        start: second of the trace at which to begin.
 
     Raises:
         ValueError: the file is no trace, or ``speed`` is not above 0.
     """
-    if not speed > 0:
-        raise ValueError(f"the speed of a trace must be above 0, got {speed:g}")
-    work = read_trace(path, vocab=(0, source.highest_id), seed=source.seed, limit=limit)
-    return Level("x trace", speed, [replace(each, at=each.at / speed) for each in work])
+    asked = faster(read_trace(path, limit=limit, start=start, seed=source.seed), speed)
+    return Level("x trace", speed, work_of(asked, vocab=(0, source.highest_id), seed=source.seed))
 
 
 @dataclass(frozen=True, slots=True)

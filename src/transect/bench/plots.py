@@ -8,9 +8,10 @@ from typing import Any
 
 from .levels import Result
 from .load import Record
-from .summary import PERCENTILES
 
 COLOURS = ("#0b7285", "#f08c00", "#c92a2a")
+SHARES = (50, 95, 99)
+"""Percentiles that are drawn."""
 SUFFIXES = (".png", ".svg", ".pdf")
 LATENCIES = {"ttft": "Time to first token", "itl": "Inter-token latency", "e2e": "Time to last token"}
 
@@ -80,7 +81,7 @@ def _distributions(axes: Any, records: Sequence[Record]) -> None:
 def _against_load(axes: Any, levels: Sequence[dict[str, Any]]) -> None:
     loads = [float(level["load"]) for level in levels]
     for axis, (name, title) in zip(axes, LATENCIES.items(), strict=False):
-        for share, colour in zip(PERCENTILES, COLOURS, strict=True):
+        for share, colour in zip(SHARES, COLOURS, strict=True):
             heights = [None if level[name] is None else level[name][f"p{share}"] * 1e3 for level in levels]
             axis.plot(loads, heights, marker="o", color=colour, label=f"p{share}")
         axis.set_title(title, loc="left", fontsize=11)

@@ -1,6 +1,6 @@
-"""Joules of a processor, from RAPL: the counters that Linux shows under ``/sys/class/powercap``.
+"""Measure the energy of a CPU in joules, from RAPL: the counters of Linux under ``/sys/class/powercap``.
 
-A counter belongs to one package (socket), counts microjoules whoever used them, and begins again at 0 after
+A counter belongs to one package (socket), counts microjoules of all processes, and begins again at 0 after
 ``max_energy_range_uj``. It is one of the sources of ``energy.EnergyMeter``; devices are packages.
 """
 
@@ -18,7 +18,7 @@ class Rapl:
     """The packages of this machine.
 
     Args:
-        root: where the counters lie.
+        root: folder of the counters.
 
     Raises:
         ValueError: there are none, or they may not be read.
@@ -48,7 +48,7 @@ class Rapl:
         return (self._turns[device] + now) * 1e-6
 
     def watts(self, device: int) -> float:
-        """RAPL counts energy; nobody needs to sample power."""
+        """Raise NotImplementedError: RAPL counts energy, so power is never sampled."""
         raise NotImplementedError("RAPL has counters")
 
     def _read(self, device: int) -> int:
@@ -56,7 +56,7 @@ class Rapl:
 
 
 def footprint(joules: float, grams_per_kwh: float) -> dict[str, float]:
-    """kWh, and grams of CO2e on a grid with so many grams per kWh.
+    """Convert joules to kWh, and to grams of CO2e on a grid with ``grams_per_kwh``.
 
     Raises:
         ValueError: a negative figure of the grid.

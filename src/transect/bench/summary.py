@@ -10,32 +10,36 @@ from .energy import Energy
 from .load import Run
 from .objectives import Objectives
 
-PERCENTILES = (50, 95, 99)
+PERCENTILES = (50, 90, 95, 99)
 LATE_S = 0.01
 BUSY = 0.9
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest of the values that ``share`` percent of them do not exceed.
+    """Return the smallest of the values that ``share`` percent of them do not exceed.
 
     Raises:
         ValueError: there are no values.
     """
     if not values:
         raise ValueError("there are no values to take a percentile of")
-    ordered = sorted(values)
-    return ordered[max(0, -int(-len(ordered) * share // 100) - 1)]
+    return sorted(values)[_rank(len(values), share)]
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles 50, 95, 99 and the largest; None without values."""
+    """Return the mean, the ``PERCENTILES`` and the largest; None without values."""
     if not values:
         return None
+    ordered = sorted(values)
     return {
-        "mean": sum(values) / len(values),
-        **{f"p{share}": percentile(values, share) for share in PERCENTILES},
-        "max": max(values),
+        "mean": sum(ordered) / len(ordered),
+        **{f"p{share}": ordered[_rank(len(ordered), share)] for share in PERCENTILES},
+        "max": ordered[-1],
     }
+
+
+def _rank(count: int, share: float) -> int:
+    return max(0, -int(-count * share // 100) - 1)
 
 
 def summarize(run: Run, objectives: Objectives | None = None, energy: Energy | None = None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Target:
     timeout_s: float | None = 600.0
 
     def client(self) -> HttpClient:
-        """A client for this server.
+        """Return a client for this server.
 
         Raises:
             ValueError: the URL is none.
@@ -53,7 +53,7 @@ class Target:
         return PATHS[self.endpoint]
 
     def body(self, work: Work) -> bytes:
-        """The JSON of one request.
+        """Return the JSON of one request.
 
         Raises:
             ValueError: token ids for chat.
@@ -77,7 +77,7 @@ class Target:
 
 
 async def served_model(url: str, api_key: str | None = None) -> str:
-    """The first model that a server names.
+    """Return the first model that a server names.
 
     Raises:
         ValueError: the server does not answer, or names none; the message says what to change.

@@ -52,53 +52,6 @@ def at_times(work: Iterable[Work], arrivals: Iterable[float]) -> list[Work]:
     return [replace(each, at=at) for each, at in zip(work, arrivals, strict=True)]
 
 
-def read_trace(
-    path: Path, *, vocab: tuple[int, int] = (0, 10000), seed: int | str = 0, limit: int | None = None
-) -> list[Work]:
-    """Requests of a recorded trace, from its first arrival on.
-
-    One JSON object a line: ``arrival_s``, ``output_tokens``, and one of ``prompt_tokens`` (a length; random ids),
-    ``prompt_token_ids`` or ``prompt`` (text). The names of the Mooncake traces, ``timestamp`` (milliseconds),
-    ``input_length`` and ``output_length``, are read too.
-
-    Raises:
-        ValueError: a line that is not such an object; the message has its number.
-    """
-    rng = random.Random(f"trace {seed}")
-    work = []
-    for where, line in _lines(path):
-        try:
-            at = line["timestamp"] / 1000 if "timestamp" in line else float(line["arrival_s"])
-            new = line["output_length"] if "output_length" in line else line["output_tokens"]
-            work.append(Work(_traced_prompt(line, vocab, rng), _at_least_one(new), at))
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{where}: {error} is missing or of the wrong type: a trace has arrival_s, output_tokens and one of "
-                "prompt_tokens, prompt_token_ids, prompt"
-            ) from None
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from None
-    if not work:
-        raise ValueError(f"{path} holds no request")
-    work.sort(key=lambda each: each.at)
-    return [replace(each, at=each.at - work[0].at) for each in work[:limit]]
-
-
-def _traced_prompt(line: dict[str, Any], vocab: tuple[int, int], rng: random.Random) -> tuple[int, ...] | str:
-    if "prompt" in line:
-        return str(line["prompt"])
-    if "prompt_token_ids" in line:
-        return tuple(int(token) for token in line["prompt_token_ids"])
-    length = line["input_length"] if "input_length" in line else line["prompt_tokens"]
-    return tuple(rng.randint(*vocab) for _ in range(_at_least_one(length)))
-
-
-def _at_least_one(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"lengths are whole numbers from 1 on, not {value!r}")
-    return value
-
-
 def read_conversations(path: Path, count: int, *, output: Lengths | None = None, seed: int | str = 0) -> list[Work]:
     """First questions of recorded conversations, ``count`` of them in an order drawn from the seed.
 
@@ -109,7 +62,7 @@ def read_conversations(path: Path, count: int, *, output: Lengths | None = None,
     Raises:
         ValueError: no conversation in it begins with a question and an answer.
     """
-    pairs = [pair for _, line in _lines(path) if (pair := _first_exchange(line)) is not None]
+    pairs = [pair for _, line in lines(path) if (pair := _first_exchange(line)) is not None]
     if not pairs:
         raise ValueError(f"{path} has no conversation that begins with a question and an answer")
     rng = random.Random(f"conversations {seed}")
@@ -135,8 +88,12 @@ def _first_exchange(line: dict[str, Any]) -> tuple[str, str] | None:
     return texts[0][1], texts[1][1]
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(where, object) of each element of a JSON list or of each line of a JSON lines file."""
+def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, object) of each element of a JSON list or of each line of a JSON lines file.
+
+    Raises:
+        ValueError: it cannot be read, or an element is no object.
+    """
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:

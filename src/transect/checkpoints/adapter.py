@@ -1,8 +1,8 @@
-"""Adapters as files hold them, and how they reach a model's weights.
+"""Read adapters from files and apply them to a model's weights.
 
-Where a model holds its matrices as plain numbers, ``merged_weights`` adds adapters while the files are read: a token
-then costs what it costs without one. A packed matrix cannot take an addition without being rounded anew, so there
-``put_beside`` leaves it as it is and makes it an ``Adapted`` weight.
+If a model holds its matrices as plain numbers, ``merged_weights`` adds adapters while the files are read, so a token
+costs as much as without an adapter. A packed matrix would have to be rounded again after an addition, so
+``put_beside`` leaves it unchanged and makes it an ``Adapted`` weight.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StoredAdapter:
 def merged_weights(
     weights: StoredWeights, base: ModelConfig, adapter: StoredAdapter, config: ModelConfig, *, beside: bool = False
 ) -> StoredWeights:
-    """The weights of a base with an adapter in them.
+    """Yield the weights of a base with an adapter in them.
 
     Args:
         weights: of the base, whose configuration is ``base``.
@@ -80,5 +80,5 @@ def put_beside(model: Decoder, adapter: StoredAdapter) -> None:
 
 
 def is_beside(model: Decoder) -> bool:
-    """Whether a model has an adapter beside some weight."""
+    """Return True if a model has an adapter beside some weight."""
     return any(isinstance(weight, Adapted) for _, weight in model.weights())

@@ -42,8 +42,8 @@ BLOCKS = "blocks"
 
 
 def module_names(config: ModelConfig) -> dict[str, str]:
-    """The module of transformers of each weight, by the weight's canonical name without ``.weight``. Experts have none
-    of their own."""
+    """Return the module of transformers of each weight, by the weight's canonical name without ``.weight``. Experts
+    have none of their own."""
     found = {
         name.removesuffix(".weight"): place.tensor.removesuffix(".weight")
         for name, place in places(config).items()
@@ -58,7 +58,7 @@ def module_names(config: ModelConfig) -> dict[str, str]:
 
 
 def read_adapter(directory: Path, config: ModelConfig) -> StoredAdapter:
-    """An adapter for a model of this configuration, which is ``adapted_config``'s.
+    """Return an adapter for a model of this configuration, which is ``adapted_config``'s.
 
     Raises:
         ValueError: a file is missing or damaged, or holds what does not fit the model; the message names it.
@@ -113,10 +113,10 @@ def modules_of(config: ModelConfig) -> dict[str, list[tuple[str, HFPlace]]]:
 
 
 def check_parts(adapted: Collection[str], saved: Collection[str], config: ModelConfig, *, dora: bool) -> None:
-    """Whether an adapter of a model can be written.
+    """Check that an adapter of a model can be written.
 
     Args:
-        adapted, saved: what has factors and what is saved whole, by canonical name without ``.weight``.
+        adapted, saved: weights with factors and weights saved whole, by canonical name without ``.weight``.
 
     Raises:
         ValueError: of matrices that are one module in PEFT's layout some are saved whole, or have magnitudes, and
@@ -213,7 +213,7 @@ def write_adapter(
     """Write an adapter of a model of this configuration into ``directory``, which exists.
 
     Args:
-        base: what PEFT is to load the model from: a directory or a hub id.
+        base: origin from which PEFT loads the model: a directory or a hub id.
     """
     names, places_of, shapes = module_names(config), modules_of(config), weight_shapes(config)
     shapes.setdefault("head.weight", shapes["embed.weight"])
@@ -260,7 +260,7 @@ def _joined(parts: Sequence[tuple[LowRank | None, HFPlace, tuple[int, ...]]]) ->
 
 
 def _in_file(rows: Tensor, place: HFPlace) -> Tensor:
-    """What goes with the rows of a weight, in the order of the file."""
+    """Reorder values that belong to the rows of a weight to the order of the file."""
     return rows[torch.from_numpy(np.argsort(place.order(len(rows))))]
 
 
@@ -322,7 +322,7 @@ def _settings(
 
 
 def _targets(adapted: set[str], modules: list[str]) -> list[str]:
-    """The last parts of the modules' names where all modules of that name are meant, else the whole names."""
+    """Return the last parts of the modules' names where all modules of that name are meant, else the whole names."""
     by_leaf: dict[str, set[str]] = {}
     for module in modules:
         by_leaf.setdefault(module.rpartition(".")[2], set()).add(module)

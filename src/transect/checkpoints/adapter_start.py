@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def as_plain_lora(adapter: StoredAdapter, weights: StoredWeights, config: ModelConfig) -> StoredAdapter:
-    """The adapter as one over the base's own weights; the rank of what started from the base doubles.
+    """Return the adapter as one over the base's own weights; the rank of what started from the base doubles.
 
     Args:
         weights: of the base.
@@ -83,7 +83,7 @@ def as_plain_lora(adapter: StoredAdapter, weights: StoredWeights, config: ModelC
 
 
 def _start(w_OI: Tensor, rank: int, scale: float, kind: str) -> tuple[Tensor, Tensor]:
-    """The factors ``a [r, I]``, ``b [O, r]`` with which PEFT began."""
+    """Return the factors ``a [r, I]``, ``b [O, r]`` with which PEFT began."""
     if kind == PISSA:
         u, s, v = torch.linalg.svd(w_OI, full_matrices=False)
         root = (s[:rank] / scale).sqrt()

@@ -1,8 +1,8 @@
-"""What the matrices of a model are multiplied with when it reads a text: what calibrated rounding leans on.
+"""Record the inputs of a model's matrices when it reads a text, for calibrated rounding.
 
-The text goes through the model one layer after another, in float32. Before a layer is left, whoever calibrates may
-round its matrices; the layers behind it then see what the rounded ones make of the text, as they will when the model is
-served (Frantar et al. 2022, arXiv:2210.17323).
+The text goes through the model one layer after another, in float32. Before the next layer, the caller may
+round this layer's matrices; later layers then get the inputs that the rounded ones produce, as in
+serving (Frantar et al. 2022, arXiv:2210.17323).
 
 Shapes: T tokens, I inputs of a matrix, E experts.
 """
@@ -30,7 +30,7 @@ class Inputs:
     Attributes:
         squares: float32 ``[E, I]``: the sum of their squares; E is 1 where there are no experts.
         products: float32 ``[E, I, I]``: the sum of ``x x^T``; None where only squares are kept.
-        rows: how many there were, of all experts together.
+        rows: number of rows, over all experts together.
     """
 
     def __init__(self, experts: int, inputs: int, products: bool) -> None:

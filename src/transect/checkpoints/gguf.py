@@ -57,7 +57,7 @@ def stored_gguf(file: GGUFFile, config: ModelConfig) -> StoredWeights:
 
 
 def _stored(file: GGUFFile, found: _Found, shape: tuple[int, ...]) -> Stored:
-    """A weight, which may be had in its blocks where it is packed."""
+    """Return a weight, which may be had in its blocks where it is packed."""
     read, kind = partial(_read, file, found), found.tensor.block_type
     if len(shape) != 2 or not kind.packed:
         return Stored(shape, read)
@@ -157,7 +157,8 @@ def _columns(file: GGUFFile, name: str, tensor: QuantizedTensor, columns: slice)
 
 
 def _dense(tensor: QuantizedTensor) -> Tensor:
-    """A copy in memory, in the file's own dtype (packed vectors, which no file is known to have, become float32)."""
+    """Return a copy in memory, in the file's own dtype (packed vectors, which no file is known to have, become
+    float32)."""
     if tensor.is_packed:
         return torch.from_numpy(tensor.dequantize())
     stored, dtype = _DENSE[tensor.type_name]

@@ -37,7 +37,7 @@ _FINER = ("attention.v", "mlp.down", "mlp.experts_down")
 
 
 def gguf_type(name: str) -> str:
-    """The GGUF type of that name, in any case.
+    """Return the GGUF type of that name, in any case.
 
     Raises:
         ValueError: it is none that is written.

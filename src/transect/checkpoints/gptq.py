@@ -58,7 +58,7 @@ def compensated(weight: Tensor, products: Tensor, grid: Grid) -> Tensor:
 
 
 def _factor(products: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse, damped until there is one."""
+    """Return the upper Cholesky factor of the inverse, damped until there is one."""
     if not bool(products.isfinite().all()):
         raise ValueError("the inputs of a matrix are too large to calibrate it: their products are not finite")
     mean = products.diagonal().mean().clamp(min=1e-12)
@@ -106,7 +106,7 @@ def check_groups(model: Decoder, group: int) -> None:
 
 
 def _sharing(inputs: LayerInputs) -> list[list[str]]:
-    """The names of a layer's matrices, those together that share an input."""
+    """Return the names of a layer's matrices, those together that share an input."""
     found: dict[int, list[str]] = {}
     for name, each in inputs.items():
         found.setdefault(id(each), []).append(name)

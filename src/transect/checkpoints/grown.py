@@ -12,7 +12,10 @@ from ..models.stored import Stored, StoredWeights
 
 
 def grown_tables(weights: StoredWeights, rows: int) -> StoredWeights:
-    """The weights with an embedding and a head of ``rows`` rows. A new row is the mean of those that are there."""
+    """Yield the weights with an embedding and a head of ``rows`` rows.
+
+    A new row is the mean of those that are there.
+    """
     for name, stored in weights:
         if name in ("embed.weight", "head.weight") and stored.shape[0] < rows:
             yield name, Stored((rows, *stored.shape[1:]), partial(_read, stored, rows))

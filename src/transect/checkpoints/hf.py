@@ -39,7 +39,7 @@ _TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 _NOT_WEIGHTS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(bias|masked_bias)")
 """Buffers of old checkpoints: rotary frequencies and GPT-2's causal masks."""
 _OTHER_PARTS = re.compile(r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\..*")
-"""What a model that also sees has beside its language model."""
+"""Weights of a vision model beside its language model."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class HFPlace:
     """Where transformers keeps a weight.
 
     The weight is ``size`` rows from ``first`` on of ``tensor``, after transposing if ``transposed``; ``stored`` is the
-    file's shape. With ``experts`` it is so many tensors, one below the other: ``tensor`` has ``{}`` for the expert, and
+    file's shape. With ``experts`` it is that number of tensors, concatenated along rows: ``tensor`` has ``{}`` for the
+    expert, and
     ``stored`` is the shape of one. ``stacked``: one tensor holds all experts; ``step`` 2: of each, every other row from
     ``first`` on (gpt-oss). ``paired``: the head size of rows that stand in the order that rotates neighbouring pairs
     (Llama 4); here they stand in that of halves.
@@ -75,7 +76,7 @@ class HFPlace:
         return slice(self.first, end, self.step)
 
     def order(self, rows: int) -> np.ndarray:
-        """The row of the tensor that each of so many rows of the weight is, within its own."""
+        """Return the index in the tensor of each of the weight's ``rows`` rows, within its part."""
         return half_rotation_rows(rows // self.paired, self.paired) if self.paired else np.arange(rows)
 
 
@@ -200,7 +201,7 @@ def _read_stack(where: _Stored, place: HFPlace, shape: tuple[int, ...], rows: sl
 
 
 def _read_experts(stack: list[_Stored], place: HFPlace, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
-    """Some rows of the matrices of all experts, one below the other; of experts without such rows nothing is read."""
+    """Read some rows of the concatenated matrices of all experts; experts without such rows are not read."""
     wanted, each = within(len(stack) * shape[0], rows), shape[0]
     parts = []
     for expert in range(wanted.start // each, -(-wanted.stop // each)):

@@ -41,10 +41,10 @@ def save_hf(
             embeddings a ``head.weight`` is left out.
         directory: made if it is not there. Each file is written beside its place and moved there when it is whole;
             config.json comes last.
-        quantization: round the layers' matrices, as ``quantized_out.py`` says; None: they stay.
-        grids: those of 4 bits that the matrices lie on already, by canonical name; None: they are found.
-        group: neighbours that share a scale in 4 bits; None: as many as fit.
-        dtype: what config.json says of the model; None: that of the weights, where it is one.
+        quantization: rounding of the layers' matrices, see ``quantized_out.py``; None for none.
+        grids: 4-bit grids on which the matrices lie already, by canonical name; None to find them.
+        group: neighbours that share a scale in 4 bits; None for as many as fit.
+        dtype: data type named in config.json; None for that of the weights, if they have a single one.
         kv_scales: of keys and values in fp8, as ``quantized_out.py`` takes them.
         max_shard_bytes: a new file is begun before one grows past this; one tensor is never cut.
 

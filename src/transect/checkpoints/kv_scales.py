@@ -25,12 +25,13 @@ from .hf import listing
 from .resolve import ModelSource
 
 ROOM = 2.0
-"""How much larger than in the text of a calibration keys and values may be."""
+"""Factor by which keys and values may exceed those in the calibration text."""
 _PLACES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{}_proj.{}_scale", "self_attn.kv_scale")
 
 
 def read_scales(directory: Path, layers: int, kv_heads: int) -> Tensor | None:
-    """The scales of a checkpoint in safetensors, or None where it has none. One for a whole layer counts for its heads.
+    """Return the scales of a checkpoint in safetensors, or None where it has none. One for a whole layer counts for its
+    heads.
 
     Raises:
         ValueError: a file is damaged, a layer has none while others do, or they are no positive numbers, one for a

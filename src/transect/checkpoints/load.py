@@ -89,7 +89,7 @@ def stored_weights(
 
 
 def adapter_of(source: ModelSource) -> StoredAdapter:
-    """The adapter of a source that has one, over the numbers of its base.
+    """Return the adapter of a source that has one, over the numbers of its base.
 
     Raises:
         ValueError: see ``read_adapter`` and ``as_plain_lora``.
@@ -114,8 +114,8 @@ def fill(
     quantized there, packed ones are packed. Files come through pinned memory where the device is a GPU.
 
     Args:
-        rank, ranks: where the model is a shard, with matrices ``ranks`` times as small as the files' in one dimension:
-            of each, part ``rank`` is read and nothing else.
+        rank, ranks: given if the model is a shard, with matrices ``ranks`` times as small as the files' in one
+            dimension: of each, part ``rank`` is read and nothing else.
         advance: told of the bytes of each weight that has been read.
 
     Raises:
@@ -170,7 +170,7 @@ def load_model(
         dtype: of weights and activations: ``auto``, ``float32``, ``bfloat16``, ``float16`` or ``float64``. ``auto`` is
             bfloat16 where weights must be dense, and the file's own formats on the C++ kernels. ``float32`` is exact:
             the dequantized values of the file.
-        device: where to; the C++ kernels run on ``cpu`` only.
+        device: target device; the C++ kernels run on ``cpu`` only.
         native: use the C++ kernels: True insists, False forbids, None uses them if they can run. ``kernels`` decides,
             and what it decided is logged.
         threads: of the C++ kernels; by default torch's number.
@@ -183,7 +183,7 @@ def load_model(
             are loaded. The C++ kernels keep them so; plain torch keeps them too, except 4 bits, where it computes with
             the values that the codes stand for.
         stream: layers that live elsewhere and come in their turn; plain torch computes then.
-        kv_cache_dtype: what the KV cache will hold, as ``EngineConfig`` names it.
+        kv_cache_dtype: data type of the KV cache, as ``EngineConfig`` names it.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration, an unknown dtype, or ``native=True`` where
@@ -232,17 +232,17 @@ def load_model(
 
 
 def in_blocks(source: ModelSource) -> bool:
-    """Whether the weights are those of a GGUF file, without an adapter."""
+    """Return True if the weights are those of a GGUF file, without an adapter."""
     return source.kind == "gguf" and source.adapter is None
 
 
 def lacks_layers(config: ModelConfig, block_size: int, quantization: str | None) -> bool:
-    """Whether the C++ kernels have the products of a model and not its layers."""
+    """Return True if the C++ kernels support the products of a model but not its layers."""
     return quantization is None and refusal(config, block_size) is not None
 
 
 def kv_dtype(dtype: str) -> torch.dtype:
-    """What the KV cache of a model of this dtype holds: bfloat16 for ``auto``, else the same.
+    """Return the data type of the KV cache for a model of this dtype: bfloat16 for ``auto``, else the same.
 
     Raises:
         ValueError: unknown dtype.
@@ -255,7 +255,7 @@ def kv_dtype(dtype: str) -> torch.dtype:
 
 
 def cache_dtype(dtype: str, kv_cache_dtype: str = "auto") -> torch.dtype:
-    """What the KV cache holds, as ``EngineConfig`` names it: ``auto`` is ``kv_dtype``."""
+    """Return the data type of the KV cache by ``EngineConfig``'s names: ``auto`` is ``kv_dtype``."""
     form = cache_format(kv_cache_dtype)
     if form is None or form.cache is None:
         return kv_dtype(dtype)
@@ -276,7 +276,8 @@ def kernels(
     shared: bool = False,
     blocks: bool = False,
 ) -> tuple[cpu_library.Library | None, str]:
-    """The C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and why.
+    """Return the C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and
+    why.
 
     Args:
         shared: it is one rank's part.
@@ -352,7 +353,7 @@ def _load_torch(
 
 
 def rounded_layers(weights: StoredWeights, values: Callable[[Tensor], Tensor]) -> StoredWeights:
-    """The same weights with the layers' matrices as ``values`` gives them: those that rounded codes stand for."""
+    """Yield the same weights with the layers' matrices as ``values`` gives them: those that rounded codes stand for."""
     for name, stored in weights:
         if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
 
@@ -383,10 +384,10 @@ def load_on_device(
 
     Args:
         dtype: of weights and activations.
-        ops: what it computes with.
+        ops: operators to compute with.
         max_positions: of the longest sequence.
         seed: of the random weights that a source without weights gets.
-        fusions: what the layers do in one kernel; None: all they can.
+        fusions: fusions of the layers' operations; None for all that are possible.
         kinds: of weight, as in ``Decoder``.
         stream: layers that live elsewhere and come in their turn.
 
@@ -422,7 +423,7 @@ def refuse_beside(stream: StreamPlan | None) -> None:
 def allocated(
     model: Decoder, device: torch.device | str, stream: StreamPlan | None = None, *, join: bool = True
 ) -> Decoder:
-    """A model that was built on ``meta`` with memory on a device, not filled, for inference.
+    """Return a model that was built on ``meta`` with memory on a device, not filled, for inference.
 
     Args:
         stream: layers that get memory elsewhere, and slots on the device.
@@ -451,7 +452,7 @@ class _Loads(Protocol):
 
 
 def _target(model: Decoder, name: str) -> _Loads | Tensor:
-    """What takes the weight of this canonical name."""
+    """Return the module or tensor that takes the weight of this canonical name."""
     owner, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(owner)
     if leaf == "weight" and hasattr(module, "load"):
@@ -461,12 +462,12 @@ def _target(model: Decoder, name: str) -> _Loads | Tensor:
 
 
 def _copied_head(model: Decoder) -> bool:
-    """Whether the head is a copy of the embedding's table in a format of its own."""
+    """Return True if the head is a copy of the embedding's table in another format."""
     return model.config.tied_embeddings and not model.head_tied
 
 
 def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, slice]:
-    """The rows and columns of a file's weight that a shard's is."""
+    """Return the rows and columns of a file's weight that a shard's is."""
     parts = [ALL, ALL]
     cut = [dim for dim, (size, own) in enumerate(zip(stored, wanted, strict=False)) if size != own]
     if len(stored) != len(wanted) or len(cut) > 1 or any(stored[dim] != ranks * wanted[dim] for dim in cut):
@@ -481,7 +482,7 @@ def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int
 
 @contextmanager
 def progress(source: ModelSource) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr where that is a terminal; yields what is told of each weight's bytes."""
+    """Show a progress bar if stderr is a terminal; yield a function to call with each weight's bytes."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

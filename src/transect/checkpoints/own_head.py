@@ -1,7 +1,7 @@
-"""Checkpoints whose config.json ties the head to the embedding and whose files have a head with values of its own.
+"""Detect checkpoints whose config.json ties the head to the embedding although the files have a different head.
 
-A head that was trained apart is saved with the old ``tie_word_embeddings`` where nobody changed it. transformers
-then takes both tables from the files, and so does this project (no torch).
+A separately trained head is saved with the old ``tie_word_embeddings`` unless its author changed the setting.
+transformers then takes both tables from the files, and so does this project (no torch).
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ class _Table:
 
 
 def has_own_head(directory: Path) -> bool:
-    """Whether the safetensors of a model have a head and an embedding of one type and size whose values differ. What is
-    damaged is left to whoever reads the weights."""
+    """Return True if a model's safetensors have a head and an embedding of one type and size with different values.
+
+    Damaged files are reported later, when the weights are read.
+    """
     try:
         where = _where(directory)
         head, embed = _table(where, (_HEAD,)), _table(where, _EMBED)
@@ -50,7 +52,7 @@ def has_own_head(directory: Path) -> bool:
 
 
 def _where(directory: Path) -> Mapping[str, Path]:
-    """The file of each tensor."""
+    """Return the file of each tensor."""
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
     if not single.is_file() and index.is_file():
         listed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -60,7 +62,7 @@ def _where(directory: Path) -> Mapping[str, Path]:
 
 
 def _table(where: Mapping[str, Path], ends: tuple[str, ...]) -> _Table | None:
-    """The one tensor whose name ends so; names may have parts of a larger model before them."""
+    """Return the one tensor whose name ends so; names may have parts of a larger model before them."""
     names = [name for name in where if name in ends or name.endswith(tuple(f".{end}" for end in ends))]
     if len(names) != 1:
         return None
@@ -71,7 +73,7 @@ def _table(where: Mapping[str, Path], ends: tuple[str, ...]) -> _Table | None:
 
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """What a safetensors file says of its tensors, and where their bytes begin."""
+    """Read a safetensors file's description of its tensors, and the offset of their bytes."""
     with path.open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         if size > path.stat().st_size:

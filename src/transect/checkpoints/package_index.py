@@ -25,7 +25,7 @@ _SECONDS = 15.0
 
 
 def index_urls() -> list[str]:
-    """The indexes to ask, in order: further ones first, as uv does, then the default one."""
+    """Return the indexes to ask, in order: further ones first, as uv does, then the default one."""
 
     def values(*names: str) -> list[str]:
         words = [word for name in names for word in os.environ.get(name, "").split()]
@@ -40,7 +40,7 @@ def index_urls() -> list[str]:
 def download_wheel(
     package: str, version: str, sha256: str, folder: Path, report: Callable[[int], None] = lambda done: None
 ) -> Path:
-    """The wheel of ``package`` with the pinned checksum, written into ``folder``.
+    """Download the wheel of ``package`` with the pinned checksum into ``folder``.
 
     An index that names another checksum for its file is passed over; the caller checks the bytes themselves.
 
@@ -91,7 +91,7 @@ def _certificates() -> ssl.SSLContext | bool:
 
 
 def _shown(url: str) -> str:
-    """An address without the password that it may hold."""
+    """Return an address without the password that it may hold."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 

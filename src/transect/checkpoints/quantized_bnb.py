@@ -45,7 +45,7 @@ def is_side(name: str) -> bool:
 
 
 def matrix(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callable[[slice], Tensor]]:
-    """The shape of a matrix, and what makes the values of some of its rows, float32.
+    """Return the shape of a matrix, and what makes the values of some of its rows, float32.
 
     Raises:
         ValueError: tensors are missing or do not fit together; the message names one.

@@ -233,7 +233,7 @@ def _parts_of(settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor
 
 
 def of_method(table: Mapping[str, T], settings: Mapping[str, Any]) -> T:
-    """The entry of the checkpoint's method.
+    """Return the entry of the checkpoint's method.
 
     Raises:
         ValueError: its tensors are those of another method.
@@ -260,7 +260,7 @@ def _packed_parts(found: Mapping[str, Any], prefix: str) -> tuple[Tensor, Tensor
 
 
 def side(found: Mapping[str, Any], prefix: str, suffix: str, shape: tuple[int, ...] | None = None) -> Any:
-    """A tensor that belongs to a matrix.
+    """Return a tensor that belongs to a matrix.
 
     Raises:
         ValueError: it is missing, or of another shape.

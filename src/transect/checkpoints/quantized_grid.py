@@ -42,10 +42,10 @@ class Grid:
 
 
 def grid_of(weight: Tensor, group: int, weights: Tensor, dtype: torch.dtype, *, symmetric: bool) -> Grid:
-    """The grid for ``[O, I]`` that leaves the smallest error when each number goes to the nearest code.
+    """Return the grid for ``[O, I]`` that leaves the smallest error when each number goes to the nearest code.
 
     Args:
-        weights: what the square error of a column counts, ``[I]``.
+        weights: weight of each column's square error, ``[I]``.
         dtype: in which scales are stored.
         symmetric: every zero is 8.
     """

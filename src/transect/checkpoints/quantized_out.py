@@ -29,7 +29,7 @@ _LAYERS = re.compile(r"model\.layers\.\d+\..*(_proj|\.w[123])\.weight")
 
 
 def group_for(widths: Mapping[str, int], wanted: int | None) -> int:
-    """The numbers of a row that share a scale.
+    """Return the numbers of a row that share a scale.
 
     Args:
         widths: the numbers of a row, by the name of the matrix.
@@ -108,7 +108,7 @@ def encoded(
 
 
 def file_format(name: str) -> tuple[NumberFormat, FileUse]:
-    """The format that ``--format`` names, of those in safetensors.
+    """Return the format that ``--format`` names, of those in safetensors.
 
     Raises:
         ValueError: there is none.
@@ -125,7 +125,7 @@ def _nearest(tensor: Tensor, group: int, use: FileUse) -> Grid:
 
 
 def _rows(form: NumberFormat) -> Callable[[Tensor], dict[str, Tensor]]:
-    """The tensors of a matrix without ``--group-size``, by the ends of their names."""
+    """Return the tensors of a matrix without ``--group-size``, by the ends of their names."""
     if form.codebook is None:
         return _SCALED[form]
     codebook = form.codebook

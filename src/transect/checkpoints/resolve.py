@@ -56,7 +56,7 @@ class ModelSource:
         kind: ``hf`` (``path`` is a directory with config.json), ``gguf`` (``path`` is a file), or ``shape``: a
             configuration without weights.
         path: absolute; of a shape that is built in, its name.
-        config: what the files say the model is.
+        config: configuration of the model, from its files.
         name: as the user gave it.
         adapter: beside or in the weights, in PEFT's layout; ``config`` is that of the model with it.
     """
@@ -71,8 +71,7 @@ class ModelSource:
 
     @property
     def text_folder(self) -> Path | None:
-        """The directory with the tokenizer's files: the adapter's, if it brings them; None: they are in the GGUF
-        file."""
+        """Directory of the tokenizer's files: the adapter's, if it has them; None if they are in the GGUF file."""
         if self.text is not None:
             return self.text
         if self.adapter is not None and (self.adapter.path / "tokenizer.json").is_file():
@@ -185,7 +184,7 @@ def tokenizer_files(name: str, *, revision: str | None = None) -> Path:
 
 
 def described(name: str, *, presets: bool = True) -> ModelSource:
-    """A model whose weights nobody will read: a directory need hold its configuration alone.
+    """Resolve a model without its weights: a directory needs only a configuration.
 
     Args:
         presets: built-in shapes are meant by their names, which then have no tokenizer.
@@ -198,7 +197,7 @@ def described(name: str, *, presets: bool = True) -> ModelSource:
 
 
 def _shape(path: Path, name: str) -> ModelSource:
-    """A model to be filled with random weights."""
+    """Return a model to be filled with random weights."""
     if (path / "config.json").is_file():
         path = path.resolve()
         return ModelSource("shape", path, from_hf_directory(path), name)
@@ -238,7 +237,7 @@ def _near_paths(path: Path) -> str:
 
 
 def with_adapter(source: ModelSource, adapter: str, allow_download: bool = True) -> ModelSource:
-    """A model with an adapter, the directory or hub id of one in PEFT's layout.
+    """Return a model with an adapter, the directory or hub id of one in PEFT's layout.
 
     Raises:
         ValueError: there is none, it does not fit the model, or the model has one already.
@@ -262,7 +261,7 @@ def with_adapter(source: ModelSource, adapter: str, allow_download: bool = True)
 
 
 def _with_own_base(path: Path, name: str) -> ModelSource:
-    """The model that an adapter's configuration names, with the adapter."""
+    """Return the model that an adapter's configuration names, with the adapter."""
     base = read_settings(path).base
     if not base:
         raise ValueError(
@@ -317,7 +316,7 @@ def _from_builtin(name: str, allow_download: bool, progress: Progress | None) ->
 
 
 def _hub_gguf(name: str, wanted: str, allow_download: bool, revision: str | None) -> Path:
-    """The GGUF file of a hub id whose name says ``wanted``; of one in parts the first. Nothing else is fetched:
+    """Return the GGUF file of a hub id whose name says ``wanted``; of one in parts the first. Nothing else is fetched:
     F16 is no BF16, and Q4_K no Q4_K_M."""
     spellings = dict.fromkeys((wanted, wanted.upper(), wanted.lower()))
     patterns = [f"{before}{each}[!a-zA-Z0-9_]*gguf" for each in spellings for before in ("", "*[!a-zA-Z0-9]")]
@@ -346,7 +345,8 @@ def _from_hub(
     patterns: Sequence[str] = _HUB_FILES,
     ignored: Sequence[str] = _HUB_IGNORED,
 ) -> Path:
-    """The snapshot directory of a hub id; huggingface_hub keeps it in its own cache and shows its own progress."""
+    """Return the snapshot directory of a hub id; huggingface_hub keeps it in its own cache and shows its own
+    progress."""
     import huggingface_hub
     from huggingface_hub import errors
 

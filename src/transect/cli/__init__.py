@@ -7,12 +7,14 @@
 * ``train.py``: train or fine-tune a model; ``sweep.py``: over a grid of settings.
 * ``data.py``: prepare what it is trained on. ``plot.py``: its curves. ``predicted.py``: what was expected of its steps.
   ``memory.py``: what serving will need, or training (``memory_training.py``), in tables (``memory_tables.py``).
-  ``plan.py``: the best way to spread a run.
+  ``plan.py``: the best way to spread a run; ``plan_serving.py``: a service;
+  ``plan_calibrate.py``: a measured server to plan with; ``plan_workload.py``: traces.
 * ``eval.py``: how good a model is. ``export.py``: a run's adapter or model for other programs; ``quantize.py``: a model
   in fewer bits.
 * ``bench.py``, ``bench_*.py``: benchmarks of engine, server and operators. ``hardware.py``: what this machine can do.
 * ``explain.py``: where the time of requests and runs goes, replay, a backward pass. ``top.py``: what a server does now.
   ``roofline.py``: what a device allows.
+* ``learn.py``: the graded ladder, from a dot product to a fleet.
 * ``inspect.py``: what an operator's kernels compile to. ``tune.py``, ``tune_model.py``: find the fastest of
   them here. ``trace.py``: follows a kernel through the interpreter.
 * ``engine_options.py``: options from settings of engine and server. ``settings.py``: the commands in groups, where
@@ -63,7 +65,7 @@ def _run(arguments: list[str]) -> int:
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
-        return _nobody_reads()
+        return _reader_gone()
     except Exception as error:
         if debug:
             raise
@@ -73,14 +75,14 @@ def _run(arguments: list[str]) -> int:
             try:
                 print(error.format_message(), flush=True)  # type: ignore[attr-defined]
             except BrokenPipeError:
-                return _nobody_reads()
+                return _reader_gone()
             return 0
         print(f"transect: error: {_one_line(error)}", file=sys.stderr)
         return STOPPED if type(error).__name__ == "TrainingStopped" else USAGE
 
 
-def _nobody_reads() -> int:
-    """Whoever read our output has gone (`| head`): no message, and none from the interpreter at its end either."""
+def _reader_gone() -> int:
+    """Stay quiet after the reader of our output has closed the pipe (`| head`), also at the interpreter's exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -110,7 +112,7 @@ def _application() -> Any:
             allow_from_autoenv=False,
         ),
     ) -> None:
-        """Run and serve language models, with a measurement at every step."""
+        """Run, serve and train language models; measured times stand beside what the hardware allows."""
 
     return application
 

@@ -32,8 +32,10 @@ def command(
     out: Annotated[Path | None, output_file(help="Write the results there, as JSON.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes and seconds.")] = False,
 ) -> int:
-    """How fast ranks exchange data. Starts them here, or takes those that torchrun has started; exits with 1 when a
-    result is wrong."""
+    """Measure how fast ranks exchange data.
+
+    Starts the ranks on this machine, or uses the ranks that torchrun has started. Exits with 1 if a result is wrong.
+    """
     import torch
 
     from ..bench.collectives import COLLECTIVES, JOB, OURS, Sweep, measure, sizes_between

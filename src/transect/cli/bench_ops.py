@@ -62,7 +62,7 @@ def command(
     left_out: frozenset[tuple[str, str]] = frozenset()
     if resume:
         if json is None:
-            raise ValueError("--resume goes on with a file of results: name it with --json")
+            raise ValueError("--resume continues a file of results: name the file with --json")
         left_out = results.measured(results.read(json), where) if json.is_file() else left_out
         print(f"{len(left_out)} cases in {json} are of this commit and stay")
 

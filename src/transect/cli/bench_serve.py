@@ -36,12 +36,19 @@ def command(
     ] = None,
     concurrency: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="So many requests at any time (closed loop). May be given again."),
+        typer.Option(min=1, help="Number of requests in flight (closed loop). May be given again."),
     ] = None,
     trace: Annotated[
-        Path | None, typer.Option(help="JSON lines with arrival_s, output_tokens, and prompt_tokens or a prompt.")
+        Path | None,
+        typer.Option(
+            help="Requests at recorded times: JSON lines with arrival_s, output_tokens, and prompt_tokens or a prompt; "
+            "Mooncake's lines; Azure's CSV; a folder of ServeGen's; or what --json of this command wrote."
+        ),
     ] = None,
-    speed: Annotated[float, typer.Option(help="Replay a trace so many times as fast.")] = 1.0,
+    trace_start: Annotated[
+        float | None, typer.Option(help="Second of a trace at which to begin; ServeGen: default is the busiest window.")
+    ] = None,
+    speed: Annotated[float, typer.Option(help="Replay a trace this many times as fast.")] = 1.0,
     burstiness: Annotated[
         float, typer.Option(help="Burstiness of arrivals: 1 is Poisson, 0 an even beat, more is bursts.")
     ] = 1.0,
@@ -101,7 +108,7 @@ def command(
         output = Lengths.parse(OUTPUT_TOKENS)
     source = WorkSource(Lengths.parse(prompt_tokens), output, conversations, highest_id, seed)
     if trace is not None:
-        levels = [trace_level(source, trace, speed, requests)]
+        levels = [trace_level(source, trace, speed, requests, trace_start)]
     elif concurrency is not None:
         levels = concurrency_levels(source, requests or REQUESTS, concurrency)
     else:

@@ -1,4 +1,4 @@
-"""What the commands of ``bench`` share: an engine and what its floor is made of, energy, tables and files."""
+"""Shared parts of the ``bench`` commands: an engine and the inputs of its floor, energy, tables and files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Subject:
     rates: Rates
     storage: Storage
     measured: str = ""
-    """How the rates are known."""
+    """Origin of the rates, in words."""
     layout: RankLayout = ALONE
     """The ranks that have a device each; on a CPU they share its cores, and are as one."""
 

@@ -30,7 +30,7 @@ COLUMNS = (
 )
 def command(
     model: Model = BUILTIN,
-    sequences: Annotated[int, typer.Option(min=1, help="How many.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, help="Number of sequences.")] = 256,
     shortest: Annotated[int, typer.Option(min=1, help="Least tokens of a prompt, and of an output.")] = 100,
     longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt, and of an output.")] = 1024,
     runs: Runs = 1,

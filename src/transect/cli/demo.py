@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +40,15 @@ def command(
     svg: Annotated[Path | None, output_file(help="Keep a picture of it in this file.")] = None,
 ) -> None:
     """Start the server, stream eight chats at the same time, show what happens, and stop the server."""
+    run(model, max_tokens, svg, ())
+
+
+def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -> None:
+    """Run the demo with further ``options`` of ``transect serve``.
+
+    Raises:
+        ValueError: a chat failed, or the server did.
+    """
     from rich.console import Console
 
     from ..checkpoints.resolve import resolve
@@ -48,7 +57,7 @@ def command(
     console = Console()
     resolve(model)
     console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)
-    with own_server(model) as url:
+    with own_server(model, *options) as url:
         talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
         gauges = Gauges()
         with View(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:

@@ -1,4 +1,4 @@
-"""What ``transect demo`` showed, as a picture in SVG."""
+"""Draw the screen of ``transect demo`` as an SVG picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``transect demo`` shows: a panel per chat in a terminal, plain lines elsewhere."""
+"""Show the chats of ``transect demo``: a panel per chat in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class Gauges:
 
 
 class View:
-    """Shows talks while they run; used as a context manager.
+    """Show chats while they run; used as a context manager.
 
     In a terminal the picture is redrawn; elsewhere (a file, a CI log) each event is one line.
 
     Args:
-        picture_width: keep a picture of the moment when the second talk ends, with lines of so many letters.
+        picture_width: width in characters of the picture to keep of the moment when the second chat ends.
     """
 
     def __init__(self, console: Console, talks: list[Talk], gauges: Gauges, picture_width: int | None = None) -> None:

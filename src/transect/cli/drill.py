@@ -98,9 +98,7 @@ async def _round(client: httpx.AsyncClient, hitting: asyncio.Task[None] | None) 
 def _table(calm: dict[str, Answer], disturbed: dict[str, Answer]) -> tuple[Table, bool]:
     from rich.table import Table
 
-    table = Table(
-        caption="longest pause between two events of a stream, calm and hit", caption_justify="left"
-    )
+    table = Table(caption="longest pause between two events of a stream, calm and hit", caption_justify="left")
     table.add_column("stream", no_wrap=True)
     table.add_column("its beginning", no_wrap=True)
     for name in ("events", "calm", "hit", "same"):

@@ -45,7 +45,7 @@ def takes(*settings: Setting, **defaults: Any) -> Callable[[Command], Command]:
     """Give a command options for settings. Their values arrive in its ``**`` parameter, by the names of the fields.
 
     Args:
-        settings: what to make options of.
+        settings: settings that become options.
         defaults: defaults that differ from those of the fields, by the fields' names.
     """
     by_parameter = {_parameter(each): each for each in settings}

@@ -30,10 +30,10 @@ def backward(
     every: Annotated[bool, typer.Option("--every", help="Every node, also of layers that are alike.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """What loss.backward() does: each node in order, what it saved, its bytes, its time.
+    """Show what loss.backward() does: each node in order, what it saved, its bytes, its time.
 
-    A Python file runs with __name__ set to "__explain__"; a function `loss()` of it is called twice and measured the
-    second time. A model runs one packed batch through the training model, twice as well.
+    A Python file runs with __name__ set to "__explain__"; its function `loss()` is called twice and measured the second
+    time. A model runs one packed batch through the training model, twice as well.
     """
     import dataclasses
     import json
@@ -135,10 +135,14 @@ def run(
     preset: Annotated[str | None, typer.Option(help="Floors of this device.")] = None,
     keep_trace: Annotated[Path | None, output_file(help="Keep the profiler's trace in this file.")] = None,
     stacks: Annotated[bool, typer.Option(help="Sample the Python stack, to name what the host does.")] = True,
-    apply: Annotated[bool, typer.Option("--apply", help="Do what can be done from outside; measure again.")] = False,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Try the changes that need no edit, and measure again.")
+    ] = False,
     energy: Annotated[bool, typer.Option("--energy", help="Joules of the run, from RAPL or NVML.")] = False,
     grid: Annotated[float, typer.Option(help="Grams of CO2e for a kWh of your grid.", min=0)] = 400.0,
-    seconds: Annotated[float, typer.Option(help="End the program after so many seconds; 0: let it end.", min=0)] = 0.0,
+    seconds: Annotated[
+        float, typer.Option(help="End the program after this many seconds; 0: wait for its end.", min=0)
+    ] = 0.0,
     html: HtmlFile = None,
     as_json: JsonFile = None,
 ) -> None:
@@ -178,7 +182,10 @@ def run(
 
 
 def _script(words: list[str], stdin: Any) -> Any:
-    """What the words of a command line run. ``stdin``: is kept as it is read, for a script that runs more than once."""
+    """Resolve the words of a command line to a script.
+
+    Its input is recorded while it reads ``stdin``, so that the script can run again.
+    """
     from ..explain.program.script import Input, Script
 
     if words and words[0].startswith("--"):

@@ -16,10 +16,12 @@ Rows = list[tuple[str, str]]
 def command(
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1.")] = "auto",
     again: Annotated[bool, typer.Option("--again", help="Measure even if this device was measured before.")] = False,
-    preset: Annotated[str | None, typer.Option(help="Show a machine one does not have; `list` names them.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Show a device that is not in this machine; `list` names the presets.")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes, seconds and FLOP/s.")] = False,
 ) -> None:
-    """What this machine's GPU or processor can do: bandwidth, matrix rates, launch cost, host link."""
+    """Measure what this machine's GPU or CPU can do: bandwidth, matrix rates, launch cost, host link."""
     if preset is None:
         _measured(device, again, json)
     elif preset == "list":

@@ -143,10 +143,10 @@ def command(
 
 
 def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file: bool) -> bool:
-    """Whether the memory of a run is asked for; else that of an engine.
+    """Return True for the memory of a training run, False for that of an engine.
 
     Raises:
-        ValueError: it cannot be said, or there are options of the other kind.
+        ValueError: the options do not say which, or mix both.
     """
     own = {name: [_option(call, each) for each in names if each in given]
            for name, names in (("--train", TRAINING), ("--serve", SERVING))}  # fmt: skip
@@ -164,16 +164,16 @@ def _trains(call: typer.Context, given: set[str], train: bool, serve: bool, file
 
 
 def _option(call: typer.Context, name: str) -> str:
-    """What a parameter is called on the command line."""
+    """Return the option's name on the command line."""
     return next(param.opts[0] for param in call.command.params if param.name == name)
 
 
 def _sharing(tp: int, ep: int, dp: int) -> dict[str, Any]:
-    """The settings of so many devices that share experts.
+    """Return the settings for ``ep`` devices that share experts.
 
     Raises:
-        ValueError: they are not whole tensor groups; the message names the nearest number that is. Or there are more or
-            fewer groups than ``dp`` says.
+        ValueError: the devices are not whole tensor groups (the message names the nearest number that is), or the
+            number of groups differs from ``dp``.
     """
     if ep == 1:
         return {}
@@ -214,7 +214,7 @@ def _free(kind: str) -> int:
 
 
 def _layouts(source: ModelSource) -> Layouts:
-    """How the files of a model pack its matrices; nothing where there are no weights."""
+    """Return the layouts in which a model's files pack its matrices; none if there are no weights."""
     from pathlib import Path
 
     from ..checkpoints.layouts import held_layouts
@@ -340,7 +340,7 @@ def _predicted(
 
 
 def _plan(source: ModelSource, config: EngineConfig, kind: str, budget: int) -> tuple[ServingPlan, Storage]:
-    """What an engine of ``config`` holds on a device of ``kind`` with ``budget`` bytes, and how it stores weights."""
+    """Plan the memory of an engine on a device of ``kind`` with ``budget`` bytes; also return how it stores weights."""
     from ..costs.memory.serving import ServingPlan
     from ..costs.model import weight_bytes
     from ..costs.storage import storage_for, storage_held

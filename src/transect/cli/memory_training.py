@@ -31,13 +31,13 @@ SETTINGS = {
     "cp": "parallel.context",
     "ep": "parallel.expert",
 }
-"""What an option is called in the file of a run."""
+"""Name of each option in a run's TOML file."""
 LAYOUT = ("dp", "zero", "fsdp", "tp", "sp", "pp", "cp", "ep")
-"""Options that say over how many ranks."""
+"""Options that set the number of ranks."""
 
 
 def run_of(model: str, options: Mapping[str, Any], given: Collection[str], changes: Sequence[str]) -> TrainConfig:
-    """The run that is asked about.
+    """Build the configuration of the run from a model or file, options and changes.
 
     Args:
         model: a model, or the TOML file of a run.
@@ -74,7 +74,7 @@ def run_of(model: str, options: Mapping[str, Any], given: Collection[str], chang
 
 
 def is_run(model: str) -> bool:
-    """Whether this names the file of a run, and no model."""
+    """Return True if ``model`` names a run's TOML file and not a model."""
     return model.endswith(".toml") and not Path(model).is_dir()
 
 

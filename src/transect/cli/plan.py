@@ -8,21 +8,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from . import plan_calibrate, plan_serving, plan_workload
+
 if TYPE_CHECKING:
     from ..costs.machine import Machine
     from ..plan.layouts import Candidate, Ranking
 
 application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+application.command("serving")(plan_serving.command)
+application.command("calibrate")(plan_calibrate.command)
+application.command("workload")(plan_workload.command)
 
 TOKENS = 2**15
-"""Tokens of a step for each device, where nobody says."""
+"""Default number of tokens a step for each device."""
 CHOSEN = ("parallel", "accumulate", "checkpointing", "data.micro_batch")
-"""Settings of a run that are found for each layout."""
+"""Settings of a run that the search sets for each layout."""
 
 
 @application.callback()
 def _group() -> None:
-    """Find the best way to spread a training run over devices, and draw a pipeline's schedule, before anything runs."""
+    """Plan a service or a training run before anything runs, and draw a pipeline's schedule."""
 
 
 @application.command("training")
@@ -198,8 +203,10 @@ def schedule(
     microbatches: Annotated[int, typer.Option(min=1, help="Of a step, for each group of stages.")] = 8,
     name: Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b or interleaved; default: all.")] = "",
     chunks: Annotated[int, typer.Option(min=2, help="Runs of layers of each rank, for interleaved.")] = 2,
-    backward: Annotated[float, typer.Option(min=0, help="How long a backward pass takes, in forward passes.")] = 2.0,
-    link: Annotated[float, typer.Option(min=0, help="How long activations travel, in forward passes.")] = 0.0,
+    backward: Annotated[float, typer.Option(min=0, help="Time of a backward pass, in forward passes.")] = 2.0,
+    link: Annotated[
+        float, typer.Option(min=0, help="Time to send activations to the next stage, in forward passes.")
+    ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print the actions and when they are done.")] = False,
 ) -> int:
     """Draw what each stage of a pipeline does and when it waits, on a virtual clock: F0 is the forward pass of the

@@ -12,7 +12,7 @@ def command(
     runs: Annotated[list[Path], typer.Argument(help="Directories of runs.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="A .png, .svg or .pdf.")] = Path("curves.png"),
     window: Annotated[int, typer.Option(help="Steps to average the loss over.", min=1)] = 1,
-    by: Annotated[str, typer.Option(help="What to draw over: step, tokens or time.")] = "step",
+    by: Annotated[str, typer.Option(help="Horizontal axis: step, tokens or time.")] = "step",
     bits: Annotated[bool, typer.Option("--bits", help="Bits per byte in place of nats per token.")] = False,
     level: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE: a line to compare with; may be repeated.")

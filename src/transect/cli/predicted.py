@@ -1,4 +1,4 @@
-"""What the steps of a run on several devices were expected to take, beside what they took."""
+"""Compare the predicted step times of a run on several devices with the measured ones."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def prediction(config: Any, model: Any, device: Any, fitted: Any = None) -> Trai
 
 
 def machine_here(kind: str, ranks: int) -> Machine:
-    """What this machine is known to do: its measured ceilings, and the links of the preset with its name."""
+    """Describe this machine: its measured ceilings, and the links of the preset with its name."""
     from dataclasses import replace
 
     from ..costs.machine import Machine, Shares

@@ -72,10 +72,10 @@ class Session:
     async def stream(
         self, token_ids: Sequence[int], params: SamplingParams, show: Callable[[str], None] | None = None
     ) -> tuple[str, Speed]:
-        """One request of one choice: its text, shown as it comes, and its speed.
+        """Run one request with one choice; return its text, shown as it arrives, and its speed.
 
         Raises:
-            ValueError: the engine refuses the request, or could not go on with it.
+            ValueError: the engine refuses the request, or fails while running it.
         """
         begin = time.perf_counter()
         speed, pieces = Speed(), []

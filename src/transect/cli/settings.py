@@ -47,6 +47,7 @@ COMMANDS = {
         "tune": "Find the fastest kernels for this device.",
     },
     "Look inside": {
+        "learn": "Build each part yourself, graded on this machine.",
         "explain": "Show where the time of requests and programs goes.",
         "roofline": "Show what a device allows a model.",
         "plot": "Draw the curves of training runs.",

@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 def command(
     config: Annotated[Path | None, typer.Argument(help="A TOML file; see docs/train/training.md.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the newest run under runs/, or --run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the newest run under runs/, or --run.")] = False,
     run: Annotated[Path | None, typer.Option(help="The run to resume: its directory, or a step-... inside.")] = None,
-    steps: Annotated[int | None, typer.Option(help="In place of the file's number of steps.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of steps, in place of the file's.")] = None,
     settings_: Annotated[
         list[str] | None, typer.Option("--set", help="KEY=VALUE in place of the file's, such as optimizer.clip=0.5.")
     ] = None,
     allow_changed: Annotated[
-        str, typer.Option(help="Go on although these have changed: data, masks, base, sizes, with commas between.")
+        str, typer.Option(help="Resume although these have changed: data, masks, base, sizes; comma-separated.")
     ] = "",
 ) -> int:
-    """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume goes on as if nothing had happened."""
+    """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume continues to the same bits."""
     from ..train.config import TrainConfig
     from ..train.loop import checkpoint
     from ..train.loop.follow import Run, crew, follow, started_again
@@ -48,10 +48,10 @@ def command(
         # torchrun starts the same command again after a rank has ended: the run goes on.
         if started_again(settings) and checkpoint.list_steps(settings.run_dir):
             found = checkpoint.newest(settings.run_dir)
-            print(f"transect: started again by torchrun, goes on from {found.path.name}", file=sys.stderr)
+            print(f"transect: started again by torchrun, resumes from {found.path.name}", file=sys.stderr)
     if found is None and checkpoint.list_steps(settings.run_dir):
         raise ValueError(
-            f"{settings.run_dir} holds a run already: go on with it by --resume --run {settings.run_dir}, or set "
+            f"{settings.run_dir} holds a run already: resume it with --resume --run {settings.run_dir}, or set "
             "another run_dir"
         )
     allowed = [part for part in allow_changed.split(",") if part]

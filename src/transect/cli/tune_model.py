@@ -36,7 +36,7 @@ def products(config: ModelConfig) -> list[Product]:
 def tune(
     config: ModelConfig, rows: list[int], seconds: float, load: bool, keep: bool, ship: bool, out: Path | None
 ) -> None:
-    """Measure (the quickest again under ``load``), show and keep; begin nothing after so many seconds.
+    """Measure kernels (the fastest again under ``load``), show and keep them; start no measurement after ``seconds``.
 
     Raises:
         ValueError: no Hopper GPU, or rows out of range.
@@ -90,7 +90,7 @@ def _show(each: Measured) -> None:
 
 
 def _sum(config: ModelConfig, found: list[Measured]) -> None:
-    """What a decode step's products take in all, before and now, where all of them were measured."""
+    """Print the total time of a decode step's products, before and after, if all of them were measured."""
     times: dict[int, list[float]] = {}
     counted = Counter(each.rows for each in found)
     for each in found:

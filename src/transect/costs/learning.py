@@ -17,7 +17,8 @@ the known range. ``fitting.py`` fits a model with more terms on a whole log.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
+from bisect import bisect_left
+from itertools import accumulate, pairwise
 
 from .steps import StepLoad
 
@@ -42,6 +43,8 @@ Part = tuple[int, float]
 """A part of the time, and the amount of it in a step."""
 _BASE, _KEYS, _PAIRS = 0, len(KNOTS), len(KNOTS) + 1
 """Places of the parts; those of the tokens lie between, one for each stretch between two knots."""
+_WHOLE = [(part, 1.0) for part in range(len(KNOTS))]
+"""``base`` and whole stretches."""
 
 
 class StepTimes:
@@ -61,11 +64,25 @@ class StepTimes:
         """The last step took less time than is possible by what was learned."""
         self._first = [0.0] * (_PAIRS + 1)
         """First uncertainty of each part."""
+        self._ends = [0.0] * len(KNOTS)
+        """Predicted seconds of a step without attention, at each knot."""
+        self._keys = self._pairs = 0.0
+        """Predicted seconds of a position that decodes read, and of one that prompts attend to."""
 
     def predict(self, load: StepLoad) -> float:
         """Predict the seconds of a step; 0 before the first was measured. More work never takes less time: a part that
         few steps have taught may be negative, and then counts as zero."""
-        return sum(share * max(self._parts[part], 0.0) for part, share in _parts_of(load))
+        tokens, ends = load[0], self._ends
+        place = bisect_left(KNOTS, tokens)
+        if place == 0:
+            found = ends[0]
+        elif place == len(KNOTS):
+            found = ends[-1]
+        else:
+            low, high = KNOTS[place - 1], KNOTS[place]
+            before = ends[place - 1]
+            found = before + (ends[place] - before) * ((tokens - low) / (high - low))
+        return found + self._keys * load[1] + self._pairs * load[2]
 
     def soonest(self, load: StepLoad) -> float:
         """Return the earliest likely end of a step: the prediction less ``DEVIATIONS`` standard deviations."""
@@ -97,11 +114,13 @@ class StepTimes:
         variance = sum(share * spread[part] for part, share in parts) + (NOISE * max(expected, seconds, SHORTEST)) ** 2
         for part, covariance in enumerate(spread):
             gain = covariance / variance
-            self._parts[part] += gain * (seconds - expected)
-            row = self._unknown[part]
-            self._unknown[part] = [known - gain * other for known, other in zip(row, spread, strict=True)]
+            if gain:
+                self._parts[part] += gain * (seconds - expected)
+                row = self._unknown[part]
+                self._unknown[part] = [known - gain * other for known, other in zip(row, spread, strict=True)]
         for part, _ in parts:
             self._unknown[part][part] += (DRIFT * self._first[part]) ** 2
+        self._sum_up()
 
     def most_tokens(self, seconds: float, beside: StepLoad, context: int, limit: int) -> int:
         """Return the most tokens that a step may have to end within ``seconds``.
@@ -132,9 +151,18 @@ class StepTimes:
         row = self._unknown[part]
         return sum(share * row[other] for other, share in parts)
 
+    def _sum_up(self) -> None:
+        """Prepare predictions."""
+        known = [max(part, 0.0) for part in self._parts]
+        self._ends = list(accumulate(known[:_KEYS]))
+        self._keys, self._pairs = known[_KEYS], known[_PAIRS]
+
     def _spread(self, parts: list[Part]) -> list[float]:
         """Covariances of all parts with the prediction of a step."""
-        return [self._covariance(part, parts) for part in range(len(self._parts))]
+        spread = [0.0] * len(self._parts)
+        for part, share in parts:  # the covariance is symmetric
+            spread = [known + share * other for known, other in zip(spread, self._unknown[part], strict=True)]
+        return spread
 
     def _shrink(self, parts: list[Part], ratio: float) -> None:
         """Scale the parts of a step, each as uncertain then as it was at first, on the new scale."""
@@ -160,11 +188,11 @@ class StepTimes:
 
 def _parts_of(load: StepLoad) -> list[Part]:
     """List the parts of a step's time with their amounts."""
-    parts: list[Part] = [(_BASE, 1.0)]
-    for place, (before, after) in enumerate(pairwise(KNOTS), 1):
-        if load.tokens <= before:
-            break
-        parts.append((place, min((load.tokens - before) / (after - before), 1.0)))
+    place = bisect_left(KNOTS, load.tokens)
+    parts: list[Part] = list(_WHOLE[: max(place, 1)])
+    if 0 < place < len(KNOTS):
+        low = KNOTS[place - 1]
+        parts.append((place, (load.tokens - low) / (KNOTS[place] - low)))
     if load.keys:
         parts.append((_KEYS, load.keys))
     if load.pairs:

@@ -45,7 +45,7 @@ class Row:
 def step_cost(
     config: ModelConfig, rows: Sequence[Row], *, storage: Storage | None = None, logit_rows: int | None = None
 ) -> dict[str, Cost]:
-    """The cost of one step by operator: ``embed``, ``linear``, ``rms_norm``, ..., ``paged_attention``, ``head``.
+    """Return the cost of one step by operator: ``embed``, ``linear``, ``rms_norm``, ..., ``paged_attention``, ``head``.
 
     ``logit_rows`` is how many tokens get logits: by default one for each row. Logits are written in float32. Not
     counted: softmax, residual additions, block tables, sampling.

@@ -41,6 +41,7 @@ class Preset:
         host_bytes_per_second: one direction of the link to the host; 0 for a processor.
         peer_bytes_per_second: one direction, all links to other devices together; 0 if it has none.
         units: multiprocessors, or cores.
+        watts: most power of the board; 0 if not known.
         source: origin of the figures.
         also: other names for commands.
         detected: names that the driver gives this device.
@@ -55,6 +56,7 @@ class Preset:
     peer_bytes_per_second: NotNegative
     units: Annotated[int, msgspec.Meta(gt=0)]
     source: str
+    watts: NotNegative = 0
     also: tuple[str, ...] = ()
     detected: tuple[str, ...] = ()
 
@@ -64,7 +66,7 @@ class Preset:
         return not self.host_bytes_per_second
 
     def ceilings(self, bandwidth_share: float = 1.0, matmul_share: float = 1.0) -> Ceilings:
-        """The ceilings to plan with: each peak times the share of it that programs reach.
+        """Return the ceilings to plan with: each peak times the share of it that programs reach.
 
         Raises:
             ValueError: a share is not above 0 and at most 1.

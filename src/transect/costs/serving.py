@@ -129,6 +129,23 @@ class ServingSteps:
         link = self.rates.host_bytes_per_second
         return found if link is None else max(found, self.storage.streamed / link)
 
+    def parts(self, load: StepLoad) -> dict[str, float]:
+        """Split the time of a step by cause; the products of the layers and the head together. Stages of a pipeline are
+        taken one after the other, so the sum is that of ``latency`` without messages."""
+        known, size = self.efficiency, (load.padded or load.tokens, load.rows)
+        costs = least_products(self.config, *size, self.storage)
+        products = self._product(costs["linear"], size[0]) + self._product(costs["head"], size[1]) / self.layout.tensor
+        hidden, logits = (0.0, 0.0) if self._collectives is None else exchanged(self.config, *size, self._collectives)
+        keys = self._attention(load._replace(pairs=0))
+        return {
+            "weights and products": products,
+            "keys and values": keys,
+            "attention of prompts": self._attention(load) - keys,
+            "norms and activations": self._moved * size[0] / (self.rates.bytes_per_second * known.moved),
+            "sums between cards": known.sums * (hidden + logits),
+            "overhead": self.layout.pipeline * known.step + known.layer * self.config.n_layers + known.row * load.rows,
+        }
+
     def latency(self, load: StepLoad) -> float:
         """Predict the time until the tokens of a step are known: of all stages in turn."""
         layers, head = self._stage(load)

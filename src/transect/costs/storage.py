@@ -43,7 +43,7 @@ class Storage:
 
 
 def storage_for(element: int, quantization: str | None = None, *, native: bool = False) -> Storage:
-    """The storage of a model whose numbers have ``element`` bytes, those of its cache too.
+    """Return the storage of a model whose numbers have ``element`` bytes, those of its cache too.
 
     Args:
         quantization: of the layers' matrices, as in ``EngineConfig``.

@@ -43,7 +43,7 @@ class TrainingStep:
 
     Attributes:
         compute: forward and backward pass, without what is computed twice.
-        recompute: what checkpointing computes a second time.
+        recompute: work that checkpointing repeats.
         gradients: copies and sums of gradients on the device, and their norm.
         communication: exposed, by ranks that wait.
         bubble: stages of a pipeline that have nothing to do.
@@ -100,7 +100,8 @@ class Pass:
 
 
 def predict(config: ModelConfig, plan: TrainingPlan, spread: Spread, machine: Machine) -> TrainingStep:
-    """The step of ``plan``, whose ``accumulate`` micro-batches the data ranks share. Documents are as long as may be.
+    """Return the step of ``plan``, whose ``accumulate`` micro-batches the data ranks share. Documents are as long as
+    may be.
 
     Raises:
         ValueError: the run cannot be spread so, or a rate of the machine is not known.
@@ -263,7 +264,7 @@ def _data(part: RankPart, plan: TrainingPlan, spread: Spread, machine: Machine, 
 
 
 def _sharing(spread: Spread, machine: Machine) -> Axis:
-    """The ranks with the same weights. Stages lie between data ranks, and not between context ranks."""
+    """Return the ranks with the same weights. Stages lie between data ranks, and not between context ranks."""
     stride = spread.tensor * (spread.pipeline if spread.data > 1 else 1)
     return Axis(machine, spread.data * spread.context, stride)
 

@@ -24,7 +24,7 @@ class Cost:
         return self.flops / self.bytes if self.bytes else 0.0
 
     def floor(self, flops_per_second: float, bytes_per_second: float) -> float:
-        """The least time in seconds for a device with these two ceilings."""
+        """Return the least time in seconds for a device with these two ceilings."""
         return max(self.flops / flops_per_second, self.bytes / bytes_per_second)
 
     def __mul__(self, times: float) -> Cost:
@@ -83,7 +83,7 @@ def expert_cost(
     Args:
         ordered: the rows of a token are read as one, not as k.
         outputs, inputs: of one expert, as in ``product_cost``.
-        distinct: how many experts are touched; by default as many as even routing touches on average.
+        distinct: number of experts touched; by default the average under even routing.
     """
     distinct = touched(int(tokens), k, experts) if distinct is None else distinct
     one = product_cost(tokens * k, outputs, inputs, bits=bits, activation=activation, bias=bias)

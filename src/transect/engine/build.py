@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import logging
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -59,16 +62,16 @@ class BuiltEngine:
     report: tuple[str, ...] = ()
     """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
     ranks: Ranks | None = None
-    """Those that were started for it, to be closed with it."""
+    """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
-    """The ranks, and where this one is among them; None: there is one."""
+    """All ranks, and the place of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
-    """What its bits depend on."""
+    """Fingerprint of everything that its bits depend on."""
     speaks: bool = True
-    """Whether this process says what runs: of several ranks one does."""
+    """True on the one rank that decides and logs what runs."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
-        """What compiles grammars for this model; see ``GrammarCompiler``. The tokenizer is read when it is needed."""
+        """Return the grammar compiler of this model (``GrammarCompiler``); it reads the tokenizer when first needed."""
 
         def vocabulary() -> Vocabulary:
             found = Tokenizer.from_source(self.source)
@@ -90,13 +93,13 @@ def build_engine(
     mesh: Mesh | None = None,
     seed: int | None = None,
 ) -> BuiltEngine:
-    """Load the model and make everything around it.
+    """Load the model and build the engine around it.
 
     Args:
-        compilers: who compiles kernels, see ``compiling``.
+        compilers: processes that compile kernels, see ``compiling``.
         began: ``time.perf_counter()`` when the caller began, for the log's account of the time.
-        mesh: this process is one of several ranks, and all of them call this.
-        seed: of requests without a seed of their own; None: that of the configuration.
+        mesh: given if this process is one of several ranks; all of them must call this function.
+        seed: for requests without a seed of their own; None for the configuration's.
 
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
@@ -126,7 +129,7 @@ def build_engine(
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     limit = config.step_limit
-    scheduler = Scheduler(
+    scheduler = scheduler_class(config.scheduler_cls)(
         SchedulerConfig(
             num_blocks=size.num_blocks,
             block_size=config.block_size,
@@ -162,6 +165,35 @@ def build_engine(
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     numerics = numerics_of(config, source, device, computes, exact)
     return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report, numerics=numerics)
+
+
+def scheduler_class(name: str | None) -> type[Scheduler]:
+    """Load the class that ``scheduler_cls`` names.
+
+    Raises:
+        ValueError: there is no such file, module or class, or it is no ``Scheduler``.
+    """
+    if name is None:
+        return Scheduler
+    try:
+        if ":" in name:
+            file, _, attribute = name.rpartition(":")
+            spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{file} is no Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            place, _, attribute = name.rpartition(".")
+            module = importlib.import_module(place)
+        found = getattr(module, attribute)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        raise ValueError(
+            f"scheduler_cls {name!r} cannot be loaded ({error}): give FILE.py:Class or package.module.Class"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Scheduler)):
+        raise ValueError(f"scheduler_cls {name!r} must be a subclass of transect.engine.scheduling.scheduler.Scheduler")
+    return found
 
 
 def _build_cpu(

@@ -98,6 +98,8 @@ class EngineConfig:
         policy: Batch continuously, or in fixed batches (``static``) to compare with.
         longest_first: Begin with the requests that may draw the most tokens; default: in ``LLM``, not in a server. Work
             that is all there ends sooner; in a server short requests would wait for long ones.
+        scheduler_cls: A scheduler of your own, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
+            ``engine.scheduling.scheduler.Scheduler``.
         speculative_config: Speculative decoding: ``{"method": "ngram"}`` or ``"suffix"``; the answers are the same.
             Names are vLLM's: ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The
             number of drafts of each step is chosen by expected gain.
@@ -167,6 +169,7 @@ class EngineConfig:
     enable_prefix_caching: Annotated[bool, About(option="prefix-caching", also=("enable_prefix_caching",))] = True
     policy: Policy = "continuous"
     longest_first: bool | None = None
+    scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
     max_queue: Annotated[int | None, ONE_OR_MORE] = None

@@ -1,7 +1,8 @@
-"""Whether a model's weights fit in the memory of the host, before one of them is read or drawn.
+"""Check that a model's weights fit in the memory of the host, before they are read or drawn.
 
-Without this a model that is too large takes all memory, and the system ends the engine, or another program, without a
-word. Only what surely cannot fit is refused: the weights alone, in the fewest bits in which they may be held here.
+Without this check a model that is too large takes all memory, and the system kills the engine, or another program,
+without a message. Only a certain misfit is refused: it counts the weights alone, in the fewest bits in which they may
+be held.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ def check_weights(
     *,
     ranks: int = 1,
 ) -> None:
-    """See that the weights fit.
+    """Refuse weights that do not fit.
 
     Args:
         free: bytes of this host's memory.
-        shapes: what each rank has of the weights; None: all.
-        ranks: how many on this host have as much.
+        shapes: each rank's shapes of the weights; None for whole weights.
+        ranks: number of ranks on this host with such weights.
 
     Raises:
-        ValueError: they do not; the message has the numbers, and what to change.
+        ValueError: the weights do not fit; the message has the numbers, and what to change.
     """
     storage = storage_for(4 if config.dtype == "float32" else 2, config.quantization)
     needed = ranks * weight_bytes(source.config, storage, shapes)

@@ -1,4 +1,4 @@
-"""How many KV blocks to have, and whether they fit."""
+"""Choose the number of KV blocks, and check that they fit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class KVSize:
 
     @classmethod
     def least(cls, sizes: Sequence[KVSize]) -> KVSize:
-        """What every one of several ranks has room for."""
+        """Return the size that fits on every rank."""
         return cls(min(each.num_blocks for each in sizes), min(each.max_model_len for each in sizes))
 
 
@@ -43,9 +43,9 @@ def kv_size(
         model_positions: the longest context of the model.
         bytes_per_token: keys and values of all layers.
         free_bytes: memory that is free once the weights are loaded.
-        max_num_seqs: sequences that run at the same time; None: as many as on a CPU.
-        default_bytes: the most to take if the configuration gives no size; None: a quarter of what is free, at most
-            2 GiB.
+        max_num_seqs: sequences that run at the same time; None for the default on a CPU.
+        default_bytes: most bytes to take if the configuration gives no size; None for a quarter of the free memory, at
+            most 2 GiB.
 
     Raises:
         ValueError: the context is longer than the model's, or the cache does not fit; the message has the numbers.
@@ -90,7 +90,7 @@ def kv_size(
 
 
 def default_cache_bytes(free_bytes: int) -> int:
-    """What the cache takes on a CPU if the configuration gives no size."""
+    """Return the bytes that the cache takes on a CPU if the configuration gives no size."""
     return min(free_bytes // SHARE_OF_FREE_MEMORY, DEFAULT_MOST_BYTES)
 
 

@@ -16,8 +16,8 @@ from .scheduling.request import Request
 
 
 class Message(NamedTuple):
-    """A method of ``EngineCore`` and its arguments. ``group``: the place along the data axis of the ranks that it is
-    for; None: it is for all."""
+    """Call of a method of ``EngineCore``. ``group``: place along the data axis of the ranks that make the call; None
+    for all ranks."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -26,7 +26,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What rank 0 tells the others between two steps; after them comes a step."""
+    """Messages from rank 0 to the others between two steps; a step follows them."""
 
     messages: tuple[Message, ...] = ()
 
@@ -101,7 +101,7 @@ class FollowingCore(EngineCore):
         self.idle = core.idle
 
     def learned(self, load: StepLoad, seconds: float) -> None:
-        """How long a step took on rank 0."""
+        """Learn the time of a step, as measured on rank 0."""
         self.scheduler.times.learn(load, seconds)
 
     def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:

@@ -25,7 +25,7 @@ def stream_plan(
     """``planned_stream``, for an engine that is about to load them.
 
     Args:
-        ranks: how many on this host do the same.
+        ranks: number of ranks on this host that do the same.
 
     Raises:
         ValueError: there is no room for them where they are to live, or the model is too small.
@@ -39,11 +39,12 @@ def stream_plan(
 def planned_stream(
     config: EngineConfig, model: ModelConfig, storage: Storage, shapes: Mapping[str, tuple[int, ...]] | None = None
 ) -> StreamPlan | None:
-    """The layers that ``config.cpu_offload_gb`` lets stream; None: it is 0.
+    """Plan the layers that stream because of ``config.cpu_offload_gb``; None if it is 0.
 
     Args:
-        model: the whole model. shapes: what this rank has of its weights; None: all.
+        model: the whole model.
         storage: the formats of the weights.
+        shapes: this rank's shapes of the weights; None for whole weights.
 
     Raises:
         ValueError: the model is too small.

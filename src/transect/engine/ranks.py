@@ -58,7 +58,7 @@ class _Checked:
 
     @property
     def launched(self) -> str:
-        """What the executor inside says."""
+        """Way in which the inner executor launched its newest step."""
         return getattr(self.inner, "launched", "")
 
     def submit(self, batch: ScheduledBatch) -> Handle:
@@ -191,10 +191,10 @@ def shard_check(config: EngineConfig) -> None:
 
 
 def follow_rank_0(config: EngineConfig) -> None:
-    """What a server does on every rank but 0 that ``torchrun`` has started: follow the engine of rank 0 to its end.
+    """Follow the engine of rank 0 to its end, on every other rank that ``torchrun`` has started for a server.
 
     Raises:
-        ValueError: the configuration asks for what cannot be here.
+        ValueError: the configuration cannot run under torchrun.
     """
     if config.replicas > 1:
         raise ValueError("under torchrun there is one engine: leave data_parallel_size out")
@@ -235,7 +235,7 @@ def _follow(world: World, config: EngineConfig) -> None:
 def _build(
     world: World, config: EngineConfig, compilers: Compilers | None = None, began: float | None = None
 ) -> BuiltEngine:
-    """What every rank does to have its part of the engine."""
+    """Build this rank's part of the engine; every rank calls this."""
     try:
         mesh = Mesh(world, config.layout)
         seed = world.exchange(secrets.randbits(64) if config.seed is None else config.seed)[0]
@@ -266,7 +266,7 @@ def _build(
 
 
 def _facts(config: EngineConfig, built: BuiltEngine) -> dict[str, Any]:
-    """What all ranks must have in common."""
+    """Return the facts that must be equal on all ranks."""
     limits = built.core.scheduler.config
     return {
         "the version of transect": __version__,

@@ -36,14 +36,14 @@ TAG = 1 << 30
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Report:
-    """What came of a step in a group that rank 0 is not in."""
+    """Results of a step in a group without rank 0."""
 
     outputs: list[EngineOutput]
     stats: SchedulerStats
     learned: list[Message]
-    """For the other ranks of the group: how long its steps take."""
+    """Step times for the other ranks of the group."""
     busy: bool = False
-    """Whether steps of the group are under way, or it has requests."""
+    """True if the group has steps in flight or requests."""
 
 
 @dataclasses.dataclass(slots=True)

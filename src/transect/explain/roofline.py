@@ -29,7 +29,7 @@ class Point:
     """One operator.
 
     Attributes:
-        name, group: what it is, and the series that it belongs to (``decode bf16``).
+        name, group: name of the point, and its series (``decode bf16``).
         flops, bytes: those of all its calls.
         roof: the fewest seconds that the device needs.
         seconds: measured, or None.
@@ -71,7 +71,7 @@ class Roofline:
         return self.flops_per_second[dtype] / self.bytes_per_second
 
     def bound(self, point: Point) -> str:
-        """What binds a point: ``bytes`` or ``FLOPs``."""
+        """Return the bound of a point: ``bytes`` or ``FLOPs``."""
         return "FLOPs" if point.intensity >= self.ridge(point.dtype) else "bytes"
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class Roofline:
 
 
 def roofline(ceilings: Ceilings, points: Sequence[Point], source: str = "") -> Roofline:
-    """The device of ``ceilings`` with the roofs that ``points`` need."""
+    """Return the device of ``ceilings`` with the roofs that ``points`` need."""
     wanted = {point.dtype for point in points} or set(ceilings.flops_per_second)
     rates = {name: ceilings.rate(name) for name in sorted(wanted) if name in ceilings.flops_per_second}
     return Roofline(ceilings.device, ceilings.read_bytes_per_second, rates, tuple(points), source)
@@ -107,7 +107,7 @@ def roofline(ceilings: Ceilings, points: Sequence[Point], source: str = "") -> R
 def points_of_model(
     config: ModelConfig, ceilings: Ceilings, *, batch: int, context: int, prompt: int, dtype: str = "bfloat16"
 ) -> list[Point]:
-    """A model's operators in a decode step and in a prefill, with weights in 16 and in 4 bits.
+    """Return a model's operators in a decode step and in a prefill, with weights in 16 and in 4 bits.
 
     Args:
         batch: sequences that decode, each with ``context`` tokens.
@@ -139,7 +139,7 @@ def points_of_model(
 
 
 def points_of_operator(name: str, ceilings: Ceilings) -> list[Point]:
-    """An operator of the registry at its real shapes. Nothing is allocated.
+    """Return an operator of the registry at its real shapes. Nothing is allocated.
 
     Raises:
         ValueError: there is no such operator, or it has no real shapes.
@@ -165,7 +165,7 @@ def points_of_operator(name: str, ceilings: Ceilings) -> list[Point]:
 
 
 def points_of_trace(split: Split, ceilings: Ceilings) -> list[Point]:
-    """The operators of a trace that took the most time, with their measured rates."""
+    """Return the operators of a trace that took the most time, with their measured rates."""
     grouped: dict[str, list[OpStat]] = {}
     for op in split.ops:  # an operator's kernels are one point
         grouped.setdefault(repr((op.name, op.key.shapes, op.key.types)), []).append(op)

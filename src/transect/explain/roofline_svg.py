@@ -78,7 +78,7 @@ def svg(found: Roofline) -> str:
 
 
 def describe(found: Roofline, point: Point) -> str:
-    """A point in a sentence."""
+    """Return a point in a sentence."""
     said = f"{point.group}: {point.name}, {point.intensity:.3g} FLOPs/byte, bound by {found.bound(point)}, "
     said += f"floor {_seconds(point.roof)}"
     if point.seconds:
@@ -87,7 +87,7 @@ def describe(found: Roofline, point: Point) -> str:
 
 
 def text(found: Roofline, columns: int = 76, rows: int = 18) -> str:
-    """The same with characters, and the points in a list below."""
+    """Return the same with characters, and the points in a list below."""
     axes = _Axes(found)
     grid = [[" "] * columns for _ in range(rows)]
 

@@ -51,7 +51,8 @@ class AffineGroups:
         return self.codes.shape[0], self.codes.shape[1]
 
     def values(self) -> np.ndarray:
-        """The matrix in float32 [N, K]; equal to ``QuantizedTensor.dequantize`` (a zero may differ in its sign)."""
+        """Return the matrix in float32 [N, K]; equal to ``QuantizedTensor.dequantize`` (a zero may differ in its
+        sign)."""
         n, k = self.shape
         out = self.codes.astype(np.float32).reshape(n, k // self.group, self.group)
         out *= self.scale[:, :, None]

@@ -34,7 +34,7 @@ _CHUNK = 1 << 17
 
 
 def _half(x: np.ndarray, at: int) -> np.ndarray:
-    """The float16 at byte ``at`` of each block, as float32 [M, b, 1]."""
+    """Return the float16 at byte ``at`` of each block, as float32 [M, b, 1]."""
     return np.ascontiguousarray(x[..., at : at + 2]).view("<f2").astype(np.float32)
 
 
@@ -172,7 +172,7 @@ _UNPACK: Mapping[str, Callable[[np.ndarray], Unpacked]] = {
 
 
 def _signed_steps(x: np.ndarray) -> np.ndarray:
-    """The 16 scales of 8 bits [M, b, 16, 1] of a Q6_K block."""
+    """Return the 16 scales of 8 bits [M, b, 16, 1] of a Q6_K block."""
     return x[..., 192:208, None]
 
 
@@ -242,7 +242,8 @@ class QuantizedTensor:
         return QuantizedTensor(self.type_name, (blocks.shape[0], self.shape[1]), blocks)
 
     def dequantize(self) -> np.ndarray:
-        """The values as a fresh float32 array of this tensor's shape, to the bit those of ggml's reference code."""
+        """Return the values as a fresh float32 array of this tensor's shape, to the bit those of ggml's reference
+        code."""
         out = np.empty(self.shape, np.float32)
         rows = out.reshape(self.blocks.shape[0], self.shape[-1])
         step = max(1, _CHUNK // max(1, self.shape[-1]))
@@ -270,7 +271,7 @@ class QuantizedTensor:
                 groups += minimum[..., None]
 
     def affine(self) -> AffineGroups:
-        """A packed matrix as codes, scales and zeros: see ``AffineGroups`` for shapes and exactness.
+        """Return a packed matrix as codes, scales and zeros: see ``AffineGroups`` for shapes and exactness.
 
         Raises:
             ValueError: a plain type, or not a matrix.
@@ -295,9 +296,9 @@ class QuantizedTensor:
         )
 
     def parts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """A packed matrix in the numbers that a block stores, b blocks a row, g groups a block: codes uint8 [N, K], the
-        bytes of its float16 numbers uint8 [N, b, 2 or 4], and the whole numbers that these are multiplied by, bytes
-        [N, b, g, 1 or 2] (None where there are none).
+        """Return a packed matrix in the numbers that a block stores, b blocks a row, g groups a block: codes uint8 [N,
+        K], the bytes of its float16 numbers uint8 [N, b, 2 or 4], and the whole numbers that these are multiplied by,
+        bytes [N, b, g, 1 or 2] (None where there are none).
 
         Raises:
             ValueError: a plain type, or not a matrix.

@@ -66,8 +66,8 @@ def _fitted(
     drop: np.ndarray,
     half: Half,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The two factors of a block, ``[n, 1]``, that bring ``step * up - drop * minima`` nearest to x; those that were
-    where the fit is worse once it is rounded, or has another sign."""
+    """Return the two factors of a block, ``[n, 1]``, that bring ``step * up - drop * minima`` nearest to x; those that
+    were where the fit is worse once it is rounded, or has another sign."""
     down = np.broadcast_to(minima[..., None], x.shape)
 
     def total(values: np.ndarray) -> np.ndarray:

@@ -132,7 +132,7 @@ def _pack(x: np.ndarray, kind: BlockType, weights: np.ndarray | None = None) -> 
 
 
 def _kept(scale: np.ndarray, type_name: str) -> np.ndarray:
-    """The scale that the file will hold: codes that were searched for are taken with that."""
+    """Return the scale that the file will hold: codes that were searched for are taken with that."""
     return _to_half(scale, type_name).astype(np.float32)
 
 

@@ -53,7 +53,7 @@ class GGUFFile:
     """An open GGUF file.
 
     Attributes:
-        path: where it is.
+        path: path of the file.
         metadata: key to value: int, float, bool, str, or a (nested) list of these.
         tensors: name to tensor, in the order of the file; their blocks are read-only views of the mapped file.
         parts: the files that it is cut into, where it is (``NAME-00001-of-00003.gguf``), all of which are read.
@@ -114,7 +114,7 @@ def _parts(path: Path, count: int) -> tuple[Path, ...]:
 
 
 def _joined(parts: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, QuantizedTensor]]:
-    """The metadata of the first part, and the tensors of all."""
+    """Return the metadata of the first part, and the tensors of all."""
     first: dict[str, Any] = {}
     whole: dict[str, QuantizedTensor] = {}
     for number, path in enumerate(parts):
@@ -228,7 +228,7 @@ class _Reader:
         return (values != 0 if kind == _BOOL else values).tolist()
 
     def _strings(self, count: int, key: str) -> list[str]:
-        """A list of strings: the vocabulary and the merges, 100k of them, so this one loop must be tight."""
+        """Return a list of strings: the vocabulary and the merges, 100k of them, so this one loop must be tight."""
         length_at: Callable[[mmap.mmap, int], tuple[int]] = struct.Struct("<Q").unpack_from  # type: ignore[assignment]
         buffer, at, end = self.buffer, self.at, self.end
         if count * 8 > end - at:

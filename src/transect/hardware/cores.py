@@ -1,4 +1,4 @@
-"""How many CPU cores this process can keep busy."""
+"""Count the CPU cores that this process can keep busy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores() -> int:
-    """The cores that this process may run on, limited by the CPU quota of its container (``docker run --cpus``).
+    """Return the cores that this process may run on, limited by the CPU quota of its container (``docker run --cpus``).
 
     With more threads than the quota allows, all of them are stopped for a part of every 100 ms.
     """

@@ -19,7 +19,7 @@ LAUNCHES = 2000
 
 
 def processor_name() -> str:
-    """The processor's model name as the system gives it."""
+    """Return the processor's model name as the system gives it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

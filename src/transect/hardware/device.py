@@ -17,7 +17,7 @@ class Device:
 
     Attributes:
         kind: ``cuda`` (NVIDIA), ``hip`` (AMD) or ``cpu``.
-        target: what kernels are compiled for: ``sm_90``, ``gfx942``; ``cpu`` for a processor.
+        target: compilation target of kernels: ``sm_90``, ``gfx942``; ``cpu`` for a processor.
         name: as the driver gives it.
         driver: version of the GPU driver; empty for a processor.
         torch: version of torch.
@@ -41,13 +41,13 @@ class Device:
 
     @property
     def key(self) -> str:
-        """What a measurement is valid for: device, driver and torch (and threads, on a processor)."""
+        """Validity of a measurement: device, driver and torch version (and threads, on a CPU)."""
         threads = f", {self.units} threads" if self.kind == "cpu" else ""
         return f"{self.name}{threads}; driver {self.driver or 'none'}; torch {self.torch}"
 
 
 def detect(which: str = "auto") -> Device:
-    """The device called ``cuda``, ``cuda:1``, ``cpu``, or with ``auto`` the first GPU if there is one.
+    """Return the device called ``cuda``, ``cuda:1``, ``cpu``, or with ``auto`` the first GPU if there is one.
 
     Raises:
         ValueError: there is no such device.

@@ -33,7 +33,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether ``wait`` would not wait."""
+        """True if ``wait`` would return at once."""
         return all(part.done() for part in self._parts)
 
     def wait(self) -> None:
@@ -50,12 +50,12 @@ class Pending:
 
 
 class DirectFile:
-    """A file at ``path``, open until ``close``.
+    """File at ``path``, open until ``close``.
 
     Args:
-        nbytes: make it anew with this size, and take its place on the disk at once; None: open it as it is, to read.
-        threads: how many parts are under way together.
-        temporary: its name goes at once, and the file with this process.
+        nbytes: size of a new file, allocated on the disk at once; None to open an existing file for reading.
+        threads: number of parts in flight at the same time.
+        temporary: remove the file's name at once; the file is freed with this process.
 
     Raises:
         ValueError: it cannot be opened, or the disk has no room.

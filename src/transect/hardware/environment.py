@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
-    """The machine, the version and commit of this project, and the versions of installed ``packages``."""
+    """Return the machine, the version and commit of this project, and the versions of installed ``packages``."""
     versions = {}
     for name in packages:
         try:
@@ -37,7 +37,7 @@ def environment(packages: Sequence[str] = ("torch", "numpy")) -> dict[str, Any]:
 
 
 def commit(root: Path = ROOT) -> str:
-    """The commit that the sources in ``root`` are, with ``+changes`` when tracked files differ from it.
+    """Return the commit that the sources in ``root`` are, with ``+changes`` when tracked files differ from it.
 
     A copied tree without a git history may name its commit in a file ``COMMIT`` beside ``src``. Where neither is there,
     the answer is ``unknown``.

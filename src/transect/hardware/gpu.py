@@ -85,7 +85,7 @@ def matmul_rates(device: str) -> dict[str, float]:
 
 
 def has_fp8(device: str) -> bool:
-    """Whether matrix products of float8_e4m3fn run on the tensor cores: compute capability 8.9 and up."""
+    """Return True if matrix products of float8_e4m3fn run on the tensor cores: compute capability 8.9 and up."""
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 9)
 
 

@@ -1,9 +1,9 @@
-"""Host memory that a GPU and a disk can read and write directly.
+"""Allocate host memory that a GPU and a disk can read and write directly.
 
 A GPU copies beside its other work only from and to pages that stay where they are (pinned, or page-locked). A disk
-moves bytes past the page cache only to and from memory that is aligned. ``host_memory`` gives both. The system makes a
-page when it is first touched, which takes longer than to write it; so many threads touch the pages, and huge pages are
-asked for.
+moves bytes past the page cache only to and from memory that is aligned. ``host_memory`` gives both. The system
+allocates a page when it is first touched, which takes longer than to write it. Therefore several threads touch the
+pages, and huge pages are requested.
 
 ``Ring`` is a few such buffers that are used in turn, so that much data passes through little pinned memory.
 """
@@ -29,7 +29,7 @@ TOUCH_BYTES = 256 * 2**20
 
 
 class _Mapping(mmap.mmap):
-    """Memory of its own. A class in Python, so that what watches its end is told before the memory is given back."""
+    """Private memory. A Python class, so that finalizers run before the memory is freed."""
 
 
 def aligned(nbytes: int) -> int:
@@ -42,7 +42,7 @@ def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
 
     Args:
         pin: lock the pages for copies to and from GPUs.
-        threads: how many touch the pages now; 0: as many as there are cores.
+        threads: number of threads that touch the pages at once; 0 for the number of cores.
 
     Raises:
         ValueError: there is not so much memory, or the system does not let this process pin it.

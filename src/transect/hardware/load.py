@@ -1,4 +1,4 @@
-"""How busy a device is with other work: what is measured on a busy machine is no ceiling."""
+"""Measure how busy a device is with other work: a rate measured on a busy machine is not a ceiling."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATIENCE_S = 3.0
 
 
 def cpu_load(seconds: float = SAMPLE_S) -> float:
-    """The share of its cores' time that was used while this process slept for ``seconds``; 0 where nobody knows."""
+    """Return the share of the cores' time used while this process slept for ``seconds``; 0 if unknown."""
     before = _times()
     time.sleep(seconds)
     after = _times()
@@ -42,7 +42,8 @@ def _times() -> tuple[int, int] | None:
 
 
 def gpu_load(uuid: str) -> float:
-    """The share of the last moments in which kernels ran on a GPU, from ``nvidia-smi``; 0 where that is not there."""
+    """Return the share of the last moments in which kernels ran on a GPU, from ``nvidia-smi``; 0 where that is not
+    there."""
     query = ["nvidia-smi", "-i", uuid, "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)

@@ -35,7 +35,7 @@ class Measurement:
     """Ceilings, and what is to be known of how they came about.
 
     Attributes:
-        ceilings: what was measured. On a processor the rate of float32 is that of torch's matrix product or of plain
+        ceilings: measured rates. On a CPU the rate of float32 is that of torch's matrix product or of plain
             multiply-adds, whichever is higher.
         at: date and time (ISO 8601, UTC).
         load: share of the device's time that others used just before.
@@ -60,24 +60,24 @@ class Measurement:
 
 
 def cache_file(device: Device) -> Path:
-    """The file for one device: its name, and a digest of name, driver and versions."""
+    """Return the file for one device: its name, and a digest of name, driver and versions."""
     name = re.sub(r"[^a-z0-9]+", "-", device.name.lower()).strip("-") or "device"
     digest = hashlib.sha256(device.key.encode()).hexdigest()[:10]
     return cache_folder() / "hardware" / f"{name}-{digest}.json"
 
 
 def ceilings(device: Device, *, again: bool = False) -> Ceilings:
-    """The ceilings of ``device``, see ``measurement``."""
+    """Return the ceilings of ``device``, see ``measurement``."""
     return measurement(device, again=again).ceilings
 
 
 def measurement(
     device: Device, *, again: bool = False, multiply_adds: Callable[[], float] | None = None
 ) -> Measurement:
-    """What is known of ``device``, from the cache; measured (seconds) where nothing is.
+    """Return the measurement of ``device`` from the cache; measure it (seconds) if there is none.
 
     Args:
-        again: measure in any case, and forget what was known.
+        again: measure in any case, and replace the cached values.
         multiply_adds: measures a processor's rate of multiply-adds, in FLOP/s (``ops/cpu/ceilings.py``).
     """
     path = cache_file(device)
@@ -95,7 +95,7 @@ def measurement(
 
 
 def kept(device: Device) -> Measurement | None:
-    """What has been measured of ``device`` before, busy or not; measures nothing."""
+    """Return the cached measurement of ``device``, made on a busy machine or not; None if there is none."""
     return _read(cache_file(device), device)
 
 
@@ -124,7 +124,8 @@ def _with_multiply_adds(found: Measurement, rate: float) -> Measurement:
 
 
 def _best(before: Measurement, now: Measurement) -> Measurement:
-    """The new one with what the old one saw that was better: a busy machine shows less than it can, never more."""
+    """Return the new one with what the old one saw that was better: a busy machine shows less than it can, never
+    more."""
     old, new = before.ceilings, now.ceilings
     better: dict[str, Any] = {
         "flops_per_second": {

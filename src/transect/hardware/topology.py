@@ -1,6 +1,6 @@
-"""How the parts of this machine are connected: NUMA nodes of the host, and the links between GPUs.
+"""Detect the connections in this machine: NUMA nodes of the host, and the links between GPUs.
 
-The kinds of links are those of ``nvidia-smi topo -m``. What they give is measured by copies between each pair of GPUs.
+The kinds of links are those of ``nvidia-smi topo -m``. Their bandwidth is measured by copies between each pair of GPUs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class NumaNode:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects two GPUs; bytes per second in one direction, 0 where it was not measured."""
+    """Link between two GPUs; bytes per second in one direction, 0 if not measured."""
 
     first: int
     second: int
@@ -53,7 +53,7 @@ class Topology:
 
 
 def topology(*, measure: bool = True) -> Topology:
-    """The connections of this machine. ``measure``: also how fast each pair of GPUs copies."""
+    """Return the connections of this machine. ``measure``: also how fast each pair of GPUs copies."""
     count = torch.cuda.device_count()
     if count < 2:
         return Topology(numa_nodes())
@@ -65,7 +65,7 @@ def topology(*, measure: bool = True) -> Topology:
 
 
 def numa_nodes(folder: Path = NODES) -> tuple[NumaNode, ...]:
-    """The NUMA nodes, as Linux lists them; none where it does not say."""
+    """Return the NUMA nodes, as Linux lists them; none where it does not say."""
     found = []
     for node in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
         try:
@@ -78,7 +78,7 @@ def numa_nodes(folder: Path = NODES) -> tuple[NumaNode, ...]:
 
 
 def link_kinds(table: str) -> dict[tuple[int, int], str]:
-    """The kinds in the matrix that ``nvidia-smi topo -m`` prints, by pairs of GPUs."""
+    """Return the kinds in the matrix that ``nvidia-smi topo -m`` prints, by pairs of GPUs."""
     lines = [ANSI.sub("", line).split() for line in table.splitlines()]
     heads = next((line for line in lines if line and line[0] == "GPU0" and "X" not in line), [])
     columns = [int(name[3:]) if re.fullmatch(r"GPU\d+", name) else None for name in heads]
@@ -92,7 +92,7 @@ def link_kinds(table: str) -> dict[tuple[int, int], str]:
 
 
 def described(kind: str) -> str:
-    """A kind in words."""
+    """Return a kind in words."""
     if match := re.fullmatch(r"NV(\d+)", kind):
         return f"NVLink, {match.group(1)} links"
     return KINDS.get(kind, "not known")

@@ -72,7 +72,7 @@ class Attention(Half):
         sinks = torch.empty(config.n_heads, device=device, dtype=dtype) if config.attention_sinks else None
         self.register_parameter("sinks", None if sinks is None else nn.Parameter(sinks))
         self.kv_scales: KVScales | None = None
-        """What keys and values are divided by for a cache in fp8 (``layer_kv_scales.py``)."""
+        """Divisors of keys and values for a cache in fp8 (``layer_kv_scales.py``)."""
 
     def forward(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
         """``rotation`` is cos and sin ``[T, d/2]``, or None where positions are not rotary."""
@@ -110,5 +110,5 @@ def _by_root_mean_square(x_THd: Tensor, eps: float) -> Tensor:
 
 
 def _sharper(positions_T: Tensor, scale: float, floor: int) -> Tensor:
-    """What queries are multiplied by, ``[T]`` float32: see ``ModelConfig.attention_temperature``."""
+    """Return the factors of queries, ``[T]`` float32; see ``ModelConfig.attention_temperature``."""
     return torch.log1p(torch.floor((positions_T.float() + 1) / floor)) * scale + 1

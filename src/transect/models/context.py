@@ -21,15 +21,15 @@ from ..ops.opset import OpSet, resolve_ops
 
 
 class AttentionContext(Protocol):
-    """What ``Attention`` needs to know about the batch."""
+    """Description of a batch for ``Attention``."""
 
     def positions(self) -> Tensor:
-        """The position of each token in its sequence, ``[T]`` int64."""
+        """Return the position of each token in its sequence, ``[T]`` int64."""
         ...
 
     @property
     def wanted(self) -> Wanted | None:
-        """The tokens whose hidden states are asked for; None: all."""
+        """Tokens whose hidden states are needed; None for all."""
         ...
 
     def attend(
@@ -92,7 +92,7 @@ class VarlenContext:
         self.ops = ops or resolve_ops(cu_seqlens.device)
 
     def positions(self) -> Tensor:
-        """The position of each token in its document, ``[T]`` int64."""
+        """Return the position of each token in its document, ``[T]`` int64."""
         starts, lengths = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff().long()
         index = torch.arange(int(self.cu_seqlens[-1]), device=self.cu_seqlens.device)
         return index - starts.repeat_interleave(lengths)
@@ -177,11 +177,11 @@ class PagedContext:
             )
 
     def positions(self) -> Tensor:
-        """The position of each token in its sequence, ``[T]`` int64."""
+        """Return the position of each token in its sequence, ``[T]`` int64."""
         return self.batch.positions_T if self._positions_T is None else self._positions_T
 
     def caches(self, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and the values of one layer, ``[n_blocks, K, block_size, d]`` each; a layer asks twice."""
+        """Return the keys and the values of one layer, ``[n_blocks, K, block_size, d]`` each; a layer asks twice."""
         if self._asked is None or self._asked[0] != layer:
             self._asked = layer, (self.k_cache[layer], self.v_cache[layer])
         return self._asked[1]

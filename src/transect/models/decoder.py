@@ -70,7 +70,7 @@ class Layer(nn.Module):
         return self.add_mlp(self.add_attention(x_TD, rotation, context))
 
     def add_attention(self, x_TD: Tensor, rotation: tuple[Tensor, Tensor] | None, context: AttentionContext) -> Tensor:
-        """The first half: x and what attention says."""
+        """Add the attention block's output to the residual stream."""
         return self._add(x_TD, self.attention_post_norm(self.attention(self.attention_norm(x_TD), rotation, context)))
 
     def add_mlp(self, x_TD: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
         head_device = "meta" if config.tied_embeddings and head is Dense else device
         self.head: Weight = head(config.vocab_size, config.dim, ops=ops, device=head_device, dtype=dtype)
         self.head_tied = False
-        """Whether the head is the embedding's table, not a copy of it in a format of its own."""
+        """True if the head is the embedding's table itself, not a copy in another format."""
         self.tie_weights()
         self.offloaded: LayerStream | None = None
         self.stack: Stack = self.run_layers
@@ -140,14 +140,14 @@ class Decoder(nn.Module):
         return self.finish(self.stack(x_TD, positions_T, context))
 
     def begin(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """What comes before the layers: tokens and positions ``[T]`` int64 -> ``[T, D]``."""
+        """Run the part before the layers: tokens and positions ``[T]`` int64 -> ``[T, D]``."""
         x_TD = self.embed(tokens_T)
         if self.config.embed_scale != 1.0:  # rounded as the makers round it; a number, as a CUDA graph copies no tensor
             x_TD = x_TD * torch.tensor(self.config.embed_scale, dtype=x_TD.dtype).item()
         return x_TD if self.position_embed is None else x_TD + self.position_embed(positions_T)
 
     def finish(self, x_TD: Tensor) -> Tensor:
-        """What comes after the layers, before the head: ``[T, D] -> [T, D]``."""
+        """Run the part between the layers and the head: ``[T, D] -> [T, D]``."""
         hidden_TD = self.norm(x_TD)
         return hidden_TD if self.config.logit_scale == 1.0 else hidden_TD * self.config.logit_scale
 
@@ -157,7 +157,7 @@ class Decoder(nn.Module):
         return self.capped(logits_TV if logits_TV.dtype == torch.float64 else logits_TV.float())
 
     def capped(self, logits_TV: Tensor) -> Tensor:
-        """What the head gives, in its dtype, with the model's cap where it has one."""
+        """Apply the model's cap on logits, if it has one, in the head's dtype."""
         cap = self.config.logit_softcap
         if cap is None:
             return logits_TV
@@ -165,15 +165,15 @@ class Decoder(nn.Module):
         return (cap * torch.tanh(wide_TV / cap)).to(logits_TV.dtype)
 
     def run_layers(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """The default ``stack``: one layer after another."""
+        """Return the default ``stack``: one layer after another."""
         for layer, rotation in zip(self.in_turn(list(self.layers)), self.rotations(positions_T), strict=True):
             x_TD = layer(x_TD, rotation, context)
         wanted = context.wanted
         return x_TD if wanted is None else x_TD.index_select(0, wanted.tokens_R)
 
     def in_turn(self, layers: Sequence[Part]) -> Iterable[Part]:
-        """What a stack has for each layer, one after the other: the matrices of each are there from its turn until
-        that of the next."""
+        """Yield a stack's part for each layer in order; a layer's matrices are on the device until the next one's
+        turn."""
         return layers if self.offloaded is None else self.offloaded.turns(layers)
 
     def rotations(self, positions_T: Tensor) -> list[tuple[Tensor, Tensor] | None]:
@@ -272,8 +272,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def drawn_weights(self, std: float = 0.02, generator: torch.Generator | None = None) -> StoredWeights:
-        """The same numbers as weights to be read, in this order and each while it is there: one module at a time has
-        memory, on the generator's device. The model must be on ``meta``, and has no more use."""
+        """Yield the same numbers as weights to be read, in this order and each while it is there: one module at a time
+        has memory, on the generator's device. The model must be on ``meta``, and has no more use."""
         device = torch.device("cpu") if generator is None else generator.device
         for name, module in list(self.named_modules()):
             if isinstance(module, Projection) or (module is self.head and self.head_tied):

@@ -16,7 +16,7 @@ class Embedding(nn.Module):
     """``index [T] int64 -> rows [T, D]`` of ``weight [rows, D]``, which is allocated and not initialised."""
 
     lookup: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Gathers the rows, where their gradient goes another way than to the weight; None: torch does."""
+    """Function that gathers the rows, if their gradient does not go to the weight; None for torch's."""
 
     def __init__(
         self, rows: int, dim: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -99,7 +99,7 @@ class FusedStack:
         """The first layer's products on the stream, where all layers have them: they say which steps they take."""
         self._chains = [_chain(layer, after) for layer, after in pairwise(self._layers)] + [None]
         self._offloaded = lambda: model.offloaded is not None
-        """Whether layers come in their turn: then none may read the weights of the next."""
+        """Return True if layers stream, so that none may read the weights of the next."""
         device = model.norm.weight.device
         self._rotations = torch.cat(model.rope.cos_sin(torch.arange(max_positions, device=device)), dim=-1)
         """For each position, cosines and then sines."""
@@ -135,7 +135,7 @@ class FusedStack:
     def _run(
         self, x_TD: Tensor, rotations_Td: Tensor, context: PagedContext
     ) -> tuple[Tensor, Tensor | None, Unsummed | None]:
-        """The residual stream, what is still to be added to it, and how that is summed if it is not."""
+        """Return the residual stream, what is still to be added to it, and how that is summed if it is not."""
         cos, sin = rotations_Td.chunk(2, dim=-1)
         branch_TD: Tensor | None = None
         unsummed: Unsummed | None = None
@@ -294,7 +294,7 @@ class _FusedLayer:
         self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
         self._attention = attention
         self.scores: dict[str, Tensor] = {} if attention.sinks is None else {"sinks": attention.sinks}
-        """What its attention does to scores, by the names of ``PagedContext.attend``."""
+        """Modifications of attention scores, by the names of ``PagedContext.attend``."""
         qkv = attention.qkv
         self.experts: MoE | None = mlp if isinstance(mlp, MoE) else None
         self.qkv = qkv.product() if fusions.qkv else _together(qkv.products())
@@ -323,7 +323,7 @@ class _FusedLayer:
 
 
 def _ended(weight: Weight, fusions: Fusions) -> tuple[Product, Unsummed | None]:
-    """A product that ends at the residual stream, and its sum over ranks where that is apart."""
+    """Return a product that ends at the residual stream, and its sum over ranks where that is apart."""
     unsummed = weight.unsummed() if fusions.add_norm else None
     return (weight.product(), None) if unsummed is None else (unsummed.product, unsummed)
 
@@ -353,7 +353,7 @@ class _StreamLayer(NamedTuple):
 
 
 def _chain(layer: _FusedLayer, after: _FusedLayer) -> Chain | None:
-    """The products between the attention of two layers in one launch, where there is such a kernel."""
+    """Return the products between the attention of two layers in one launch, where there is such a kernel."""
     own = layer.on_stream
     if own is None or after.on_stream is None:
         return None

@@ -32,7 +32,7 @@ class KVScales:
         self._joined = torch.cat(self._apart)
 
     def before(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention reads and the cache keeps."""
+        """Scale q, k and v for attention and the cache."""
         q, k, v = (x * factor for x, factor in zip((q_THd, k_TKd, v_TKd), self._apart, strict=True))
         return q, k, v
 
@@ -50,10 +50,10 @@ class KVScales:
         return v_TKd * self._apart[2]
 
     def after(self, out_THd: Tensor) -> Tensor:
-        """What attention of these gives for the true values."""
+        """Scale attention's output back to the true values."""
         return out_THd * self._out
 
 
 def powers_of_two(scales: Tensor) -> Tensor:
-    """The next power of two of each."""
+    """Return the next power of two of each."""
     return torch.exp2(torch.ceil(torch.log2(scales.float())))

@@ -54,5 +54,5 @@ class MLP(Half):
         return self.down(self.swiglu(*gate_TF, up_TF) if self.silu else self.gelu(*gate_TF, self.tanh) * up_TF)
 
     def projections(self) -> dict[str, Weight]:
-        """What it multiplies by, under the names of ``shapes.PROJECTIONS``."""
+        """Return the weights, under the names of ``shapes.PROJECTIONS``."""
         return {"gate_up": self.gate_up, "down": self.down}

@@ -31,11 +31,11 @@ class Exchanged(Protocol):
     """Tokens on their way to the ranks that have their experts (``parallel/exchange.py``)."""
 
     def send(self, x_TD: Tensor) -> Tensor:
-        """What belongs to the own tokens -> what belongs to those for the experts here."""
+        """Send rows of this rank's tokens to their experts' ranks; return the rows for the experts here."""
         ...
 
     def bring_back(self, y_SD: Tensor) -> Tensor:
-        """What the experts here say -> what those of all ranks say of the own tokens."""
+        """Return outputs of the experts here to their tokens' ranks; return those of this rank's tokens."""
         ...
 
 
@@ -44,7 +44,7 @@ class ExpertShards(Protocol):
 
     @property
     def exchanges(self) -> bool:
-        """Whether tokens go to the ranks that have their experts alone; else all ranks gather all tokens."""
+        """True if tokens go only to the ranks of their experts; False if all ranks gather all tokens."""
         ...
 
     def exchange(self, experts_Tk: Tensor) -> Exchanged:
@@ -57,19 +57,19 @@ class ExpertShards(Protocol):
         ...
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """The tokens that the experts here are for: these, or those of other ranks too."""
+        """Return the tokens that the experts here are for: these, or those of other ranks too."""
         ...
 
     def own(self, x: Tensor, tokens: int) -> Tensor:
-        """The rows of the own ``tokens``, of one for each that ``gather`` gave."""
+        """Return the rows of the own ``tokens``, of one for each that ``gather`` gave."""
         ...
 
     def scatter(self, y: Tensor, tokens: int) -> Tensor:
-        """What all ranks' experts say of the own ``tokens``, from what those here say of all that were gathered."""
+        """Sum outputs ``y`` for gathered tokens over ranks; return those of this rank's ``tokens`` tokens."""
         ...
 
     def sum(self, y_TD: Tensor) -> Tensor:
-        """The sum over ranks that have the same tokens."""
+        """Return the sum over ranks that have the same tokens."""
         ...
 
 
@@ -121,13 +121,15 @@ class SharedRouter(nn.Module):
 
 
 class MoE(Half):
-    """``[T, D] -> [T, D]``. The matrices of all experts are one ``Weight`` each, one expert below the other:
-    ``experts_gate``, ``experts_up`` ``[E F, D]`` and ``experts_down`` ``[E D, F]``.
+    """Mixture of experts, ``[T, D] -> [T, D]``.
 
-    ``watch``, where it is set, is told the router's logits ``[T, E]`` and the experts ``[T, k]`` of each call: the
-    losses that balance experts are made of them (``train/objectives/balance.py``).
+    The matrices of all experts are concatenated along rows in one ``Weight`` each: ``experts_gate``, ``experts_up``
+    ``[E F, D]`` and ``experts_down`` ``[E D, F]``.
 
-    ``spread``, where it is set: other ranks have the rest of the experts (``MoEConfig.ranks``), or of each of them.
+    ``watch``, if set, is called with the router's logits ``[T, E]`` and the experts ``[T, k]`` of each call, for losses
+    that balance experts (``train/objectives/balance.py``).
+
+    ``spread`` is set if other ranks have the rest of the experts (``MoEConfig.ranks``), or of each of them.
     """
 
     def __init__(
@@ -183,8 +185,8 @@ class MoE(Half):
         return out_TD if spread is None else spread.sum(out_TD)
 
     def _exchanged(self, x_TD: Tensor, spread: ExpertShards) -> Tensor:
-        """The same of the own tokens, each of which goes to the ranks that have its experts. Scores go with it, so that
-        all ranks choose alike."""
+        """Return the same of the own tokens, each of which goes to the ranks that have its experts. Scores go with it,
+        so that all ranks choose alike."""
         logits_TE = self.router(x_TD)
         _, experts_Tk, *_ = self._route(logits_TE.detach(), self.router.score_bias)
         if self.watch is not None:
@@ -194,7 +196,7 @@ class MoE(Half):
         return exchange.bring_back(self._computed(exchange.send(x_TD), sent))
 
     def _routed(self, x_TD: Tensor, tokens: int) -> Tensor:
-        """What the experts that are here say of tokens, ``tokens`` of which are the own ones."""
+        """Compute the output of this rank's experts; the first ``tokens`` rows are this rank's own tokens."""
         logits_TE = self.router(x_TD)
         first = 0 if self.spread is None else self.spread.first
         routed = self._route(logits_TE, self.router.score_bias, first=first)
@@ -205,7 +207,7 @@ class MoE(Half):
         return self._computed(x_TD, routed)
 
     def _computed(self, x_TD: Tensor, routed: tuple[Tensor, ...]) -> Tensor:
-        """What the experts that are here say of tokens, by what ``_route`` says of these."""
+        """Compute the output of this rank's experts for tokens routed by ``_route``."""
         weights_Tk, _, order_R, places_R, starts_E1 = routed
         sorted_by: Tensor | None = order_R
         if self.moe.weighs_inputs:
@@ -238,7 +240,7 @@ class MoE(Half):
         return out_TD if self.shared_router is None else self.shared_router(x_TD) * out_TD
 
     def projections(self) -> dict[str, Weight]:
-        """What it multiplies by, under the names of ``shapes.EXPERT_PROJECTIONS`` (experts' gate and up apart)."""
+        """Return the weights, under the names of ``shapes.EXPERT_PROJECTIONS`` (experts' gate and up apart)."""
         found: dict[str, Weight] = {
             "experts_gate": self.experts_gate,
             "experts_up": self.experts_up,

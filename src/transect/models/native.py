@@ -84,7 +84,7 @@ class NativeStack:
         return empty_cache(shape, dtype)
 
     def _cos_sin(self, positions: int) -> tuple[Tensor, Tensor] | None:
-        """The table of all positions so far; it doubles when a longer sequence comes."""
+        """Return the table of all positions so far; it doubles when a longer sequence comes."""
         if self._rope is None:
             return None
         if self._rotation is None or self._rotation[0].shape[0] < positions:
@@ -127,14 +127,14 @@ def native_model(
     quantization: str | None = None,
     ops: OpSet | None = None,
 ) -> Decoder:
-    """A model whose matrices are ``Packed``, without values; fill it, then ``run_natively``. Where ``refusal`` says why
-    the kernels cannot run its layers, it runs them one by one.
+    """Return a model whose matrices are ``Packed``, without values; fill it, then ``run_natively``. Where ``refusal``
+    says why the kernels cannot run its layers, it runs them one by one.
 
     Args:
         kv_dtype: one of ``KV_DTYPES``, of the KV cache that the model will run on.
         half: dense matrices are kept in bfloat16.
         quantization: the layers' matrices are rounded to this, whatever they come in.
-        ops: what layers that run one by one compute with.
+        ops: operators for layers that run one by one.
 
     Raises:
         ValueError: ``refusal`` says why such rows cannot be rounded.
@@ -161,7 +161,7 @@ def run_natively(model: Decoder, library: Library, kv_dtype: torch.dtype, block_
 
 
 def packed_matrices(model: Decoder) -> dict[str, Packed]:
-    """The packed matrices of a model by the canonical names of the weights that they hold, each once."""
+    """Return the packed matrices of a model by the canonical names of the weights that they hold, each once."""
     found = {"embed": model.embed.table} if isinstance(model.embed, PackedEmbedding) else {}
     for name, weight in model.weights():
         if isinstance(weight, Packed) and not (name == "head" and model.head_tied):

@@ -49,7 +49,8 @@ def codes_to_awq(codes: Tensor) -> Tensor:
 
 
 def spread(scale: Tensor, rows: int, columns: int, block: tuple[int, int] | None = None) -> Tensor:
-    """A scale for the tensor, for each row, or for each block, as one that can be multiplied with ``[rows, columns]``.
+    """Return a scale for the tensor, for each row, or for each block, as one that can be multiplied with ``[rows,
+    columns]``.
     ``block``: rows and columns of a block; the last ones may be cut off.
 
     Raises:
@@ -135,12 +136,12 @@ def to_int8(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def code_shape(codebook: Codebook, outputs: int, inputs: int) -> tuple[int, int]:
-    """The shape of packed codes, uint8."""
+    """Return the shape of packed codes, uint8."""
     return outputs, -(-inputs * codebook.code_bits // 8)
 
 
 def scale_shape(codebook: Codebook, outputs: int, inputs: int) -> tuple[int, int]:
-    """The shape of the scales."""
+    """Return the shape of the scales."""
     return outputs, -(-inputs // codebook.group)
 
 
@@ -181,7 +182,8 @@ def _code_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def byte_values(codebook: Codebook, device: torch.device | str = "cpu") -> Tensor:
-    """The values of the codes in each byte, float32 ``[256, codes of a byte]``; 0 for codes that the codebook lacks."""
+    """Return the values of the codes in each byte, float32 ``[256, codes of a byte]``; 0 for codes that the codebook
+    lacks."""
     spare = 2**codebook.code_bits - len(codebook.values)
     values = torch.tensor((*codebook.values, *[0.0] * spare), device=device)
     every = torch.arange(256, dtype=torch.uint8, device=device)[:, None]

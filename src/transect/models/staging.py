@@ -1,5 +1,7 @@
-"""Values of files on their way to a device, through two pieces of pinned memory in turn, so that reading the next piece
-and copying the last to the device go on together. On a CPU it is a plain copy."""
+"""Copy values of files to a device through two pinned buffers in turn.
+
+Reading the next piece overlaps with copying the last one to the device. On a CPU it is a plain copy.
+"""
 
 from __future__ import annotations
 

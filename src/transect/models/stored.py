@@ -105,8 +105,8 @@ class Stored:
     codes: Callable[[slice, slice], PackedValues] | None = None
 
     def read(self, rows: slice = ALL, columns: slice = ALL) -> Values:
-        """The values, of the whole or of some neighbouring rows and columns: nothing else is read of the file. They may
-        be a view of the mapped file.
+        """Return the values, of the whole or of some neighbouring rows and columns: nothing else is read of the file.
+        They may be a view of the mapped file.
 
         Raises:
             ValueError: the file is damaged, or packs numbers together that ``columns`` would cut apart.
@@ -119,7 +119,7 @@ StoredWeights = Iterator[tuple[str, Stored]]
 
 
 def stored_tensor(values: Tensor) -> Stored:
-    """A tensor in memory as a weight that is stored."""
+    """Return a tensor in memory as a weight that is stored."""
     if values.ndim == 1:
         return Stored(tuple(values.shape), lambda rows, _columns: values[rows])
     return Stored(tuple(values.shape), lambda rows, columns: values[rows, columns])
@@ -149,7 +149,7 @@ def joined_codes(parts: Sequence[P]) -> P:
 
 
 def within(size: int, part: slice) -> slice:
-    """A slice with its bounds filled in."""
+    """Return a slice with its bounds filled in."""
     start, stop, step = part.indices(size)
     assert step == 1
     return slice(start, stop)

@@ -50,7 +50,7 @@ class OpSet:
     grouped_gate_up: Callable[..., Any]
     expert_combine: Callable[..., Any]
     stream_products: StreamProducts | None = None
-    """Products with the norms between them in their launches, for decode steps of up to 256 rows; None: none."""
+    """Products that include the norms between them, for decode steps of up to 256 rows; None if unavailable."""
     chosen: tuple[tuple[str, str], ...] = ()
     """(operator, implementation), for the start-up line."""
     passed_over: tuple[tuple[str, str, str], ...] = ()
@@ -111,8 +111,8 @@ def resolve_ops(
 
 
 def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
-    """The same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything on their
-    stream must be kernels that wait for what they read, or that are launched without it."""
+    """Return the same operators, with dependent launch (Hopper) switched on or off for those that have it. Everything
+    on their stream must be kernels that wait for what they read, or that are launched without it."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
     told: dict[str, Any] = {
         name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes_dependent_launch(call)
@@ -136,7 +136,7 @@ def _unfit(implementation: Implementation, target: str, batch_invariant: bool) -
 
 
 def _target(device: torch.device) -> str:
-    """The registry's name of a device."""
+    """Return the registry's name of a device."""
     if device.type != "cuda":
         return device.type
     if torch.version.hip:

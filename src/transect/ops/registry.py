@@ -42,7 +42,7 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """How one device function is compiled ahead of time, for ``tools/compile.py`` and its tests.
+    """Description of one device function for compilation ahead of time (``tools/compile.py`` and its tests).
 
     ``arguments`` gives the type of every run-time argument as Triton writes it (``*bf16``, ``i32``, ``fp32``), in the
     function's order; ``constants`` the compile-time ones. Pointers and the integers named in ``divisible`` are taken to
@@ -97,9 +97,9 @@ class Knobs:
     size: Callable[[Mapping[str, Any]], Any]
     """The size that the launcher keys its choice on, from a case's arguments."""
     valid: Callable[[Mapping[str, Any], Any], bool] | None = None
-    """Whether a configuration makes sense at a size; others are not tried."""
+    """Predicate of configurations that are valid at a size; others are not tried."""
     applies: Callable[[Mapping[str, Any]], bool] | None = None
-    """Whether this launcher is what runs on a case's arguments; None: it always is."""
+    """Predicate of arguments on which this launcher runs; None if it always runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Op:
     kernels: Callable[[], Sequence[Kernel]] = lambda: ()
     knobs: Callable[[], Sequence[Knobs]] = lambda: ()
     trace: Callable[[], Trace] | None = None
-    """The run that ``transect trace`` shows; None: the smallest example, through the Triton implementation."""
+    """Run that ``transect trace`` shows; None for the smallest example, through the Triton implementation."""
     directions: tuple[str, ...] = ("forward", "backward")
     """The directions to time: ``forward``; ``backward`` alone, after a forward pass; ``both`` together, where an
     implementation does part of the backward pass's work in the forward pass."""
@@ -201,7 +201,7 @@ def register(op: Op) -> Op:
 
 
 def get(name: str) -> Op:
-    """The entry called ``name``."""
+    """Return the entry called ``name``."""
     if name not in _OPS:
         near = difflib.get_close_matches(name, _OPS, n=1, cutoff=0.75)
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(sorted(_OPS))}"

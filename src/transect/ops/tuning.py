@@ -29,7 +29,7 @@ Size = int | tuple[int, ...]
 
 
 def user_folder() -> Path:
-    """The folder for findings of this user."""
+    """Return the folder for findings of this user."""
     return cache_folder() / "tuned"
 
 
@@ -39,12 +39,12 @@ def file_name(device_name: str) -> str:
 
 
 def bucket(size: int) -> int:
-    """The power of two that holds ``size``."""
+    """Return the power of two that holds ``size``."""
     return 1 << max(0, size - 1).bit_length()
 
 
 def bucket_name(size: Size) -> str:
-    """The key of a size in a file: its bucket, or those of a tuple's elements with ``x`` between them."""
+    """Return the key of a size in a file: its bucket, or those of a tuple's elements with ``x`` between them."""
     return "x".join(str(bucket(part)) for part in (size if isinstance(size, tuple) else (size,)))
 
 
@@ -62,7 +62,7 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
 
 @cache
 def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config]) -> Config:
-    """The configuration of a launcher at a size: ``rule(size)``, overlaid by what was found for its bucket.
+    """Return the configuration of a launcher at a size: ``rule(size)``, overlaid by what was found for its bucket.
 
     So a file that is older than a knob is still of use.
     """
@@ -74,7 +74,7 @@ def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any]
 
 
 def _read(path: Path) -> dict[str, dict[str, Config]]:
-    """The choices of a file; none, and a warning, where it is damaged."""
+    """Return the choices of a file; none, and a warning, where it is damaged."""
     if not path.is_file():
         return {}
     try:

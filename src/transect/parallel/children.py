@@ -1,9 +1,9 @@
-"""``Children``: the processes that will be ranks 1 and up of this one. They can be started before this process imports
-torch, so that all import it at the same time. No torch.
+"""Start the child processes that become ranks 1 and up (``Children``). No torch.
 
-Each is ``python -m transect.parallel.rank FOLDER RANK SIZE [JOB]``. It imports what it needs, waits until it is told
-where it computes (``begin``), and says that it is there. It holds the end of a pipe from this process and ends when
-that closes, so none outlives it, however it ends.
+They can be started before this process imports torch, so that all processes import it at the same time. Each child is
+``python -m transect.parallel.rank FOLDER RANK SIZE [JOB]``. It imports its modules, waits for its device (``begin``),
+and reports that it is ready. It holds one end of a pipe from this process and exits when the pipe closes, so no child
+outlives this process, however that ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BEGIN_S = 300.0
 
 
 class RankFailure(RuntimeError):
-    """A rank has ended, and the others cannot go on without it. The message says which, and what is known."""
+    """A rank has ended, and the others cannot continue without it. The message names the rank and the known facts."""
 
 
 class Children:
@@ -81,7 +81,7 @@ class Children:
 
 @contextlib.contextmanager
 def starting(size: int, job: str) -> Iterator[Children | None]:
-    """``Children``, and their end at that of the block where nobody has taken them; None for a size of 1."""
+    """Provide ``Children``; end them with the block unless they have been taken over. None for a size of 1."""
     children = Children(size, job) if size > 1 else None
     try:
         yield children
@@ -91,7 +91,7 @@ def starting(size: int, job: str) -> Iterator[Children | None]:
 
 
 def told(folder: Path) -> tuple[str, int]:
-    """In a child: the device and the first one's number, as soon as it is told."""
+    """Wait in a child for the device and the number of the first device."""
     path = _told(folder)
     while not path.exists():
         time.sleep(0.01)
@@ -100,17 +100,17 @@ def told(folder: Path) -> tuple[str, int]:
 
 
 def arrived(folder: Path, rank: int) -> Path:
-    """The file that a child makes when it is about to meet the others."""
+    """Return the file that a child makes when it is about to meet the others."""
     return folder / f"rank-{rank}"
 
 
 def last_words(folder: Path, rank: int) -> Path:
-    """The file in which a child says why it ends."""
+    """Return the file in which a child says why it ends."""
     return folder / f"rank-{rank}.error"
 
 
 def ended(rank: int, pid: int, code: int, folder: Path | None) -> str:
-    """What is known of the end of a child."""
+    """Describe the end of a child."""
     how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
     words = ""
     if folder is not None:

@@ -67,7 +67,7 @@ def encode(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
-    """What ``encode`` made, as float32 ``[n]``."""
+    """Decode the result of ``encode`` to float32 ``[n]``."""
     places = torch.arange(8, dtype=torch.uint8, device=codes.device)
     signs = ((codes[:, None] >> places) & 1).float().mul_(2).sub_(1)
     return signs.view(-1, CHUNK).mul_(scales[:, None]).view(-1)

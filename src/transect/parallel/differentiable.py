@@ -31,7 +31,7 @@ def entered(x: Tensor, group: Group) -> Tensor:
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """The sum of all ranks' x; its gradient goes to each of them."""
+    """Return the sum of all ranks' x; its gradient goes to each of them."""
     out: Tensor = _Summed.apply(x, group)
     return out
 
@@ -49,7 +49,7 @@ def scattered(x: Tensor, group: Group) -> Tensor:
 
 
 def own_rows(x: Tensor, group: Group) -> Tensor:
-    """The own ``[T / ranks, ...]`` of x, which all ranks have alike."""
+    """Return the own ``[T / ranks, ...]`` of x, which all ranks have alike."""
     each = x.shape[0] // group.size
     return x[group.rank * each : (group.rank + 1) * each]
 

@@ -30,7 +30,7 @@ from .group import Group
 
 
 def sent_share(ranks: int, per_token: int) -> float:
-    """The share of all ranks that a token goes to on average, from 0 to 1."""
+    """Return the share of all ranks that a token goes to on average, from 0 to 1."""
     return 1 - (1 - 1 / ranks) ** per_token
 
 
@@ -53,12 +53,13 @@ class Exchange:
         """The own tokens that go somewhere, those for the first rank first."""
 
     def send(self, x_TD: Tensor) -> Tensor:
-        """What belongs to the own tokens -> ``[S, D]``, what belongs to those for the experts here."""
+        """Send rows of this rank's tokens to their experts' ranks; return the rows ``[S, D]`` for the experts here."""
         out: Tensor = _Sends.apply(x_TD, self)
         return out
 
     def bring_back(self, y_SD: Tensor) -> Tensor:
-        """What the experts here say ``[S, D]`` -> ``[T, D]``, what those of all ranks say of the own tokens."""
+        """Return outputs ``[S, D]`` of the experts here to their tokens' ranks; return those of this rank's tokens
+        ``[T, D]``."""
         out: Tensor = _BringsBack.apply(y_SD, self)
         return out
 

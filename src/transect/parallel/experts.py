@@ -45,7 +45,7 @@ WORTH = 0.75
 
 
 def way_of(ranks: int, per_token: int, asked: Way = "auto") -> Way:
-    """How tokens and experts come together in training: ``gather`` or ``all_to_all``."""
+    """Choose the collective that brings tokens to experts in training: ``gather`` or ``all_to_all``."""
     if asked != "auto":
         return asked
     return "all_to_all" if sent_share(ranks, per_token) <= WORTH else "gather"
@@ -57,7 +57,7 @@ class ExpertRanks:
     Attributes:
         first: the first of the experts that this rank has.
         size: the most tokens that a rank has in this step, as ``meet`` has found.
-        exchanges: whether tokens go to the ranks that have their experts alone.
+        exchanges: True if tokens go only to the ranks of their experts.
     """
 
     def __init__(self, mesh: Mesh, shard: Shard, way: Way = "gather") -> None:
@@ -80,13 +80,14 @@ class ExpertRanks:
         return self.size
 
     def gather(self, x_TD: Tensor) -> Tensor:
-        """The tokens of all ranks along the data axis, those of each filled up to ``size``: ``[ranks * size, D]``."""
+        """Return the tokens of all ranks along the data axis, those of each filled up to ``size``: ``[ranks * size,
+        D]``."""
         if self.data.size == 1:
             return x_TD
         return gathered(F.pad(x_TD, (0, 0, 0, self.size - len(x_TD))), self.data)
 
     def own(self, x: Tensor, tokens: int) -> Tensor:
-        """The rows of the own ``tokens``, of one for each that ``gather`` gave."""
+        """Return the rows of the own ``tokens``, of one for each that ``gather`` gave."""
         begin = self.data.rank * self.size
         return x if self.data.size == 1 else x[begin : begin + tokens]
 
@@ -95,7 +96,7 @@ class ExpertRanks:
         return y if self.data.size == 1 else scattered(y, self.data)[:tokens]
 
     def sum(self, y_TD: Tensor) -> Tensor:
-        """The sum over the ranks along the tensor axis."""
+        """Return the sum over the ranks along the tensor axis."""
         return self.tensor.all_reduce(y_TD)
 
 
@@ -109,7 +110,7 @@ def spread_experts(model: Decoder, shard: Shard, mesh: Mesh, way: Way = "gather"
 
 
 def moe_layers(model: Decoder) -> list[MoE]:
-    """The halves of layers that are mixtures of experts."""
+    """Return the halves of layers that are mixtures of experts."""
     return [layer.mlp for layer in model.layers if isinstance(layer, Layer) and isinstance(layer.mlp, MoE)]
 
 

@@ -1,9 +1,9 @@
-"""``start_name``: one name for all ranks of a start, which ``torchrun`` made for the first time or again.
+"""Agree on one name for all ranks of a start by ``torchrun``, the first or a later one (``start_name``). No torch.
 
-Ranks that are started again find the store of those before, and in it addresses of processes that are gone. So each
-start needs a name of its own to put before its keys. torchrun tells none that all hosts share: a host counts only the
-restarts that its own ranks have caused. So rank 0 makes one, and answers whoever asks. A question is new with every
-process, so nobody takes an answer that was meant for a rank before. No torch.
+Restarted ranks find the store of the ranks before, with addresses of processes that have ended. So each start needs a
+name of its own as a prefix of its keys. torchrun provides none that all hosts share: a host counts only the restarts
+that its own ranks have caused. So rank 0 makes a name, and answers every rank that asks. Each process asks a new
+question, so no rank takes an answer meant for an earlier one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAUSE_S = 0.01
 
 
 class Store(Protocol):
-    """What is asked of a ``torch.distributed.Store``, which all ranks write to and read."""
+    """Part of ``torch.distributed.Store`` that is used here; all ranks write to it and read from it."""
 
     def set(self, key: str, value: str, /) -> None:
         """Write a value."""
@@ -29,7 +29,7 @@ class Store(Protocol):
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
+        """Return True if all keys exist."""
         ...
 
 
@@ -59,7 +59,8 @@ def _answer(store: Store, size: int, until: float, patience: float) -> str:
 
 
 def _answered(store: Store, rank: int, name: str) -> bool:
-    """Whether a rank has its answer; a question that is there is answered, be it of a process that is gone."""
+    """Answer a rank's question, if there is one, even of a process that has ended; return True if the rank has
+    taken the answer."""
     if not store.check([_asks(rank)]):
         return False
     question = store.get(_asks(rank)).decode()

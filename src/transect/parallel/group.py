@@ -53,25 +53,25 @@ class Group:
     def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None) -> None:
         self.ranks, self.rank, self.group = ranks, rank, group
         self.sums: PeerSums | None = None
-        """Kernels of our own that sum; None: torch's do."""
+        """Our own all-reduce kernels; None for torch's."""
         self.logits: LogitShards | None = None
-        """Where the ranks read each other's logits; None: they gather them."""
+        """Memory in which the ranks read each other's logits; None if they gather them."""
         self.seconds = 0.0
-        """Spent so far on moving CPU tensors between ranks, most of it in waiting for the last of them."""
+        """Seconds spent so far on moving CPU tensors between ranks, mostly waiting for the last rank."""
 
     @classmethod
     def alone(cls) -> Group:
-        """A group of one rank."""
+        """Return a group of one rank."""
         return cls((0,), 0, None)
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks."""
         return len(self.ranks)
 
     @_timed
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, in the place of ``x``, the same to the bit on every rank."""
+        """Return the sum over all ranks, in the place of ``x``, the same to the bit on every rank."""
         if self.sums is not None and self.sums.takes(x):
             return self.sums.sum(x)
         if self.group is not None:
@@ -79,7 +79,7 @@ class Group:
         return x
 
     def most(self, number: int) -> int:
-        """The largest of the numbers that the ranks have; no device waits for it."""
+        """Return the largest of the numbers that the ranks have; no device waits for it."""
         if self.group is None:
             return number
         found = torch.tensor([number], dtype=torch.int64)
@@ -188,7 +188,7 @@ class Shift:
         )
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Wait for the transfer; return the received tensor."""
         for work in self._work:
             work.wait()
         return self.came

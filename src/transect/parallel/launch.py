@@ -1,8 +1,8 @@
-"""Start the ranks: children of this process, or, under ``torchrun``, the processes that are there.
+"""Start the ranks: children of this process, or, under ``torchrun``, the existing processes.
 
 ``Ranks.start(4)`` makes this process rank 0 and starts three children (``children.py``). They meet in a file in a
 private folder, and gloo takes ports that the system chooses; no port is fixed. A child that ends before its time is
-noticed at once: ``failure`` says what is known of it, and whoever asked to be told is told.
+noticed at once: ``failure`` describes it, and registered callbacks are called.
 
 ``Ranks.join()`` is for a program that ``torchrun`` has started on every rank, on one host or several.
 
@@ -55,7 +55,7 @@ class Ranks:
         self._told: list[Callable[[str], object]] = []
         self._aborting: threading.Thread | None = None
         self._lock = threading.Lock()
-        """Whoever ends the groups, ``close`` or the end of a child, ends them alone."""
+        """Lock so that only one of ``close`` and the end of a child ends the groups."""
         for rank, child in children.items():
             threading.Thread(target=self._watch, args=(rank, child), daemon=True).start()
 
@@ -68,7 +68,7 @@ class Ranks:
             children: the others, where they have been started already.
 
         Raises:
-            ValueError: there are not so many GPUs, or this process belongs to ranks already.
+            ValueError: there are fewer GPUs than ranks, or this process belongs to ranks already.
             RankFailure: a rank ended before it had begun.
         """
         check_devices(size, device, first_device)
@@ -89,7 +89,7 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str = "cpu") -> Ranks:
-        """The ranks that ``torchrun`` has started; see ``gathering.under_torchrun``.
+        """Return the ranks that ``torchrun`` has started; see ``gathering.under_torchrun``.
 
         Raises:
             ValueError: this host has fewer GPUs than ranks.
@@ -124,7 +124,7 @@ class Ranks:
             raise RankFailure(self.failure)
 
     def explain(self, error: BaseException) -> BaseException:
-        """What to raise for an error of rank 0: it may come of the end of another rank, of which more is known."""
+        """Return the exception to raise for an error of rank 0, which another rank's end may have caused."""
         if broken(error) and self._children:
             until = time.monotonic() + NOTICE_S
             while self.failure is None and time.monotonic() < until:
@@ -232,7 +232,7 @@ def meet(folder: Path, rank: int, size: int, device: str, first_device: int) -> 
 
 
 def broken(error: BaseException) -> bool:
-    """Whether an error says that the connection to another rank broke: then that one has ended."""
+    """Return True if an error reports a broken connection to another rank, which then has ended."""
     return isinstance(error, RuntimeError) and any(word in str(error) for word in ("onnection", "Broken pipe", "NCCL"))
 
 

@@ -41,7 +41,7 @@ GROUP = SERVING_GROUP
 
 
 def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
-    """The part of a model that this rank has.
+    """Return the part of a model that this rank has.
 
     Raises:
         ValueError: the model cannot be cut so.
@@ -52,7 +52,7 @@ def shard_of(config: ModelConfig, mesh: Mesh) -> Shard:
 
 
 def shard_weights(weights: StoredWeights, shard: Shard) -> StoredWeights:
-    """The weights that a rank has, under the names of its model; reading one reads the rank's part alone."""
+    """Yield the weights that a rank has, under the names of its model; reading one reads the rank's part alone."""
     for name, stored in weights:
         part = shard.part(name, stored.shape)
         if part is not None:
@@ -125,13 +125,14 @@ def load_shard(
     kv_cache_dtype: str = "auto",
     stream: StreamPlan | None = None,
 ) -> tuple[Decoder, str, bool]:
-    """This rank's part of a model on the CPU; a sentence for the start-up line: what computes it, and why; and whether
-    that is the C++ kernels.
+    """Load this rank's part of a model on the CPU.
+
+    Also returns a sentence for the start-up line (what computes the model, and why) and True if it is the C++ kernels.
 
     The arguments are those of ``checkpoints.load.load_model``.
 
     Raises:
-        ValueError: as there, or the model or its file cannot be cut between so many ranks.
+        ValueError: as there, or the model or its file cannot be cut between this number of ranks.
     """
     shard = shard_of(source.config, mesh)
     library, why = kernels(
@@ -190,10 +191,10 @@ def load_shard_on_device(
     stream: StreamPlan | None = None,
 ) -> Decoder:
     """Load this rank's part of a model on its GPU; the arguments are those of ``checkpoints.load.load_on_device``.
-    ``group``: of how many numbers of a row a rank has all or none, where ``kinds`` are given.
+    ``group``: block size along a row that is never divided between ranks, if ``kinds`` are given.
 
     Raises:
-        ValueError: as there, or the model cannot be cut between so many ranks.
+        ValueError: as there, or the model cannot be cut between this number of ranks.
     """
     device = mesh.world.device
     shard = shard_of(source.config, mesh)
@@ -228,7 +229,7 @@ def shard_embedding(model: Decoder, shard: Shard, mesh: Mesh, dtype: torch.dtype
 
 
 def has_embedding(shard: Shard) -> bool:
-    """Whether a stage has the embedding, to begin with or as its head."""
+    """Return True if a stage has the embedding, as its input or as its head."""
     return shard.first or (shard.last and shard.model.tied_embeddings)
 
 

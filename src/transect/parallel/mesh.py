@@ -17,15 +17,15 @@ PROBES = 20
 
 
 class Mesh:
-    """Which rank does what, and who does it together. All ranks make it, with the same layout.
+    """Place of each rank along the axes, and the groups along each axis. All ranks make it, with the same layout.
 
     Args:
-        world: the ranks; None: this process is the only one.
+        world: the ranks; None if this process is the only one.
 
     Attributes:
         rank: this process's number.
         layout: the sizes of the axes.
-        place: where this rank is.
+        place: coordinates of this rank.
         tensor, context, pipeline, data: the groups along the axes that this rank belongs to.
         replicas: the ranks that have the same weights, along data and context.
         parts: the ranks that have one whole model between them, along pipeline and tensor.
@@ -57,7 +57,7 @@ class Mesh:
         return self._world
 
     def _group(self, *axes: str, link: int = 0) -> Group:
-        """The own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
+        """Return the own group along some axes. Every rank makes all groups, in the same order, as torch demands."""
         own = Group.alone()
         if all(getattr(self.layout, axis) == 1 for axis in axes):
             return own
@@ -72,7 +72,7 @@ class Mesh:
         return own
 
     def seconds(self) -> float:
-        """What this rank's host has spent so far on moving numbers along the axes, and on waiting for tokens."""
+        """Seconds this rank's host has spent so far on communication along the axes and on waiting for tokens."""
         return self.world.seconds + sum(group.seconds for group in (self.data, self.pipeline, self.tensor))
 
     @cached_property
@@ -81,7 +81,10 @@ class Mesh:
         return init_device_mesh(self.world.device.type, self.layout.sizes, mesh_dim_names=AXES)
 
     def link_times(self, sizes: tuple[int, ...] = (8 << 10, 4 << 20)) -> dict[int, float]:
-        """Seconds of an all-reduce of so many bytes along the tensor axis, the best of a few. All ranks call it."""
+        """Measure seconds of an all-reduce of each size in bytes along the tensor axis, best of a few.
+
+        All ranks call it.
+        """
         found = {}
         for size in sizes:
             x = torch.zeros(size // 4, device=self.world.device)

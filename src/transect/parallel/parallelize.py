@@ -59,22 +59,22 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan:
-    """How a model is trained on the ranks of a mesh.
+    """Plan for training a model on the ranks of a mesh.
 
     Attributes:
-        zero: what is cut over the ranks that share micro-batches, see ``replicas.py``.
-        reduce_dtype: what gradients are summed in over them.
+        zero: level of sharding over the ranks that share micro-batches, see ``replicas.py``.
+        reduce_dtype: data type in which gradients are summed over these ranks.
         sequence: ranks of a tensor group share the tokens between matrices.
-        schedule: how micro-batches pass through stages, see ``schedule.py``.
+        schedule: pipeline schedule, see ``schedule.py``.
         chunks: runs of layers of each rank, with ``interleaved``.
         copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
         fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.
-        expert_way: how tokens and experts that ranks share come together, see ``experts.py``.
+        expert_way: collective that brings tokens to shared experts, see ``experts.py``.
         host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
             one rank.
         folder: with ``host``, on a disk: they are in a file there.
-        tiles: with ``zero`` 3, the matrices of a layer come to the device in so many parts each.
-        device: that computes; None: the one that the model is on.
+        tiles: with ``zero`` 3, number of parts in which each matrix of a layer comes to the device.
+        device: device that computes; None for the model's own.
     """
 
     zero: int = 0
@@ -92,7 +92,7 @@ class ParallelPlan:
 
 
 def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
-    """A layout and a plan as one."""
+    """Return a layout and a plan as one."""
     return Spread(
         data=layout.data,
         zero=plan.zero,
@@ -112,13 +112,13 @@ def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
 def parallelize(
     model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
 ) -> Parallel:
-    """This rank's part of a model, with the values that all ranks have alike.
+    """Take this rank's part of a model, with the values that are equal on all ranks.
 
     Args:
         model: whole, on its device, alike on every rank; where it is cut it is not needed any more.
-        weights: those of the model, which has none then: its memory is the host's, and nobody has written it. Of these
-            a rank reads its part alone, and sharded layers one after the other, so that it never holds a whole model.
-            ``plan.device`` says where the part will be.
+        weights: weights to read, if the model has only unwritten host memory. A rank reads its own part alone, and
+            sharded layers one after the other, so that it never holds a whole model. ``plan.device`` is the device of
+            the part.
 
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
@@ -135,8 +135,8 @@ class Parallel:
     """A model on the ranks of a mesh, seen from one of them.
 
     Attributes:
-        model: what this rank computes.
-        parameters: what of it is trained, by the names in the whole model.
+        model: this rank's part of the model.
+        parameters: its trained parameters, by the names in the whole model.
         spread: the sums over ranks with the same weights, after ``share``; None where there are no others.
     """
 
@@ -144,16 +144,16 @@ class Parallel:
         self, model: Decoder, mesh: Mesh, plan: ParallelPlan, weights: Callable[[], StoredWeights] | None = None
     ) -> None:
         self._weights = weights
-        """Those of the whole model; None: they are in ``parts``."""
+        """Weights of the whole model; None if they are in ``parts``."""
         self.whole_config, self.mesh, self.plan = model.config, mesh, plan
         layout, place = mesh.layout, mesh.place
         self._stages = layout.pipeline * plan.chunks
         self.shards = self._shards_of(mesh.rank)
-        """What this rank has; several runs of layers with an interleaved schedule."""
+        """Shards of this rank; several runs of layers with an interleaved schedule."""
         self.shares_experts = layout.expert
-        """Whether each rank along the data axis has some of the experts."""
+        """True if each rank along the data axis has some of the experts."""
         self.cut = mesh.parts.size > 1 or self.shares_experts
-        """Whether the model is cut."""
+        """True if the model is divided between ranks."""
         self.spread: Replicas | Sharded | None = None
         self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
         self.parameters: dict[str, nn.Parameter] = {}
@@ -169,11 +169,11 @@ class Parallel:
         self.pipeline = Pipeline(self.parts, mesh.links) if layout.pipeline > 1 else None
         tied = model.config.tied_embeddings and layout.pipeline > 1
         self._shares_table = tied and place.pipeline in (0, layout.pipeline - 1)
-        """Whether this rank has the embedding's table, and another stage has it too."""
+        """True if this rank and another stage both have the embedding's table."""
 
     @property
     def model(self) -> Decoder:
-        """What this rank computes, or the first run of layers of it."""
+        """This rank's part of the model, or its first run of layers."""
         return self.parts[0]
 
     def _part(self, model: Decoder, shard: Shard) -> Decoder:
@@ -199,8 +199,10 @@ class Parallel:
         return part
 
     def _join_halves(self, part: Decoder) -> None:
-        """What goes into cut matrices comes from norms: behind each of them the backward pass sums, and with
-        ``sequence`` the rows of all ranks come together."""
+        """Insert the collectives before cut matrices, whose inputs all come from norms.
+
+        After each norm the backward pass sums over ranks, and with ``sequence`` the rows of all ranks are gathered.
+        """
         group, enter = self.mesh.tensor, gathered if self.plan.sequence else entered
         into: dict[int, nn.Module] = {id(part.norm): part.norm}
         for layer in part.layers:
@@ -215,11 +217,11 @@ class Parallel:
 
     @property
     def _later(self) -> bool:
-        """Whether weights are read only when they are sharded."""
+        """True if weights are read only when they are sharded."""
         return self._weights is not None and self.plan.zero == 3
 
     def fill(self, weights: Callable[[], StoredWeights]) -> None:
-        """Take the weights of a whole model; of them this part is read, for each run of layers anew."""
+        """Take the weights of a whole model, and read this rank's part, once for each run of layers."""
         if self._later:
             self._weights = weights
             return
@@ -227,7 +229,7 @@ class Parallel:
             fill(part, shard_weights(weights(), shard) if self.cut else weights())
 
     def _shards_of(self, rank: int) -> list[Shard]:
-        """What a rank has."""
+        """Return the shards of a rank."""
         layout = self.mesh.layout
         place = layout.place(rank)
         stages = [chunk * layout.pipeline + place.pipeline for chunk in range(self.plan.chunks)]
@@ -237,23 +239,23 @@ class Parallel:
         ]
 
     def _own_experts(self, name: str) -> bool:
-        """Whether a parameter is of experts that no other rank has."""
+        """Return True if a parameter belongs to experts that no other rank has."""
         return self.shares_experts and ".mlp.experts_" in name
 
     def _part_of(self, name: str, shards: Sequence[Shard]) -> tuple[slice, ...] | None:
-        """Where in the whole parameter the part lies that is in some shards; None: nowhere."""
+        """Return the slices of the whole parameter that the shards hold; None if they hold none of it."""
         shape = self.shapes[name]
         found = (shard.part(name, shape) for shard in shards)
         part = next((part for part in found if part is not None), None)
         return None if part is None else part[:2][: len(shape)]
 
     def _replicated(self, name: str) -> bool:
-        """Whether all ranks of the tensor group have the whole of a parameter."""
+        """Return True if all ranks of the tensor group have the whole of a parameter."""
         part = self._part_of(name, self.shards)
         return part is not None and all(cut == slice(None) for cut in part)
 
     def counts(self, name: str) -> bool:
-        """Whether this is the rank, of those that have the same numbers of a parameter, that counts them in a norm."""
+        """Return True if this rank counts the parameter in a norm, of all ranks that have the same numbers."""
         if self._shares_table and name == "embed.weight" and self.mesh.place.pipeline:
             return False
         if self.shares_experts:
@@ -261,7 +263,7 @@ class Parallel:
         return self.mesh.tensor.rank == 0 or not self._replicated(name)
 
     def _partial(self, name: str) -> bool:
-        """Whether a rank of the tensor group has only its own part of the gradient of what it has whole."""
+        """Return True if ranks of the tensor group have a whole parameter but only a part of its gradient."""
         if self.mesh.tensor.size == 1 or not self._replicated(name):
             return False
         return self.plan.sequence or ".q_norm." in name or ".k_norm." in name
@@ -275,24 +277,24 @@ class Parallel:
         return (2 * context if context > 1 else 1) * (self.mesh.tensor.size if self.plan.sequence else 1)
 
     def rows(self, tokens: int) -> int:
-        """How many of the tokens of a micro-batch this rank has between layers."""
+        """Return the number of a micro-batch's tokens that this rank has between layers."""
         return tokens // self.mesh.context.size // (self.mesh.tensor.size if self.plan.sequence else 1)
 
     def meet(self, tokens: int) -> None:
-        """Before a micro-batch of so many tokens goes through a model whose experts ranks share; all call it."""
+        """Prepare a micro-batch of ``tokens`` tokens for a model with shared experts; every rank must call it."""
         ranks = meeting(self.model) if self.shares_experts else None
         if ranks is not None:
             ranks.meet(tokens)
 
     def own_tokens(self, x_T: Tensor) -> Tensor:
-        """The numbers of this rank's tokens, out of one for each token of a micro-batch."""
+        """Return the numbers of this rank's tokens, out of one for each token of a micro-batch."""
         context = self.mesh.context
         if context.size == 1:
             return x_T
         return torch.cat([x_T[part] for part in own_tokens(x_T.shape[0], context.rank, context.size)])
 
     def attention(self, cu_seqlens: Tensor) -> AttentionContext:
-        """The context of a micro-batch, of which ``cu_seqlens`` says where documents begin."""
+        """Return the context of a micro-batch, of which ``cu_seqlens`` says where documents begin."""
         if self.mesh.context.size > 1:
             return RingContext(cu_seqlens, self.mesh.context)
         return VarlenContext(cu_seqlens, self.model.ops)
@@ -314,7 +316,7 @@ class Parallel:
         return own / num_labels * self._own_loss(hidden_TD, labels_T, ignore, whole)
 
     def whole_loss(self, loss: Tensor) -> Tensor:
-        """A loss without a gradient, when the ranks that share tokens have added theirs."""
+        """Return a loss without a gradient, when the ranks that share tokens have added theirs."""
         return self.mesh.context.all_reduce(loss.detach().reshape(1))[0]
 
     def _own_loss(self, hidden_TD: Tensor, labels_T: Tensor, ignore: int, whole: Callable[..., Tensor]) -> Tensor:
@@ -395,7 +397,7 @@ class Parallel:
         return None
 
     def actions(self, micro_batches: int) -> list[Action]:
-        """What this rank does of a pipeline's step. ValueError if there is no such schedule."""
+        """Return this rank's actions in a pipeline's step. ValueError if there is no such schedule."""
         layout, plan = self.mesh.layout, self.plan
         return schedule(plan.schedule, layout.pipeline, micro_batches, plan.chunks)[self.mesh.place.pipeline]
 
@@ -433,7 +435,8 @@ class Parallel:
 
     @torch.no_grad()
     def norm(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """The 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on all."""
+        """Return the 2-norm of all ranks' gradients together, each number counted once: a float32 scalar, alike on
+        all."""
         mine = {name: gradient for name, gradient in gradients.items() if self.counts(name)}
         return self.norm_of(square_of(mine, self.model.device))
 
@@ -458,8 +461,8 @@ class Parallel:
         return self._together({name: parameter.detach() for name, parameter in self.parameters.items()})
 
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The optimizer's whole state (``name/kind``), as of a run on one rank, on the CPU of the first rank, nothing
-        on others. All ranks call it."""
+        """Return the optimizer's whole state (``name/kind``), as of a run on one rank, on the CPU of the first rank,
+        nothing on others. All ranks call it."""
         if self.spread is not None and not self.shares_experts:
             tensors = self.spread.whole_state(tensors)
         if not self.cut:
@@ -467,7 +470,7 @@ class Parallel:
         return self._together(tensors)
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What this rank updates of a whole state."""
+        """Return the part of a whole state that this rank updates."""
         found = tensors
         if self.cut:
             cut: dict[str, Tensor] = {}
@@ -480,7 +483,7 @@ class Parallel:
         return found if self.spread is None else self.spread.own_state(found)
 
     def _together(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all parts, of the form of parameters and by their names, put together."""
+        """Return the tensors of all parts, of the form of parameters and by their names, put together."""
         group = self.mesh.parts
         if self.shares_experts:
             group = self.mesh.data
@@ -502,6 +505,6 @@ class Parallel:
 
 
 def _held(model: Decoder) -> StoredWeights:
-    """The weights of a model in memory, as those of a file."""
+    """Yield the weights of a model in memory, as those of a file."""
     for name, parameter in model.named_parameters():
         yield name, stored_tensor(parameter.detach())

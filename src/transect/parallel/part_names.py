@@ -1,8 +1,8 @@
-"""The names under which ranks keep parts of a tensor in files. No torch.
+"""Name the parts of a tensor that ranks keep in files. No torch.
 
 A rank that has some numbers of a tensor keeps them as a vector under ``NAME@BEGINofSHAPE``, such as
-``embed.weight/m@4096of49152x576``: the numbers from 4096 on of a tensor of that shape. Whoever reads them can put the
-tensor together, whatever ranks there were.
+``embed.weight/m@4096of49152x576``: the numbers from 4096 on of a tensor of that shape. From these names the tensor
+can be reassembled, whatever the number of ranks was.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def part_name(name: str, begin: int, shape: Sequence[int]) -> str:
-    """The name of the vector that holds the numbers from ``begin`` on of the tensor ``name``."""
+    """Return the name of the vector that holds the numbers from ``begin`` on of the tensor ``name``."""
     return f"{name}@{begin}of{'x'.join(map(str, shape))}"
 
 

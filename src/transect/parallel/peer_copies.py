@@ -42,7 +42,7 @@ class Copied:
     ends: tuple[Any, ...]
 
     def wait(self) -> None:
-        """What follows on the current stream begins when the sum is there."""
+        """Make the current stream wait until the sum is complete."""
         for end in self.ends:
             torch.cuda.current_stream().wait_event(end)
 
@@ -53,7 +53,7 @@ class PeerCopies:
     Args:
         memory: address of each rank's memory, ``memory_bytes`` long, whose first ``SIGNALS`` bytes are 0 on all.
         rank: the own place among them.
-        copies: what is put on streams.
+        copies: operations to put on streams.
         streams: to push and to pull on; None on a host.
         fused: a sum of two ranks, its copy for the other and its squares are one launch.
     """
@@ -197,9 +197,11 @@ def shared_copies(
 
 
 def engine_copies(world: World, memory: SharedMemory, signals: int) -> EngineCopies | str:
-    """What puts copies on streams, once it has posted and waited for a number here; the first ``signals`` bytes of the
-    own memory are 0 then, and so they are on all ranks. Or why a rank cannot: the memory is given back. Every rank of
-    the world calls this."""
+    """Return the object that puts copies on streams, after a test of posting and waiting for a number.
+
+    The first ``signals`` bytes of each rank's memory are 0 afterwards. If a rank cannot, free the memory and return the
+    reason. Every rank of the world must call this.
+    """
     try:
         copies = EngineCopies()
         address, stream = memory.own.address, torch.cuda.current_stream()

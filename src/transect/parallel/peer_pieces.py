@@ -33,7 +33,7 @@ class PeerPieces:
     Args:
         memory: address of each rank's memory, ``SIGNALS`` bytes of 0 and then ``nbytes``.
         rank: the own place among them.
-        copies: what is put on streams. stream: to copy on; None on a host.
+        copies: operations to put on streams. stream: stream for copies; None on a host.
     """
 
     def __init__(self, memory: Sequence[int], rank: int, nbytes: int, copies: Copies, stream: Any = None) -> None:
@@ -42,7 +42,8 @@ class PeerPieces:
         self._taken, self._steps = SIGNALS, 0
 
     def keep(self, piece: Tensor) -> tuple[Tensor, int]:
-        """A piece, in this memory from now on, and where; all ranks keep pieces of the same sizes in the same order."""
+        """Return a piece, in this memory from now on, and where; all ranks keep pieces of the same sizes in the same
+        order."""
         begin = self._taken
         self._taken = begin + room(piece.nbytes)
         place = self._own[begin : begin + piece.nbytes].view(piece.dtype)
@@ -80,8 +81,10 @@ def room(nbytes: int) -> int:
 
 
 def shared_pieces(world: World, group: Group, nbytes: int) -> PeerPieces | str:
-    """Memory for pieces of so many bytes, or why there is none. Every rank of the world calls this, and all get memory
-    or none does."""
+    """Make memory for pieces of ``nbytes`` bytes, or return the reason that there is none.
+
+    Every rank of the world must call this, and either all ranks get memory or none does.
+    """
     refusal = f"copies are for {COPY_RANKS} ranks at most" if group.size > COPY_RANKS else None
     memory = shared_memory(world, group, SIGNALS + nbytes, refusal)
     if isinstance(memory, str):

@@ -26,12 +26,12 @@ class Timed:
 
 
 class PeerSums:
-    """What ``Group`` asks for its sums; made by ``shared_sums``.
+    """All-reduce kernels of a ``Group``; made by ``shared_sums``.
 
     Args:
         peers: the group's memory.
-        most_bytes: of a sum that our kernels are quicker with.
-        times: what was measured.
+        most_bytes: largest sum for which our kernels are faster.
+        times: measured times.
         dependent_launch: sums begin while the kernel before still runs.
         pushes: products of few rows give their results to the other ranks themselves.
         exact: every sum has the same bits whatever else is in the batch. Then norms are apart, and with more than two
@@ -57,12 +57,12 @@ class PeerSums:
         return self.pushes and row <= MOST_NORM_BYTES and MOST_ROWS * row <= self.most_bytes
 
     def used(self, *, dependent_launch: bool, exact: bool, pushes: bool = False) -> PeerSums:
-        """The same memory, for an engine of this kind."""
+        """Return the same memory, for an engine of this kind."""
         how = {"dependent_launch": dependent_launch, "exact": exact, "pushes": pushes}
         return PeerSums(self.peers, self.most_bytes, self.times, **how)
 
     def takes(self, x: Tensor, norm: bool = False) -> bool:
-        """Whether our kernels sum ``x``."""
+        """Return True if our kernels sum ``x``."""
         if not x.is_cuda or (norm and self.exact):
             return False
         if self.exact and self.peers.ranks > 2 and x.nbytes > self.most_bytes:
@@ -76,7 +76,10 @@ class PeerSums:
         return MOST_BYTES // least * least // x.itemsize
 
     def sum(self, x: Tensor, pushed: bool = False) -> Tensor:
-        """The sum over the ranks, in the place of ``x``. ``pushed``: the product before has given it to the others."""
+        """Return the sum over the ranks, in the place of ``x``.
+
+        ``pushed``: the product before has given it to the others.
+        """
         if pushed:
             return self.peers.sum(x, x, dependent_launch=self.dependent_launch, pushed=True)
         for piece in x.view(-1).split(self._piece(x)) if x.nbytes > MOST_BYTES else (x,):

@@ -56,7 +56,7 @@ class Pipeline:
 
     @property
     def ends(self) -> bool:
-        """Whether the rank has the last layers, and so the loss."""
+        """True if the rank has the last layers, and so the loss."""
         return self.group.rank == self.group.size - 1
 
     def run(
@@ -104,7 +104,7 @@ class Pipeline:
         return self.group.broadcast(loss.reshape(1), self.group.size - 1)[0]
 
     def _forward(self, piece: StagedBatch, chunk: int, train: bool) -> tuple[Tensor | None, Tensor]:
-        """What came from the stage before, and what goes to the next one, or the loss."""
+        """Return the input from the stage before, and the output for the next stage, or the loss."""
         part, came = self.parts[chunk], None
         if self.group.rank == 0 and chunk == 0:
             x_TD = part.begin(piece.tokens_T, piece.positions_T)

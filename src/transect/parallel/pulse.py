@@ -159,6 +159,6 @@ class Pulse:
 
 
 def default_store() -> Store:
-    """The store by which the ranks have met."""
+    """Return the store by which the ranks have met."""
     found: Store = dist.distributed_c10d._get_default_store()
     return found

@@ -8,8 +8,8 @@
   that needs whole matrices.
 * 2: as 1, and a gradient is kept only where its parameter is updated.
 
-Gradients travel in buckets. During the last micro-batch of a rank a bucket is on its way as soon as its gradients are
-there, while the backward pass goes on; a table that embedding and head share goes in two parts (``table_rows.py``).
+Gradients are sent in buckets. During the last micro-batch of a rank a bucket is sent as soon as its gradients are
+complete, during the backward pass; a table that embedding and head share goes in two parts (``table_rows.py``).
 ``sharded.py`` has ``zero`` 3.
 """
 
@@ -39,18 +39,18 @@ COPIED_BUCKET_BYTES = 64 * 2**20
 
 
 class Replicas:
-    """Sums gradients over the ranks of a group, and hands out who updates what.
+    """Sum gradients over the ranks of a group, and assign the updates of parameters to ranks.
 
     Args:
         group: the ranks, each with the same parameters.
         parameters: all that are trained, by name.
         zero: 0, 1 or 2.
-        reduce_dtype: what gradients are summed in.
-        sizes: numbers of each parameter to hand them out by, where ranks of other groups have other parts of the same
-            parameters and must hand them out alike; None: their own.
-        copies: what sums, with ``zero`` 0 and 1; None: torch's collectives.
-        alone: parameters that no other rank has: their gradients are added up over micro-batches alone.
-        table: of the parameters, that which embedding and head share; None: there is none.
+        reduce_dtype: data type in which gradients are summed.
+        sizes: element counts by which parameters are assigned, if other groups have other parts of the same parameters
+            and must assign them alike; None for the parameters' own counts.
+        copies: copy engines that sum, with ``zero`` 0 and 1; None for torch's collectives.
+        alone: parameters that no other rank has: their gradients are summed over micro-batches alone.
+        table: parameter shared by embedding and head; None if there is none.
     """
 
     def __init__(
@@ -84,9 +84,9 @@ class Replicas:
         """While the last micro-batch runs: gradients that each bucket waits for."""
         self._sent: list[_Sent] = []
         self._given: set[str] = set()
-        """What had a gradient on this rank."""
+        """Names of parameters with a gradient on this rank."""
         self.square: Tensor | None = None
-        """The sum of the squares of what ``reduce`` gave, where the sums made it on their way: a float32 scalar."""
+        """Sum of squares of the reduced gradients as a float32 scalar, if the all-reduce computed it; else None."""
         arrived = weakref.WeakMethod(self._arrived)  # what a parameter's hook holds is never collected with it
         for name, parameter in self.parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(_told, arrived, name))
@@ -128,12 +128,15 @@ class Replicas:
         return {name: gradient for name, gradient in found.items() if gradient is not None}
 
     def gradient_of(self, name: str) -> Tensor | None:
-        """What this rank has of a gradient so far, where it is."""
+        """Return this rank's gradient so far, without a copy."""
         return self._sums.get(name, self.parameters[name].grad)
 
     @torch.no_grad()
     def reduce(self) -> dict[str, Tensor]:
-        """The gradients of the whole step, of the parameters that this rank updates. All ranks call it together."""
+        """Return the gradients of the whole step, of the parameters that this rank updates.
+
+        All ranks call it together.
+        """
         self.square = None
         self._send(len(self._buckets))
         # Not on the GPU: the host would wait there for all that it has launched.
@@ -166,7 +169,7 @@ class Replicas:
         return {name: found[name] for name in self.parameters if name in found}
 
     def _rows(self, counts: Sequence[int]) -> Any:
-        """What the embedding adds to a table that the head shares, of all ranks; all call it."""
+        """Gather the embedding's gradient rows of a table shared with the head; every rank must call it."""
         if self.table is None:
             return None
         return self.table.exchange(self.group, counts, self.parameters[self.table.name].detach(), self.reduce_dtype)
@@ -194,24 +197,24 @@ class Replicas:
                     parameter.copy_(values.view_as(parameter))
 
     def writes(self, name: str) -> bool:
-        """Whether this rank keeps the state of a parameter in a file. What all ranks have they share out."""
+        """Return True if this rank writes the state of a parameter; replicated states are divided between ranks."""
         if self.zero:
             return self.owner[name] == self.group.rank
         return list(self.parameters).index(name) % self.group.size == self.group.rank
 
     def stored_name(self, name: str) -> str:
-        """The name of a state (``parameter/kind``) in a file: it is whole."""
+        """Return the name of a state (``parameter/kind``) in a file: it is whole."""
         return name
 
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The optimizer's state of all ranks (``name/kind``) on the CPU of the first one; on others nothing. All call
-        it."""
+        """Return the optimizer's state of all ranks (``name/kind``) on the CPU of the first one; on others nothing. All
+        call it."""
         if not self.zero:
             return on_cpu(tensors) if self.group.rank == 0 else {}
         return gather_tensors(self.group, tensors)
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of a whole state that belongs to this rank."""
+        """Return the part of a whole state that belongs to this rank."""
         own = self.owned
         return {name: tensors[name] for name in tensors if name.rpartition("/")[0] in own}
 
@@ -252,7 +255,7 @@ class Replicas:
             self._sent.append(_Sent(bucket, flat, work, squares))
 
     def _filled(self, bucket: Sequence[str]) -> Tensor:
-        """The gradients of a bucket one behind the other, from here on the bucket's. One alone stays where it is."""
+        """Concatenate a bucket's gradients; the bucket owns the result. A single gradient is not copied."""
         found: list[Tensor | None] = []
         for name in bucket:
             parameter = self.parameters[name]
@@ -274,7 +277,7 @@ class Replicas:
         return flat
 
     def _received(self, sent: _Sent) -> Tensor | None:
-        """A bucket when its sum is there; what another rank updates is given back, and None."""
+        """Return a bucket when its sum is there; what another rank updates is given back, and None."""
         if sent.work is not None:
             sent.work.wait()
         if self.zero == 2 and self.owner[sent.names[0]] != self.group.rank:
@@ -323,7 +326,7 @@ def _buckets(
 
 
 def square_of(gradients: Mapping[str, Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all gradients, a float32 scalar; 0 where there are none."""
+    """Return the sum of the squares of all gradients, a float32 scalar; 0 where there are none."""
     if not gradients:
         return torch.zeros((), device=device)
     norms = torch._foreach_norm(list(gradients.values()), 2, dtype=torch.float32)
@@ -336,7 +339,10 @@ def on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def gather_tensors(group: Group, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of all ranks by name, on the CPU of the first rank; on others nothing. Names are of one rank each."""
+    """Return the tensors of all ranks by name, on the CPU of the first rank; on others nothing.
+
+    Names are of one rank each.
+    """
     if group.size == 1:
         return on_cpu(tensors)
     mine = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}

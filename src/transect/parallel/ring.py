@@ -62,7 +62,7 @@ class RingContext:
         return KernelRing(self.ends, self.group)
 
     def pairs(self, window: int | None) -> list[list[Pairs]]:
-        """What this rank computes with the keys of itself, of the rank before it, and so on."""
+        """Return this rank's work with its own keys, those of the rank before it, and so on."""
         if window not in self._seen:
             rank, ranks = self.group.rank, self.group.size
             others = [(rank - step) % ranks for step in range(ranks)]

@@ -38,12 +38,14 @@ Square = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class Part:
-    """What a rank computes with the keys of one rank.
+class RingPart:
+    """Work of a rank with the keys of one rank.
 
     Attributes:
-        ends: own keys: where runs of rows that see themselves causally begin, and the number of all; else None.
-        rounds: squares of one call each. rest: what torch's operators do.
+        ends: for the rank's own keys, the starts of runs of rows with causal attention, and the number of rows; else
+            None.
+        rounds: squares, one call for each list.
+        rest: pairs left to torch's operators.
     """
 
     ends: list[int] | None = None
@@ -51,12 +53,13 @@ class Part:
     rest: list[Pairs] = field(default_factory=list)
 
 
-def parts(ends: Sequence[int], rank: int, ranks: int, window: int | None) -> list[Part]:
-    """What ``rank`` computes with the keys of itself, of the rank before it, and so on; arguments as of ``visible``."""
+def parts(ends: Sequence[int], rank: int, ranks: int, window: int | None) -> list[RingPart]:
+    """List the work of ``rank`` with its own keys, those of the rank before it, and so on; arguments as of
+    ``visible``."""
     found = []
     for step in range(ranks):
         other = (rank - step) % ranks
-        part = Part()
+        part = RingPart()
         if step == 0:
             part.ends = _runs(ends, rank, ranks, joined=window is None)
         for pairs in visible(ends, rank, other, ranks, window):
@@ -86,7 +89,7 @@ def _runs(ends: Sequence[int], rank: int, ranks: int, joined: bool) -> list[int]
 
 
 def _squares(pairs: Pairs) -> tuple[list[Square], list[Pairs]]:
-    """A rectangle in which every query sees every key, as squares, and what is too narrow for that."""
+    """Return a rectangle in which every query sees every key, as squares, and what is too narrow for that."""
     q, q_end = pairs.queries.start, pairs.queries.stop
     k, k_end = pairs.keys.start, pairs.keys.stop
     squares: list[Square] = []
@@ -103,7 +106,7 @@ def _squares(pairs: Pairs) -> tuple[list[Square], list[Pairs]]:
     return squares, rest
 
 
-def _place(part: Part, square: Square) -> None:
+def _place(part: RingPart, square: Square) -> None:
     """Into the first round with room for it."""
     q, k, size = square
     for squares in part.rounds:
@@ -124,15 +127,15 @@ class KernelRing:
     """The ring of a micro-batch, as merged layers ask for attention.
 
     Args:
-        ends: where documents begin, 0 first, and T last. group: the ranks.
+        ends: starts of documents, 0 first, and T last. group: the ranks.
     """
 
     def __init__(self, ends: Sequence[int], group: Group) -> None:
         self.ends, self.group = list(ends), group
-        self._parts: dict[int | None, list[Part]] = {}
+        self._parts: dict[int | None, list[RingPart]] = {}
         self._made: dict[tuple[int, ...], Tensor] = {}
 
-    def _todo(self, window: int | None) -> list[Part]:
+    def _todo(self, window: int | None) -> list[RingPart]:
         if window not in self._parts:
             self._parts[window] = parts(self.ends, self.group.rank, self.group.size, window)
         return self._parts[window]
@@ -144,7 +147,7 @@ class KernelRing:
         return self._made[key]
 
     def _rows(self, squares: list[Square], which: int, like: Tensor) -> slice | Tensor:
-        """The rows of the queries (0) or keys (1) of a round."""
+        """Return the rows of the queries (0) or keys (1) of a round."""
         if len(squares) == 1:
             return slice(squares[0][which], squares[0][which] + squares[0][2])
         key = (-1 - which, *(number for square in squares for number in square))
@@ -183,7 +186,7 @@ class KernelRing:
     def backward(
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, sums: Tensor, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v. All ranks call it."""
+        """Return the gradients of q, k and v. All ranks call it."""
         todo, kv, g = self._todo(window), torch.stack((k, v)), g.contiguous()
         home = torch.zeros(kv.shape, dtype=torch.float32, device=kv.device)  # gradients that travel with their keys
         dq = torch.zeros(0, device=q.device)

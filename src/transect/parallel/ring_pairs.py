@@ -17,8 +17,11 @@ ROWS = 512
 
 
 class Pairs(NamedTuple):
-    """Queries and keys, rows of the own and of another rank's tokens, that see each other. ``ahead``: how many tokens
-    the first query is behind the first key; None: every query sees every key. ``window``: how far back it sees."""
+    """Rows of this rank's queries and of another rank's keys that attend to each other.
+
+    ``ahead``: tokens by which the first query follows the first key; None if every query sees every key. ``window``:
+    tokens that a query sees back.
+    """
 
     queries: slice
     keys: slice
@@ -27,7 +30,7 @@ class Pairs(NamedTuple):
 
 
 def chunks_of(rank: int, ranks: int) -> tuple[int, int]:
-    """The two chunks of a rank, of ``2 * ranks``."""
+    """Return the two chunks of a rank, of ``2 * ranks``."""
     return rank, 2 * ranks - 1 - rank
 
 
@@ -38,11 +41,11 @@ def own_tokens(tokens: int, rank: int, ranks: int) -> list[slice]:
 
 
 def visible(ends: Sequence[int], rank: int, other: int, ranks: int, window: int | None = None) -> list[Pairs]:
-    """What the queries of ``rank`` see of the keys of ``other``.
+    """List the keys of ``other`` that the queries of ``rank`` see.
 
     Args:
-        ends: where documents begin, 0 first, and T last.
-        window: how many tokens back a query sees, itself included; None: all.
+        ends: starts of documents, 0 first, and T last.
+        window: tokens that a query sees back, including itself; None for all.
     """
     each = ends[-1] // (2 * ranks)
     found = []
@@ -100,8 +103,8 @@ def result_of(q: Tensor, k: Tensor, v: Tensor, scale: float, pairs: Pairs) -> tu
 def gradients_of(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, delta: Tensor, scale: float, pairs: Pairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The part of the gradients of q, k and v that comes of a rectangle; ``sums`` and ``delta`` ``[R, H]`` are L and D
-    of the head of this file."""
+    """Return the part of the gradients of q, k and v that comes of a rectangle; ``sums`` and ``delta`` ``[R, H]`` are L
+    and D of the head of this file."""
     heads = k.shape[1]
     dk, dv = (torch.zeros(k.shape, dtype=sums.dtype, device=k.device) for _ in range(2))
     dqs = []

@@ -1,6 +1,6 @@
 """Sharded data parallelism (ZeRO 3, FSDP): no rank holds the whole model, its gradients or the optimizer's state.
 
-The parameters of a layer lie one behind the other in one flat tensor, and each rank keeps one piece of it
+The parameters of a layer are concatenated in one flat tensor, and each rank keeps one piece of it
 (Rajbhandari et al. 2020, arXiv:1910.02054; Zhao et al. 2023, arXiv:2304.11277)::
 
     layer k    [ attention.q.weight | attention.k.weight | ... | mlp.down.weight | pad ]
@@ -48,25 +48,25 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """A model whose parameters are sharded; it takes the place of the model's ``stack``.
+    """Model with sharded parameters; it replaces the model's ``stack``.
 
     Args:
         group: the ranks. Each has the same model, whole; afterwards it has its pieces.
         model: a decoder; every parameter is trained.
         recompute: compute each layer a second time in the backward pass, so that only its input is kept.
-        reduce_dtype: what gradients are summed in.
+        reduce_dtype: data type in which gradients are summed.
         device: that computes; the model may be in host memory until then.
         host: the pieces are in host memory. Each rank reads its own over its own link before all are gathered.
-        folder: for a file that they are in, in place of host memory.
-        copies: sums gradients by copy engines; None: torch's collectives do.
-        shared: makes memory of so many bytes that other ranks read pieces from; None: they are sent.
-        parameters: all of the model's, by their names in the whole model, where that is not this one; None: as the
-            model names them.
+        folder: folder of a file that holds them, in place of host memory.
+        copies: sums gradients by copy engines; None for torch's collectives.
+        shared: makes memory of a given size from which other ranks read pieces; None if pieces are sent.
+        parameters: all of the model's, by their names in the whole model, if that is not this one; None for this
+            model's names.
         complete: adds up, in place, what ranks along other axes have of gradients in parts; before they are summed
             here. All of them have the same units.
-        weights: those of the model, which is in host memory that nobody has written then: they are read in their order,
-            and what is complete is cut; None: they are there.
-        tiles: each matrix of a layer comes to the device in so many parts (``tiled.py``).
+        weights: weights to read, if the model has only unwritten host memory: they are read in order, and each complete
+            unit is cut; None if the model has its weights.
+        tiles: number of parts in which each matrix of a layer comes to the device (``tiled.py``).
 
     Raises:
         ValueError: a parameter is frozen, or there is not so much host memory.
@@ -136,7 +136,7 @@ class Sharded:
         model.register_forward_pre_hook(lambda *_: self.root.gather())
 
     def _places(self, units: Sequence[Mapping[str, nn.Parameter]]) -> dict[str, int]:
-        """The unit of each parameter, by its name in this model."""
+        """Return the unit of each parameter, by its name in this model."""
         number = {id(parameter): n for n, unit in enumerate(units) for parameter in unit.values()}
         found = {name: number[id(parameter)] for name, parameter in self.model.named_parameters()}
         return {name.replace(".inner.", ".").replace(".table.", "."): n for name, n in found.items()}
@@ -154,7 +154,7 @@ class Sharded:
 
     @property
     def upload(self) -> FileUpload | None:
-        """How an optimizer puts new weights into a file; None: it changes ``owned`` where they are."""
+        """Writer of new weights to a file, for the optimizer; None if it updates ``owned`` in place."""
         if not isinstance(self.pieces, FilePieces):
             return None
         places = {}
@@ -182,7 +182,7 @@ class Sharded:
         return {name: tuple(parameter.shape) for name, parameter in self.parameters.items()}
 
     def _run(self, x_TD: Tensor, positions_T: Tensor, context: AttentionContext) -> Tensor:
-        """The layers, each whole only while it runs."""
+        """Return the layers, each whole only while it runs."""
         model = self.model
         rotation = None if model.rope is None else model.rope.cos_sin(positions_T)
         training = torch.is_grad_enabled()
@@ -261,7 +261,7 @@ class Sharded:
         self.root.reduce()
 
     def reduce(self) -> dict[str, Tensor]:
-        """The gradients of the whole step, of the own pieces."""
+        """Return the gradients of the whole step, of the own pieces."""
         self.root.reduce()
         self.root.release()
         found = {name: gradient for unit in self.units for name, gradient in unit.gradients().items()}
@@ -298,17 +298,17 @@ class Sharded:
         return {name: found[name] for name in self.parameters if name in found}
 
     def writes(self, name: str) -> bool:
-        """Whether this rank keeps its state of a parameter in a file: what it has, nobody else has."""
+        """Return True: no other rank has this rank's state of a parameter."""
         return True
 
     def stored_name(self, name: str) -> str:
-        """The name of the own part of a state (``parameter/kind``) in a file."""
+        """Return the name of the own part of a state (``parameter/kind``) in a file."""
         parameter = name.rpartition("/")[0]
         return part_name(name, self._bounds[parameter][0], self.shapes[parameter])
 
     def whole_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The optimizer's state of all ranks (``name/kind``, of pieces) put together, on the CPU of the first rank; on
-        others nothing. All call it."""
+        """Return the optimizer's state of all ranks (``name/kind``, of pieces) put together, on the CPU of the first
+        rank; on others nothing. All call it."""
         parts = gather_tensors(self.group, {f"{self.group.rank:06}/{name}": t for name, t in tensors.items()})
         joined: dict[str, list[Tensor]] = {}
         for name in sorted(parts):
@@ -317,7 +317,7 @@ class Sharded:
         return {name: torch.cat(p).view(shapes[name.rpartition("/")[0]]) for name, p in joined.items()}
 
     def own_state(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of a whole state that belongs to this rank's pieces."""
+        """Return the part of a whole state that belongs to this rank's pieces."""
         found = {}
         for name in tensors:
             parameter = name.rpartition("/")[0]

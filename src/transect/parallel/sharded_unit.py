@@ -25,7 +25,7 @@ class Sink(Protocol):
 
 
 ALIGN = 64
-"""Pieces are whole groups of so many numbers, so that kernels may read 16 bytes at a time."""
+"""Numbers in a group; pieces are whole groups, so that kernels may read 16 bytes at a time."""
 
 
 class Unit:
@@ -34,7 +34,7 @@ class Unit:
     Attributes:
         parameters: by name; while the unit is not whole they have their shapes and no memory.
         pieces: the own part of each parameter that this rank has a part of, ``[numbers]``, views of one tensor.
-        bounds: where that part lies within the parameter.
+        bounds: bounds of that part within the parameter.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Unit:
         peers: PeerPieces | None = None,
     ) -> None:
         self.peers, self._at = peers, 0
-        """Memory of the piece that others read; None: it is sent to them. Where the piece is there."""
+        """Memory from which others read the piece, and the piece's place in it; None if the piece is sent."""
         self.group, self.reduce_dtype, self.number = group, reduce_dtype, number
         self.parameters = dict(parameters)
         first = next(iter(self.parameters.values()))
@@ -67,11 +67,11 @@ class Unit:
         low = group.rank * self.each
         self.piece = self._whole[low : low + self.each].clone()
         self.copies: PeerCopies | None = None
-        """What sums gradients; None: torch's collectives do."""
+        """Copy engines that sum gradients; None for torch's collectives."""
         self.complete: Callable[[Mapping[str, Tensor]], None] | None = None
-        """Adds up what ranks along other axes have of gradients in parts; None: they are whole."""
+        """Sums partial gradients over ranks along other axes; None if gradients are complete."""
         self._home = pieces
-        """Where the piece is, if not on the device."""
+        """Home of the piece, if it is not on the device."""
         self._link: torch.cuda.Stream | None = None
         """On which it comes from there."""
         if peers is not None:
@@ -198,14 +198,14 @@ class Unit:
             self.sink(name, part)
 
     def _by_name(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The parts of something as long as the own piece, each by the name of its parameter."""
+        """Yield the parts of something as long as the own piece, each by the name of its parameter."""
         low = self.group.rank * self.each
         for name, (begin, end) in self.bounds.items():
             at = self.starts[name] + begin - low
             yield name, own[at : at + end - begin]
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient of each piece, ``[numbers]`` float32; none where there is a ``sink``."""
+        """Return the gradient of each piece, ``[numbers]`` float32; none where there is a ``sink``."""
         self.settle()
         return {} if self.gradient is None else dict(self._by_name(self.gradient))
 

@@ -15,11 +15,12 @@ from .world import World
 
 
 def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None = None) -> SharedMemory | str:
-    """Make pieces of so many bytes, or say why there are none. Every rank of the world calls this, and all groups get
-    theirs or none does.
+    """Make pieces of ``nbytes`` bytes, or return the reason that there are none.
+
+    Every rank of the world must call this, and either all groups get memory or none does.
 
     Args:
-        refusal: why this rank wants none.
+        refusal: reason that this rank wants none.
     """
     made: PeerMemory | None = None
     said: bytes | str
@@ -51,7 +52,7 @@ def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None =
 
 
 def free_memory(world: World, memory: SharedMemory) -> None:
-    """Give it back. Every rank of the world calls this, when nobody uses it any more."""
+    """Free the memory. Every rank of the world must call this, when the memory is not used any more."""
     torch.cuda.synchronize()
     _free(world, memory.addresses, memory.own)
 
@@ -66,7 +67,7 @@ def _free(world: World, opened: Sequence[int], made: PeerMemory | None) -> None:
 
 
 def _host() -> str:
-    """What all processes of a host have in common, and those of no other."""
+    """Return a name that is equal for all processes of a host and differs between hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else platform.node()
 

@@ -58,7 +58,7 @@ def _timed(world: World, group: Group, sums: PeerSums) -> PeerSums | str:
 
 
 def quicker_up_to(times: Sequence[Timed]) -> int:
-    """The most bytes that our kernels are for: below the first size at which NCCL was quicker."""
+    """Return the most bytes that our kernels are for: below the first size at which NCCL was quicker."""
     most = 0
     for each in times:
         if each.own > each.nccl:

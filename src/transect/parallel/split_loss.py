@@ -24,8 +24,8 @@ from torch.autograd.function import once_differentiable
 from .group import Group
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
-"""Logits held at a time: on a CPU what caches may hold, on a GPU so many that launches do not count. The account of
-memory knows them (``costs/memory/training.SPLIT_ELEMENTS``)."""
+"""Number of logits held at a time: on a CPU as many as fit in caches, on a GPU enough to make launch costs small. The
+memory model uses the same numbers (``costs/memory/training.SPLIT_ELEMENTS``)."""
 
 
 def split_cross_entropy(

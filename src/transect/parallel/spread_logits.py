@@ -14,9 +14,11 @@ from .world import World
 
 
 def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torch.dtype) -> LogitShards | str:
-    """Memory for this rank's part of so many rows of logits, or why they are gathered. Every rank of the world calls
-    this with the same arguments. An engine that comes later on the same ranks gets the same memory where it is enough;
-    none may be used beside another."""
+    """Make memory for this rank's part of ``rows`` rows of logits, or return the reason that they are gathered.
+
+    Every rank of the world must call this with the same arguments. A later engine on the same ranks reuses the memory
+    if it is large enough; no two engines may use it at the same time.
+    """
     share = vocabulary_share(vocab, group.size)
     if share % GROUP:
         return f"parts of {share} of {vocab} tokens are no whole groups of {GROUP}"

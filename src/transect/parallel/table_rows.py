@@ -53,7 +53,7 @@ class TableRows:
 
     @property
     def count(self) -> int:
-        """How many rows are kept."""
+        """Number of rows kept."""
         return sum(len(ids) for ids in self._ids)
 
     def clear(self) -> None:
@@ -61,7 +61,7 @@ class TableRows:
         self._ids, self._gradients = [], []
 
     def exchange(self, group: Group, counts: Sequence[int], like: Tensor, dtype: torch.dtype) -> _Rows | Tensor | None:
-        """The rows of all ranks, for ``add``. All ranks call it; nothing where no rank has a row.
+        """Return the rows of all ranks, for ``add``. All ranks call it; nothing where no rank has a row.
 
         Args:
             counts: rows of each rank. like: the table. dtype: that sums are made in.
@@ -101,7 +101,7 @@ class TableRows:
 
 
 def shared_table(model: Decoder, trained: Mapping[str, nn.Parameter]) -> TableRows | None:
-    """The table that embedding and head of a model share, if it is trained and whole; else None."""
+    """Return the table that embedding and head of a model share, if it is trained and whole; else None."""
     name, embed = "embed.weight", model.embed
     if type(embed) is not Embedding or trained.get(name) is not embed.weight:  # cut, adapted or frozen
         return None
@@ -118,7 +118,7 @@ class _Rows:
         self.ids, self.sums = ids, _summed(gradients, place, len(ids))[place]
 
     def add_to(self, table_VD: Tensor) -> None:
-        """Whoever has the same token writes the same numbers, so nothing depends on who is last."""
+        """Add the sums to their rows. Entries of the same token write equal numbers, so their order does not matter."""
         table_VD.index_copy_(0, self.ids, table_VD[self.ids] + self.sums)
 
 

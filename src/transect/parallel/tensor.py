@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class ShardKind(Weight):
-    """What the kinds around a shard have in common: values, memory and format are those of ``inner``."""
+    """Common base of the kinds around a shard; values, memory and format are those of ``inner``."""
 
     inner: Weight
 
@@ -142,7 +142,7 @@ class _Ended:
         return self._product(x) if self._given is None else self._given
 
     def sum(self, y: Tensor) -> Tensor:
-        """The sum alone."""
+        """Return the sum alone."""
         given, self._given = self._given, None
         return self._sums.sum(y, pushed=True) if y is given else self._group.all_reduce(y)
 
@@ -202,7 +202,8 @@ class ShardedEmbedding(nn.Module):
         return _total(torch.where(inside_T[:, None], rows_TD, 0), self.group, self.sequence)
 
     def part(self) -> tuple[Tensor, int, Product] | None:
-        """This rank's rows, the first of them, and what makes everybody's of what they give; None: only as above."""
+        """Return this rank's rows, the index of the first, and the all-reduce of their product; None if not
+        available."""
         if self.sequence or not isinstance(self.table, Embedding):
             return None
         return self.table.weight, self.start, self.group.all_reduce
@@ -228,18 +229,18 @@ class ShardedEmbedding(nn.Module):
 
 
 def _total(y: Tensor, group: Group, sequence: bool) -> Tensor:
-    """The sum of all ranks' y, or the own rows of it."""
+    """Return the sum of all ranks' y, or the own rows of it."""
     if sequence:
         return scattered(y, group)
     return summed(y, group) if y.requires_grad else group.all_reduce(y)
 
 
 def sharded_kinds(kinds: Kinds | None, shard: Shard, group: Group, *, sequence: bool = False) -> Kinds:
-    """The kinds of a model that is ``shard.local``, with those above around the matrices that need one.
+    """Return the kinds of a model that is ``shard.local``, with the kinds above around matrices that need one.
 
     Args:
-        kinds: what the matrices are inside; None: all are dense.
-        sequence: between layers each rank has its own rows (tokens) alone.
+        kinds: inner kinds of the matrices; None if all are dense.
+        sequence: True if each rank has only its own rows (tokens) between layers.
     """
     inner_kind: Kinds = kinds or _dense
 
@@ -291,8 +292,8 @@ def _without_bias(kind: WeightKind) -> WeightKind:
 def _wrapped(
     kind: WeightKind, around: Callable[[Weight, Tensor | None], Weight], rows: int | None = None
 ) -> WeightKind:
-    """A kind whose weights are made as ``kind``, of ``rows`` outputs if given and without a bias, with ``around``
-    them."""
+    """Return a kind whose weights are made as ``kind``, of ``rows`` outputs if given and without a bias, with
+    ``around`` them."""
 
     def make(
         out_features: int,

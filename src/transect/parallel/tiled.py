@@ -1,7 +1,7 @@
 """Memory-centric tiling: the matrices of a sharded layer come to the device in parts, and are never whole there.
 
 Where weights are sharded or elsewhere (``sharded.py``) a device still has two whole layers while they run, and the
-gradients of one. With t tiles each matrix is cut by its outputs, which are rows and lie one behind the other:
+gradients of one. With t tiles each matrix is cut by its outputs, which are contiguous rows:
 
     forward    y_i = x W_i^T             for one tile after the other, the next one on its way
     backward   dx += g_i W_i             dW_i = g_i^T x leaves as soon as it is made
@@ -39,7 +39,7 @@ class TiledUnit(Unit):
     def __init__(self, *args: Any, **how: Any) -> None:
         self._vectors: Tensor | None = None
         self._away: dict[str, Tensor] = {}
-        """What stands for parameters that are no matrices while they are not there."""
+        """Data of vector parameters while the unit is released."""
         super().__init__(*args, **how)
 
     @property
@@ -85,7 +85,7 @@ class TiledUnit(Unit):
             yield name, found.view(parameter.shape)
 
     def rows(self, name: str) -> list[slice]:
-        """The tiles of a matrix."""
+        """Return the tiles of a matrix."""
         height = self.parameters[name].shape[0]
         each = -(-height // self.tiles)
         return [slice(at, min(at + each, height)) for at in range(0, height, each)]
@@ -105,7 +105,7 @@ class TiledUnit(Unit):
             del tile
 
     def _overlaps(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """The ranks that have some of a range of the whole, and which part of it."""
+        """Yield the ranks that have some of a range of the whole, and which part of it."""
         for rank in range(self.group.size):
             low, high = max(begin, rank * self.each), min(end, (rank + 1) * self.each)
             if low < high:
@@ -225,7 +225,7 @@ class _Product(torch.autograd.Function):
 
 
 def tile(model: Decoder, units: list[TiledUnit], tiles: int) -> None:
-    """Have the matrices of a model's layers, whose parameters the units have, come in so many tiles each."""
+    """Divide the matrices of a model's layers, whose parameters the units hold, into ``tiles`` tiles each."""
     for layer, unit in zip(model.layers, units, strict=True):
         unit.tiles = tiles
         names = {id(parameter): name for name, parameter in unit.parameters.items()}

@@ -36,7 +36,7 @@ INLINE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a rank shows in an exchange in place of what was asked for. ``user``: the message says what to change."""
+    """Error that a rank sends in an exchange in place of its value. ``user``: the message says what to change."""
 
     message: str
     user: bool
@@ -58,16 +58,16 @@ class World:
     """All ranks, seen from one of them. torch's default process group must be there.
 
     Args:
-        device: what this rank computes on.
+        device: device of this rank.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.device = device
         self.on_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        """How many ranks share this host."""
+        """Number of ranks on this host."""
         self.sums: dict[tuple[int, ...], PeerSums | str] = {}
-        """By the ranks of a group: sums through memory that its GPUs share, or why there are none."""
+        """By the ranks of a group: all-reduces through shared GPU memory, or the reason that there are none."""
         self.logits: dict[tuple[int, ...], SharedMemory] = {}
         """By the ranks of a group: where they read each other's logits."""
         self._groups: dict[Hashable, dist.ProcessGroup] = {}
@@ -93,7 +93,7 @@ class World:
             dist.broadcast(body, 0, group=self._control)
 
     def listen(self) -> Any:
-        """The next object that rank 0 announces."""
+        """Return the next object that rank 0 announces."""
         head = torch.empty(INLINE, dtype=torch.uint8)
         dist.broadcast(head, 0, group=self._control)
         return _unpacked(head, lambda body: dist.broadcast(body, 0, group=self._control))
@@ -108,7 +108,7 @@ class World:
                 self._sent.append((work, tensor))
 
     def receive(self, source: int, *, tag: int = 0) -> Any:
-        """The object that ``source`` sends with this tag; those of other tags wait for their own turn."""
+        """Return the object that ``source`` sends with this tag; those of other tags wait for their own turn."""
         head = torch.empty(INLINE, dtype=torch.uint8)
         began = time.perf_counter()
         dist.recv(head, group=self._control, group_src=source, tag=tag)
@@ -116,11 +116,11 @@ class World:
         return _unpacked(head, lambda body: dist.recv(body, group=self._control, group_src=source, tag=tag))
 
     def exchange(self, mine: T | Failure) -> list[T]:
-        """What each rank shows, in their order.
+        """Gather a value from each rank, in their order; every rank must call it.
 
         Raises:
-            SharedValueError: a rank shows a ``Failure`` that a user can mend; the message is that of the first.
-            SharedRuntimeError: a rank shows another ``Failure``.
+            SharedValueError: a rank sent a ``Failure`` that a user can fix; the message is that of the first.
+            SharedRuntimeError: a rank sent another ``Failure``.
         """
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, mine, group=self._control)
@@ -162,7 +162,7 @@ class Solo(World):
 
 
 def _packed(message: Any) -> tuple[Tensor, Tensor | None]:
-    """A message as bytes: its length and, if it is short, itself; and itself if it is long."""
+    """Return a message as bytes: its length and, if it is short, itself; and itself if it is long."""
     data = pickle.dumps(message)
     head = torch.zeros(INLINE, dtype=torch.uint8)
     head[:8] = torch.frombuffer(bytearray(len(data).to_bytes(8, "little")), dtype=torch.uint8)

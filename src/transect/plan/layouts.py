@@ -23,9 +23,9 @@ from ..spec.model import ModelConfig
 
 MOST_GPUS = 4096
 SEQUENCES = (1, 2, 4, 8, 16)
-"""Sequences of a micro-batch that are tried."""
+"""Numbers of sequences of a micro-batch to try."""
 SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("gpipe", 1), *(("interleaved", n) for n in (2, 4, 8)))
-"""How micro-batches pass through stages, and the runs of layers of each."""
+"""Pipeline schedules, each with its runs of layers per rank."""
 AXES = ("data", "tensor", "pipeline", "context")
 
 
@@ -40,7 +40,7 @@ class Candidate:
 
     @property
     def settings(self) -> str:
-        """What to write in the file of a run."""
+        """Settings for the run's TOML file."""
         sizes = self.spread.settings
         return (
             f'accumulate = {self.plan.accumulate}, checkpointing = "{self.plan.checkpointing}", '
@@ -55,12 +55,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """All layouts of so many devices.
+    """All layouts of a number of devices.
 
     Attributes:
         fitting: the best way of each layout, the fastest first.
-        others: the way of each other layout that needs least memory, what needs least first.
-        refused: why a layout cannot be, by layout.
+        others: for each other layout the way that needs least memory, in order of memory.
+        refused: reason that a layout is impossible, by layout.
         budget: bytes of a device.
     """
 
@@ -142,9 +142,9 @@ def rank(
 
     Args:
         plan: task, precision, optimizer and ``seq_len`` of the run; micro-batch and checkpointing are chosen.
-        tokens: of a step, all devices together.
-        budget: bytes of a device that are free; None: all.
-        axes: which of ``AXES`` may have several ranks.
+        tokens: tokens of a step on all devices together.
+        budget: free bytes of a device; None for all.
+        axes: the ``AXES`` that may have several ranks.
 
     Raises:
         ValueError: a number is out of range, or a step has fewer tokens than one sequence for each device.

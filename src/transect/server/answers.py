@@ -1,4 +1,4 @@
-"""What chat answers are made of: thoughts, text and calls. The same reading for whole answers and for streams."""
+"""Split chat answers into thoughts, text and tool calls, alike for whole answers and for streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class AnswerPiece:
-    """What is new in an answer."""
+    """New parts of an answer."""
 
     thoughts: str = ""
     text: str = ""
@@ -95,12 +95,12 @@ class AnswerReader:
 
 
 class Answers:
-    """The answers of one request: what they must be like, and how they are read.
+    """Form of one request's answers, and readers for them.
 
     Args:
         use: tools that may be called, or None.
-        prompt: the text that the model goes on from.
-        said: the beginning of the answer, if the prompt ends with that.
+        prompt: the text that the model continues.
+        said: the beginning of the answer, if the prompt ends with it.
     """
 
     def __init__(self, serving: Serving, use: ToolUse | None, prompt: str, said: str = "") -> None:

@@ -62,14 +62,14 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     }.items()
 }
 GONE = Response(status_code=499)
-"""Written into a closed connection, where nobody reads it."""
+"""Response for a closed connection; no client reads it."""
 
 api = APIRouter(route_class=JsonRoute, responses=REFUSALS)
 plain = APIRouter()
 
 
 def create_app(engine: Engine, options: ServerOptions, renderer: Renderer | None = None) -> FastAPI:
-    """The application around an engine that already runs. The caller owns the engine and the renderer.
+    """Build the application around a running engine. The caller owns the engine and the renderer.
 
     Args:
         engine: an ``AsyncEngine``.

@@ -38,15 +38,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest: int) -> BeamSearchParams | None:
-    """What a request asks of a beam search; None where it asks for none.
+    """Read the beam-search settings of a request; None if it wants no beam search.
 
     Args:
         params: of the request; form, stop strings and lengths have been checked.
         width: answers to search with.
-        longest: tokens of an answer where the request does not say.
+        longest: tokens of an answer if the request sets no limit.
 
     Raises:
-        ApiError: 400 where it cannot be had with the rest of the request.
+        ApiError: 400 if beam search does not work with the rest of the request.
     """
     if not body.use_beam_search:
         if body.length_penalty not in (None, 1):
@@ -54,7 +54,7 @@ def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest:
             raise ApiError(400, message, param="length_penalty", code="unsupported_parameter")
         return None
     if body.stream:
-        message = "beam search knows its answers only at the end: it needs stream=false"
+        message = "beam search has answers only at its end: set stream=false"
         raise ApiError(400, message, param="use_beam_search", code="unsupported_parameter")
     for name, nothings in NEUTRAL.items():
         value = getattr(body, name)

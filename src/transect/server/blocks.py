@@ -33,7 +33,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What happened to a block: it ``begin``s, has ``more`` (``text``), or is at its ``end``."""
+    """Event of a block: it begins (``begin``), grows by ``text`` (``more``) or ends (``end``)."""
 
     what: Literal["begin", "more", "end"]
     block: Block
@@ -48,7 +48,7 @@ class Blocks:
         self._open = False
 
     def feed(self, piece: AnswerPiece) -> list[News]:
-        """What a piece of the answer changes."""
+        """Add a piece of the answer; return the events of blocks that follow."""
         news: list[News] = []
         if piece.thoughts:
             news += self._more("thoughts", piece.thoughts)
@@ -82,7 +82,7 @@ class Blocks:
 
 @dataclass(slots=True)
 class Ending:
-    """How an answer ended: ``stop``, ``length`` or ``tool_calls``; ``stop_reason``: by which stop string, if by one."""
+    """End of an answer: ``stop``, ``length`` or ``tool_calls``, and the stop string that ended it, if any."""
 
     reason: str
     stop_reason: int | str | None
@@ -143,7 +143,7 @@ class Conversation:
         return self.generation
 
     async def news(self) -> AsyncGenerator[list[News], None]:
-        """What changes, update by update; then ``ending`` is known. Closing it ends the request."""
+        """Yield the events of each update, then set ``ending``. Closing the generator ends the request."""
         reader: AnswerReader = self._answers.reader()
         async with self.generation:
             async for event in self.generation:

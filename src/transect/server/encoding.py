@@ -1,9 +1,9 @@
-"""Texts to token ids, so that a long text holds up nobody else.
+"""Encode texts to token ids without delaying other requests.
 
-A text that cannot fit is refused before any work: a token stands for a bounded number of characters. A long text is
-encoded in a thread of its own pool, where the `tokenizers` library does not hold Python's lock, and first counted in
-pieces: one that turns out to have too many tokens is given up at the piece that says so, and one whose request has
-ended at the next piece. So what any text costs is bounded by the context, not by its length.
+A text that cannot fit is refused before any work, because a token stands for a bounded number of characters. A long
+text is encoded in a thread of its own pool, where the `tokenizers` library releases Python's lock. It is first counted
+in pieces. Counting stops at the piece that exceeds the limit, or after the request has ended. So the cost of any text
+is bounded by the context, not by the text's length.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORKERS = 2
 
 
 class TooManyTokens(ValueError):
-    """The text has more tokens than there is room for; ``at_least`` so many."""
+    """The text has more tokens than fit: at least ``at_least``."""
 
     def __init__(self, at_least: int, limit: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens, and {limit} are the most")
@@ -45,7 +45,7 @@ class Encoder:
 
         Args:
             tokenizer: must be safe to share between threads.
-            limit: how many tokens are still of use. A few more may come back: the caller counts them.
+            limit: most tokens that are useful. A few more may be returned: the caller counts them.
 
         Raises:
             TooManyTokens: the text has more.

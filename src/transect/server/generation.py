@@ -56,15 +56,15 @@ class Event:
 
 
 class Generation:
-    """Runs prompts and hands out their updates as they come.
+    """Run prompts and yield their updates as they arrive.
 
     Args:
         serving: gives the engine, the metrics and the time limit.
         prompts: at least one.
         params: the same for all of them.
         priority: lower runs earlier.
-        deadline: when the last token must have come; None: the server's limit, from now on.
-        pooling: vectors of the prompts are wanted (``RequestOutput.pooled``).
+        deadline: time by which the last token must have arrived; None for the server's limit from now.
+        pooling: return vectors of the prompts (``RequestOutput.pooled``).
     """
 
     def __init__(
@@ -258,7 +258,7 @@ class Generation:
             self._reasons.append(update.finish_reason)
             timer.choice_finished(update.finish_reason)
         if update.finish_reason == "error":
-            raise ApiError(500, update.error or "the engine could not go on with this request", code="engine_error")
+            raise ApiError(500, update.error or "the engine failed while running this request", code="engine_error")
         if update.finish_reason == "abort":
             raise ApiError(503, update.error or "the request was ended by the server", code="aborted")
         return Event(index, index * self.params.n + update.index, update)

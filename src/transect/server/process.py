@@ -34,11 +34,11 @@ from .serving import Engine, Serving
 log = logging.getLogger("transect.server")
 
 WATCH_S = 0.5
-"""How often the engine is asked whether it lives, in seconds."""
+"""Seconds between checks that the engine process is alive."""
 SETTLE_S = 5.0
-"""For the last answers to leave, once nothing more will come from the engine."""
+"""Seconds for the last answers to leave after the engine has ended."""
 RED_S = 1.0
-"""After an engine's death /health stays up, and red, for this long, so that a probe can see it."""
+"""Seconds that /health stays up, and red, after the engine's death, so that a probe can see it."""
 
 DRAINED, ENGINE_DIED, INTERRUPTED = 0, 1, 130
 
@@ -100,7 +100,7 @@ def bind_unix(path: str) -> socket.socket:
 
 
 def _abandoned(path: str) -> bool:
-    """Whether a socket is there that nobody listens on."""
+    """Return True if ``path`` is a socket without a listener."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return False

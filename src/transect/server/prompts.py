@@ -41,14 +41,14 @@ async def encode(
     field: str = "prompt",
     tokenizer: TokenizerLike | None = None,
 ) -> list[int]:
-    """Token ids of a text, by the model's tokenizer unless another is given.
+    """Encode a text with the model's tokenizer, unless another is given.
 
     Args:
-        limit: a text with more tokens is given up as soon as that is known; None: the context length.
-        field: where the text comes from, for errors.
+        limit: most tokens of the text; encoding stops above it. None for the context length.
+        field: origin of the text, for errors.
 
     Raises:
-        ApiError: 400 where it is too long, or the model has no tokenizer.
+        ApiError: 400 if the text is too long, or the model has no tokenizer.
     """
     most = serving.engine.max_model_len if limit is None else limit
     try:
@@ -75,14 +75,14 @@ async def completion_prompts(
     field: str = "prompt",
     most: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of a completions request, each as text or token ids.
+    """Read the prompts of a completions request, each as text or token ids.
 
-    ``add_special``: put around a text what the model expects there. ``parse_special``: spellings of special tokens in a
-    text are those tokens. ``truncate``, ``room``: see ``truncated``. ``field``: where they come from, for
-    errors. ``most``: how many there may be; None: what the server's options say.
+    ``add_special``: add the special tokens that the model expects around a text. ``parse_special``: read spellings of
+    special tokens as those tokens. ``truncate``, ``room``: see ``truncated``. ``field``: origin of the prompts, for
+    errors. ``most``: largest number of prompts; None for the server's option.
 
     Raises:
-        ApiError: 400 where one is empty or too long, or there are too many.
+        ApiError: 400 if a prompt is empty or too long, or there are too many.
     """
     many: list[Any] = (
         list(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
@@ -240,7 +240,7 @@ def check_length(serving: Serving, token_ids: Sequence[int], field: str) -> None
 
 
 def too_long(serving: Serving, tokens: int, field: str, *, least: bool = False) -> ApiError:
-    """The error for a prompt of so many tokens; ``least``: of so many or more."""
+    """Return the error for a prompt of ``tokens`` tokens, or of at least as many with ``least``."""
     limit = serving.engine.max_model_len
     # These first words are OpenAI's, and are what clients look for to shorten a conversation and try again.
     message = (

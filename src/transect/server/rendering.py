@@ -18,7 +18,7 @@ WORKERS = 2
 
 
 class Renderer(Protocol):
-    """Who renders."""
+    """Interface of chat-template renderers."""
 
     async def render(
         self,
@@ -48,7 +48,7 @@ class RenderApart:
     """In processes of their own, which are ended where a rendering takes too long or too much memory.
 
     Args:
-        workers: how many at most; each is started when it is first needed.
+        workers: largest number of workers; each starts when first needed.
         limits: arguments of ``TemplateWorker``.
     """
 

@@ -1,4 +1,4 @@
-"""What every handler shares: the engine, the options, the metrics, and whether the server still accepts work."""
+"""State shared by all handlers: the engine, the options, the metrics, and the flag that the server is draining."""
 
 from __future__ import annotations
 
@@ -87,10 +87,10 @@ class Serving:
         template = getattr(engine.chat_template, "source", None)
         self.shape = shape_of(getattr(engine.chat_template, "tool_source", None), options.tool_call_parser)
         self.shape_without_tools = shape_of(template, options.tool_call_parser)
-        """How calls of earlier turns are told where no tools are given: some models have another template then."""
+        """Format of calls in earlier turns if no tools are given; some models have another template for that case."""
         self.thoughts = thoughts_of(options.reasoning_parser, template)
         self.channels = self.shape.channels or (self.thoughts is not None and self.thoughts.channels)
-        """Answers come in channels, whatever is asked for."""
+        """True if answers come in channels, whatever the request."""
         tokenizer = engine.tokenizer
         special = sorted(getattr(tokenizer, "special_ids", ()))
         self.special_ids = {name: token for token in special if (name := tokenizer.token_text(token))}

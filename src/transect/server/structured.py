@@ -30,10 +30,10 @@ class StructuredFields(Protocol):
 
 
 def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None:
-    """What the body asks for; None for free text.
+    """Read the structured output that the body requests; None for free text.
 
     Raises:
-        ValueError: it asks for two forms, or in a way that cannot be read; the message begins with the field's name.
+        ValueError: the body requests two forms, or one that cannot be read; the message begins with the field's name.
     """
     found: list[StructuredOutputsParams] = []
     if body.response_format is not None:

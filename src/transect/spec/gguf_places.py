@@ -27,8 +27,8 @@ _JOINED = {"attention": "attn_qkv", "mlp": "ffn_up"}
 
 @dataclass(frozen=True, slots=True)
 class GGUFPlace:
-    """The weight is so many rows from ``first`` on of ``tensor``, whose shape in the file is ``stored``. ``paired``: in
-    the order that rotates neighbouring pairs; ``added``: what the numbers of the file are larger by."""
+    """Place of a weight: its rows from ``first`` on of ``tensor``, whose shape in the file is ``stored``. ``paired``:
+    in the order that rotates neighbouring pairs; ``added``: what the numbers of the file are larger by."""
 
     tensor: str
     stored: tuple[int, ...]

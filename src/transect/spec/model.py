@@ -1,4 +1,4 @@
-"""What a model is: one frozen description that every architecture of the decoder family fits.
+"""Describe a model by one frozen configuration that fits every architecture of the decoder family.
 
 ``ModelConfig`` decides everything about ``Decoder``: the code has no class per architecture. It is plain Python (no
 torch), so that planning and scheduling can lean on it. ``hf.py`` (a Hugging Face ``config.json``) and ``gguf.py`` (GGUF
@@ -79,7 +79,7 @@ class ModelConfig:
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     norm_eps: float = 1e-6
     norm_order: Literal["pre", "post", "both"] = "pre"
-    """Norms before attention and MLP, after them (before what they say is added), or both."""
+    """Norms before attention and MLP, after them (before their output is added), or both."""
     norm_offset: float = 0.0
     """Added to the weight of each norm (Gemma)."""
     activation: Literal["silu", "gelu", "gelu_tanh"] = "silu"
@@ -100,13 +100,13 @@ class ModelConfig:
     no_rope_layers: tuple[int, ...] = ()
     """Layers that do not rotate (SmolLM3)."""
     query_scale: float | None = None
-    """What attention scores are multiplied by; None: ``head_dim ** -0.5``."""
+    """Factor of attention scores; None for ``head_dim ** -0.5``."""
     attention_softcap: float | None = None
     """Scores s become ``softcap * tanh(s / softcap)``."""
     qk_l2_norm: bool = False
     """Rotated heads of q and k are divided by their root mean square (Llama 4)."""
     attention_chunk: int | None = None
-    """In layers that rotate a query sees the tokens of its own chunk of so many positions (Llama 4)."""
+    """Positions in a chunk: in layers with rotation a query sees only its own chunk (Llama 4)."""
     attention_temperature: tuple[float, int] | None = None
     """(a, f): in layers that do not rotate the query at position p is multiplied by ``1 + a log(1 + floor((p + 1) /
     f))`` (Nakanishi 2025, arXiv:2501.19399)."""
@@ -115,7 +115,7 @@ class ModelConfig:
     embed_scale: float = 1.0
     """Embeddings are multiplied by it."""
     residual_scale: float = 1.0
-    """What attention and MLP say is multiplied by it before it is added."""
+    """Factor of the outputs of attention and MLP before they are added to the residual stream."""
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     sliding_window: int | None = None
@@ -181,7 +181,7 @@ class ModelConfig:
 
     @property
     def beyond_stacks(self) -> tuple[str, ...]:
-        """What it has that not every way to run layers knows; a stack that lacks one refuses the model by it."""
+        """Features that some stacks do not support; a stack refuses a model by the feature that it lacks."""
         found = {
             "experts": self.moe is not None,
             "a norm over all heads of q": self.qk_norm_whole,
@@ -213,12 +213,12 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores."""
         return 1.0 / math.sqrt(self.head_dim) if self.query_scale is None else self.query_scale
 
     @property
     def plain_attention(self) -> bool:
-        """Whether only torch's attention operators compute its scores."""
+        """True if only torch's attention operators can compute the scores."""
         return self.attention_sinks or self.attention_softcap is not None or self.attention_chunk is not None
 
     def layer_rope(self, layer: int) -> RopeConfig | None:
@@ -229,12 +229,13 @@ class ModelConfig:
         return self.local_rope if local else self.rope
 
     def local(self, ranks: int, expert_ranks: int = 1) -> ModelConfig:
-        """The sizes that each of ``ranks`` has when matrices are cut between them: a share of the query heads, of the
-        key heads (one where there are fewer than ranks) and of the feed-forward units, those of every expert too.
-        Everything else is as it was.
+        """Return the sizes of each of ``ranks`` ranks when matrices are cut between them.
+
+        Each rank has a share of the query heads, of the key heads (one if there are fewer than ranks) and of the
+        feed-forward units, also of every expert. Everything else is unchanged.
 
         Args:
-            expert_ranks: more than 1: so many ranks share the experts, each of which stays whole.
+            expert_ranks: number of ranks that share whole experts, if more than 1.
 
         Raises:
             ValueError: it cannot be cut so; the message names the numbers of ranks that can be.
@@ -264,7 +265,7 @@ class ModelConfig:
         )
 
     def _cut_units(self, experts_whole: bool) -> dict[str, int]:
-        """What is cut between ranks beside heads."""
+        """Return the sizes that are cut between ranks beside heads."""
         moe = self.moe
         if moe is None:
             return {"feed-forward units": self.ffn_dim}

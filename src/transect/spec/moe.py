@@ -11,8 +11,8 @@ from typing import Literal
 class MoEConfig:
     """Experts in place of the MLP of a layer; ``ValueError`` for what cannot run. Sizes are counts of elements.
 
-    A router scores all experts for each token, in float32; the token goes to the best few, and what they say is added
-    up with the router's weights (``ops/moe/gating.py``). Shared experts see every token.
+    A router scores all experts for each token, in float32; the token goes to the best few, and their outputs are
+    summed with the router's weights (``ops/moe/gating.py``). Shared experts see every token.
     """
 
     experts: int
@@ -43,11 +43,11 @@ class MoEConfig:
     dense_layers: tuple[int, ...] = ()
     """Layers with one MLP."""
     ranks: int = 1
-    """So many ranks share the experts: a layer here has the matrices of its own ones, and the router of all."""
+    """Number of ranks that share the experts: a layer has the matrices of its rank's experts, and the whole router."""
 
     @property
     def gated_at_once(self) -> bool:
-        """Whether one operator computes gate and up (``ops/moe/grouped_gate_up.py``), where they are plain numbers."""
+        """True if one operator computes gate and up (``ops/moe/grouped_gate_up.py``), for dense weights."""
         return self.clamp is None and not self.bias
 
     @property

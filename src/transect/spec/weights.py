@@ -12,9 +12,9 @@ from .model import ModelConfig
 
 
 def linear_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[tuple[int, int], bool]]:
-    """The matrices of one layer: name inside the layer to ((outputs, inputs), whether it has a bias).
+    """Map the matrices of one layer from the name inside the layer to ((outputs, inputs), True if it has a bias).
 
-    The matrices of all experts are one, one below the other: ``mlp.experts_up`` has ``held * expert_dim`` rows.
+    The matrices of all experts are concatenated along rows: ``mlp.experts_up`` has ``held * expert_dim`` rows.
     """
     dim, ffn = config.dim, config.ffn_dim
     shapes = {
@@ -83,7 +83,7 @@ def within_joined(config: ModelConfig, name: str, rows: int, joined: Iterable[st
 
 
 def router_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """What sends a layer's tokens to experts, by name inside the layer."""
+    """Return the shapes of a layer's router, by name inside the layer."""
     moe = config.layer_moe(layer)
     if moe is None:
         return {}
@@ -139,5 +139,5 @@ def largest_matrix(config: ModelConfig) -> int:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """How many numbers the weights are."""
+    """Count the numbers in all weights."""
     return sum(math.prod(shape) for shape in weight_shapes(config).values())

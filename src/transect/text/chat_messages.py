@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Wants:
-    """What a template expects of messages beside what most do.
+    """Requirements of a template on messages that most templates do not have.
 
     Attributes:
         parts: content is a list of text parts.

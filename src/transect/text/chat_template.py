@@ -32,14 +32,13 @@ VARIANTS = {"tool_use": "tools", "rag": "documents"}
 
 
 class ChatTemplate:
-    """A compiled chat template.
+    """Compiled chat template.
 
     Args:
         source: the Jinja text.
         bos, eos: the text of the model's special tokens, which templates write out.
-        day: the day that ``strftime_now`` prints, at midnight; None: now.
-        variants: templates for some conversations, by name: ``tool_use`` where tools are given, ``rag`` where documents
-            are.
+        day: the day that ``strftime_now`` prints, at midnight; None for the present.
+        variants: templates for some conversations, by name: ``tool_use`` if tools are given, ``rag`` if documents are.
 
     Raises:
         ValueError: the source is not valid Jinja; the message says where.
@@ -71,7 +70,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template cannot be compiled ({_describe(error)}): correct it") from error
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        """For another process, which compiles it anew."""
+        """Pickle the source for another process, which compiles it again."""
         return _again, (self.source, self._bos, self._eos, self._day, self.variants)
 
     @property
@@ -91,7 +90,7 @@ class ChatTemplate:
 
     @classmethod
     def from_source(cls, source: ModelSource) -> ChatTemplate | None:
-        """The template that a resolved model brings; None when it brings none.
+        """Return the template that a resolved model brings; None when it brings none.
 
         Raises:
             ValueError: it cannot be read or is not valid Jinja.
@@ -103,7 +102,10 @@ class ChatTemplate:
 
     @classmethod
     def from_hf(cls, directory: Path) -> ChatTemplate | None:
-        """The template of a directory in Hugging Face layout; None when it has none. Raises as ``from_source``."""
+        """Return the template of a directory in Hugging Face layout; None when it has none.
+
+        Raises as ``from_source``.
+        """
         settings = read_hf_settings(directory)
         template = settings.chat_template
         if template is None:
@@ -112,7 +114,7 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any]) -> ChatTemplate | None:
-        """The template in the metadata of a GGUF file; None when it has none. Raises as ``from_source``."""
+        """Return the template in the metadata of a GGUF file; None when it has none. Raises as ``from_source``."""
         template, bos, eos = gguf_chat_template(metadata)
         return None if template is None else cls(template, bos, eos, variants=gguf_chat_variants(metadata))
 
@@ -125,11 +127,11 @@ class ChatTemplate:
         return ChatTemplate(source, self._bos, self._eos, day=self._day)
 
     def dated(self, day: datetime.date) -> ChatTemplate:
-        """The same template, which takes ``day`` for today."""
+        """Return the same template, which takes ``day`` for today."""
         return ChatTemplate(self.source, self._bos, self._eos, day=day, variants=self.variants)
 
     def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The text to encode with ``parse_special=True`` and ``add_special_tokens=False``.
+        """Return the text to encode with ``parse_special=True`` and ``add_special_tokens=False``.
 
         Args:
             messages: each with a ``role`` and a ``content``: a string, None, or a list of
@@ -201,13 +203,13 @@ def _wants(tree: nodes.Template) -> Wants:
 
 
 def _reads_parts(tree: nodes.Template, tests: set[str]) -> bool:
-    """Whether the template only knows content as a list of parts: it loops over a ``content`` and never asks whether
-    something is a string."""
+    """Return True if the template accepts content only as a list of parts: it loops over ``content`` and never tests
+    for a string."""
     return "string" not in tests and any(_is_part(loop.iter, "content") for loop in tree.find_all(nodes.For))
 
 
 def _is_part(node: nodes.Node, name: str) -> bool:
-    """Whether an expression is the part of something that has this name."""
+    """Return True if an expression reads the part with this name of another value."""
     if isinstance(node, nodes.Getattr):
         return node.attr == name
     return isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and bool(node.arg.value == name)

@@ -29,7 +29,7 @@ _utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class IncrementalDetokenizer:
-    """Turns one stream of token ids into text.
+    """Turn one stream of token ids into text.
 
     Over any chunking, the pushes and the flush together give ``tokenizer.decode(all_ids, skip_special_tokens,
     continues_text)``.
@@ -37,8 +37,8 @@ class IncrementalDetokenizer:
     Args:
         tokenizer: gives the bytes of a token.
         skip_special_tokens: leave special tokens out.
-        continues_text: the ids go on from a text before them (a prompt), so a leading space that the tokenizer family
-            puts before every text is a real one and stays.
+        continues_text: the ids continue a text (a prompt), so a leading space that the tokenizer family puts before
+            every text is real and stays.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class IncrementalDetokenizer:
         self._decoder = _utf8(errors="replace")
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """The text that these tokens complete; "" while a character is still incomplete."""
+        """Return the text that these tokens complete; "" while a character is still incomplete."""
         skipped = self._skipped
         data = b"".join([self._bytes_of(token) for token in token_ids if token not in skipped])
         if self._drop_space and data:
@@ -59,5 +59,5 @@ class IncrementalDetokenizer:
         return self._decoder.decode(data)
 
     def flush(self) -> str:
-        """The rest, when no token will follow: U+FFFD for an unfinished character, else ""."""
+        """Return the rest, when no token will follow: U+FFFD for an unfinished character, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -29,7 +29,7 @@ ENDS = ("<|endoftext|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>", "<file_
 
 
 class Gap(NamedTuple):
-    """How a model fills gaps in."""
+    """Tokens by which a model fills in a gap."""
 
     prefix: list[int]
     """Token ids in front, with what the model expects at the beginning of every prompt."""
@@ -39,8 +39,10 @@ class Gap(NamedTuple):
 
 
 def gap_of(tokenizer: TokenizerLike, *, add_special: bool) -> Gap | None:
-    """The tokens by which a model fills gaps in; None: it has none. ``add_special``: with the BOS token, where the
-    model wants one."""
+    """Return the tokens by which a model fills in gaps; None if it has none.
+
+    ``add_special``: include the BOS token, if the model expects one.
+    """
     for form in FORMS:
         ids = [_token(tokenizer, text) for text in form]
         if None not in ids and len(set(ids)) == len(ids):  # words that it does not know may all be one token
@@ -59,7 +61,7 @@ def _ends(tokenizer: TokenizerLike) -> Iterator[int]:
 
 
 def _token(tokenizer: TokenizerLike, text: str) -> int | None:
-    """The token that is spelled so, if there is one."""
+    """Return the token that is spelled so, if there is one."""
     try:
         ids = tokenizer.encode(text, parse_special=True)
     except ValueError:  # texts have no tokens

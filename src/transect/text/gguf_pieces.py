@@ -30,7 +30,7 @@ SPACE = "▁"
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """What the metadata says.
+    """Metadata of a SentencePiece vocabulary.
 
     Attributes:
         scores: one for each token.
@@ -38,7 +38,7 @@ class Pieces:
         space_prefix: a space is put before every text.
         one_space: runs of spaces become one, and those at both ends go.
         charsmap: SentencePiece's compiled rules of normalisation; b"" for none.
-        unspelled: tokens that no text becomes by being spelled so: control tokens, bytes, the unknown token.
+        unspelled: tokens that their spelling in a text does not produce: control tokens, bytes, the unknown token.
     """
 
     tokens: list[str]
@@ -51,7 +51,7 @@ class Pieces:
 
 
 def piece_tokenizer(kind: str, pieces: Pieces) -> tuple[tokenizers.Tokenizer, Spelling]:
-    """The tokenizer and how its tokens spell bytes.
+    """Return the tokenizer and how its tokens spell bytes.
 
     Raises:
         ValueError: scores that do not belong to the tokens, tokens that are listed twice, or rules of normalisation
@@ -104,8 +104,8 @@ def _normalizer(pieces: Pieces) -> normalizers.Normalizer:
 
 
 def _first_of(unspelled: Sequence[str]) -> str:
-    """A pattern of the first character of a token that text never becomes, where the rest of the token follows. Cut off
-    there, the text cannot be that token: a Unigram model would take any token whose spelling it meets."""
+    """Return a pattern of the first character of a token that text never becomes, where the rest of the token follows.
+    Cut off there, the text cannot be that token: a Unigram model would take any token whose spelling it meets."""
     pairs = [f"{re.escape(token[0])}(?={re.escape(token[1:].replace(' ', SPACE))})" for token in unspelled if token[1:]]
     return "|".join(pairs)
 

@@ -36,7 +36,7 @@ _PREFIX = "tokenizer.ggml."
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """What the metadata says: the `tokenizers` object and the special ids (None or () where there are none)."""
+    """Vocabulary from the metadata: the `tokenizers` object and the special ids (None or () if there are none)."""
 
     backend: tokenizers.Tokenizer
     spelling: Spelling
@@ -97,7 +97,7 @@ def _turn_ends(tokens: list[str]) -> list[int]:
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> tuple[list[str], tokenizers.Tokenizer, bool]:
-    """The tokens, their tokenizer, and whether a text begins with BOS where the file does not say."""
+    """Return the tokens, their tokenizer, and whether a text begins with BOS where the file does not say."""
     tokens = _strings(metadata, "tokens")
     merges = _strings(metadata, "merges")
     pre = _pre_tokenizer(metadata)
@@ -175,7 +175,7 @@ def _bpe(tokens: list[str], merges: list[str], pre: PreTokenizer) -> models.BPE:
 
 
 def _kinds(metadata: Mapping[str, Any], tokens: list[str]) -> list[Any]:
-    """The kind of each token; [] where the file does not say."""
+    """Return the kind of each token; [] where the file does not say."""
     kinds = _listed(metadata.get(_PREFIX + "token_type", ()), "token_type")
     if kinds and len(kinds) != len(tokens):
         raise ValueError(

@@ -35,7 +35,7 @@ PROBE = (
 
 
 def gguf_vocabulary(source: ModelSource) -> dict[str, Any]:
-    """The entries under ``tokenizer.`` of a model's GGUF file.
+    """Return the entries under ``tokenizer.`` of a model's GGUF file.
 
     Raises:
         ValueError: the model has no tokenizer, or one that is not byte-level BPE, or cuts text in a way that has no
@@ -127,7 +127,7 @@ def _piece_entries(
 
 
 def pre_tokenizer_name(backend: tokenizers.Tokenizer, ignore_merges: bool, what: str) -> str:
-    """The name in GGUF files of the way in which a tokenizer cuts text.
+    """Return the name in GGUF files of the way in which a tokenizer cuts text.
 
     Raises:
         ValueError: none does the same.

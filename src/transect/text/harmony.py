@@ -29,7 +29,7 @@ _BEGINS = (START, CHANNEL, "to=", "assistant")
 
 
 def grammar(use: ToolUse | None, special_ids: Mapping[str, int], *, form: bool = False) -> str:
-    """A grammar in Lark of answers in channels.
+    """Return a grammar in Lark of answers in channels.
 
     Args:
         use: tools that may be called, or None.
@@ -62,10 +62,10 @@ def grammar(use: ToolUse | None, special_ids: Mapping[str, int], *, form: bool =
 
 
 class HarmonyReader:
-    """Parts one answer, in pieces of any size. What is in no channel is text.
+    """Split one answer, in pieces of any size. Text outside of channels is plain text.
 
     Args:
-        prompt: its end says where the answer goes on.
+        prompt: its end determines the channel in which the answer continues.
         calls: messages to functions are calls; else they are text.
     """
 
@@ -73,7 +73,7 @@ class HarmonyReader:
         self._wanted = calls
         self._held = ""
         self._kind: str | None = None
-        """What the message is: ``thoughts``, ``text`` or ``call``; None: its header has not been read."""
+        """Kind of the message: ``thoughts``, ``text`` or ``call``; None before its header has been read."""
         self._said = {"thoughts": False, "text": False}
         self._parted = False
         """A message has begun whose kind has been there before, and nothing of it has been handed out."""

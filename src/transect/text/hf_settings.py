@@ -1,4 +1,4 @@
-"""What the small JSON files beside a tokenizer.json say: special tokens, ends of an answer, the chat template."""
+"""Read the small JSON files beside a tokenizer.json: special tokens, ends of an answer, the chat template."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _chat_template(directory: Path, tokenizer: dict[str, Any]) -> str | None:
 
 
 def _chat_variants(directory: Path, tokenizer: dict[str, Any]) -> dict[str, str]:
-    """The files of additional_chat_templates beside chat_template.jinja; without that, those that
+    """Return the files of additional_chat_templates beside chat_template.jinja; without that, those that
     tokenizer_config.json lists beside "default"."""
     if (directory / "chat_template.jinja").is_file():
         return {path.stem: _text(path) for path in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
@@ -93,7 +93,7 @@ def _content(tokenizer: dict[str, Any], key: str, directory: Path) -> str | None
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file without its nulls; {} where there is no file.
+    """Return the JSON object in a file without its nulls; {} where there is no file.
 
     Raises:
         ValueError: it is no JSON object.

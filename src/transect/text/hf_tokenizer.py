@@ -64,7 +64,7 @@ class HFTokenizer:
         return self.tokenizer.encode(text, add_special_tokens, parse_special)
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of token ids.
+        """Return the text of token ids.
 
         Raises:
             ValueError: an id is negative.
@@ -73,7 +73,7 @@ class HFTokenizer:
         return self.tokenizer.decode(ids, skip_special_tokens)
 
     def batch_decode(self, sequences: Iterable[Iterable[int]], skip_special_tokens: bool = False) -> list[str]:
-        """The text of each of several sequences."""
+        """Return the text of each of several sequences."""
         return [self.decode(ids, skip_special_tokens) for ids in sequences]
 
     def apply_chat_template(
@@ -85,7 +85,7 @@ class HFTokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> Any:
-        """A conversation, or each of several, as the model sees it.
+        """Return a conversation, or each of several, as the model sees it.
 
         Args:
             conversation: messages ``{"role": ..., "content": ...}``.
@@ -118,11 +118,12 @@ class HFTokenizer:
         return results if several else results[0]
 
     def convert_ids_to_tokens(self, ids: int | Iterable[int]) -> Any:
-        """The text of a token, or of each of several."""
+        """Return the text of a token, or of each of several."""
         return self.tokenizer.token_text(ids) if isinstance(ids, int) else [self.tokenizer.token_text(i) for i in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token by its spelling in the vocabulary, or of each of several; None where there is none."""
+        """Return the id of a token by its spelling in the vocabulary, or of each of several; None where there is
+        none."""
         find = self.tokenizer.token_id
         return find(tokens) if isinstance(tokens, str) else [find(token) for token in tokens]
 

@@ -1,8 +1,8 @@
-"""Chat messages to token ids, so that nothing a message says can speak the model's protocol.
+"""Encode chat messages to token ids, so that no message text can act as the model's protocol.
 
 A user may type ``<|im_end|>``. In the text that a chat template makes, that string cannot be told from the template's
 own, and would end the user's turn. So before rendering, every spelling of a special token in a message (and every end
-of a text that begins one, which the template's next piece might complete) is replaced by digits that nobody can guess;
+of a text that begins one, which the template's next piece might complete) is replaced by unguessable digits;
 after rendering, the special tokens in the text are the template's alone. They become tokens, the digits become the
 messages' text again, and that is encoded as text. Digits, because a template may write a message as JSON, or change its
 case.
@@ -27,7 +27,7 @@ _LEFT_ALONE = ("role", "type")
 
 
 class Template(Protocol):
-    """What is needed of a chat template."""
+    """Part of a chat template that is used here."""
 
     @property
     def source(self) -> str: ...
@@ -37,7 +37,7 @@ class Template(Protocol):
 
 
 class ChatEncoder(Protocol):
-    """What is needed of a tokenizer."""
+    """Part of a tokenizer that is used here."""
 
     @property
     def special_texts(self) -> Sequence[str]: ...
@@ -47,7 +47,7 @@ class ChatEncoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Spellings:
-    """What to look for: any of the special tokens, or a beginning of one."""
+    """Patterns of spellings: any of the special tokens, or a beginning of one."""
 
     pattern: re.Pattern[str] | None
     beginnings: frozenset[str]
@@ -83,7 +83,7 @@ class Mask:
         return bool(self._hidden)
 
     def hide(self, value: Any, ends: bool = True) -> Any:
-        """A copy of a string, or of all strings in lists and mappings, with spellings of special tokens hidden.
+        """Return a copy of a string, or of all strings in lists and mappings, with spellings of special tokens hidden.
 
         Args:
             ends: hide also the end of a string that is the beginning of such a spelling.
@@ -126,8 +126,9 @@ class Mask:
 
 
 class ChatRendering:
-    """One conversation on its way to token ids, for callers that render or encode elsewhere: give ``messages`` and
-    ``variables`` to the template, its output to ``finish``, and what that returns to ``encoder.encode``.
+    """Conversation in the process of encoding, for callers that render or encode elsewhere.
+
+    Give ``messages`` and ``variables`` to the template, its output to ``finish``, and the result to ``encoder.encode``.
 
     Args:
         tokenizer: of the model.
@@ -135,7 +136,7 @@ class ChatRendering:
         continue_final_message: see ``chat_tokens``.
 
     Raises:
-        ValueError: there is no last message with text to go on with.
+        ValueError: there is no last message with text to continue.
     """
 
     def __init__(
@@ -155,15 +156,15 @@ class ChatRendering:
             self.messages, self._end = _marked_end(self.messages)
 
     def shown(self, text: str) -> str:
-        """A text that was made of the messages (or an error about them) as its reader shall see it."""
+        """Return a text that was made of the messages (or an error about them) as its reader shall see it."""
         text = self._mask.show(text)
         return text.replace(self._end, "") if self._end else text
 
     def finish(self, text: str) -> str:
-        """The template's output, up to where the model goes on.
+        """Return the template's output, up to the point where the model continues.
 
         Raises:
-            ValueError: the last message is to be gone on with, and the template does not show it.
+            ValueError: the last message is to be continued, and the template does not show it.
         """
         if not self._end:
             return text
@@ -173,7 +174,7 @@ class ChatRendering:
 
     @property
     def encoder(self) -> Any:
-        """What encodes a finished text: the tokenizer itself where nothing is hidden."""
+        """Encoder of a finished text: the tokenizer itself if no spelling was replaced."""
         return _MaskedEncoder(self._tokenizer, self._mask) if self._mask else self._tokenizer
 
 
@@ -207,7 +208,7 @@ def _marked_end(messages: Any) -> tuple[Any, str]:
     elif isinstance(content, Sequence) and content and isinstance(content[-1], Mapping) and "text" in content[-1]:
         content = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{mark}"}]
     else:
-        raise ValueError("continue_final_message needs a last message with text to go on with")
+        raise ValueError("continue_final_message needs a last message with text to continue")
     assert isinstance(last, Mapping)
     return [*messages[:-1], {**last, "content": content}], mark
 
@@ -222,12 +223,13 @@ def chat_tokens(
     continue_final_message: bool = False,
     **kwargs: Any,
 ) -> tuple[str, list[int]]:
-    """(text, token ids) of a conversation; the special tokens among the ids are the template's, never a message's.
+    """Render and encode a conversation to (text, token ids); special tokens come from the template, never from
+    messages.
 
     Args:
         messages: see ``ChatTemplate.render``.
-        add_special_tokens: put around it what the model expects around a text; most templates bring that themselves.
-        continue_final_message: end where the last message's text ends, so that the model goes on with it.
+        add_special_tokens: add the special tokens that the model expects around a text; most templates add them.
+        continue_final_message: end where the last message's text ends, so that the model continues it.
         kwargs: further variables of the template, treated as messages are; ``tools`` become text where the template
             does not mention them.
 

@@ -25,7 +25,7 @@ class ModelText:
     Attributes:
         tokenizer: encodes and decodes.
         chat_template: None where there is none.
-        defaults: what a request gets that does not say otherwise.
+        defaults: values for unset parameters of a request.
         eos_token_ids: tokens that end an answer: those of the model's configuration, then further ones.
     """
 
@@ -93,7 +93,7 @@ def _tokenizer(
 
 
 def template_text(given: str) -> str:
-    """The template: the text of a file, or what was given, where that can only be Jinja.
+    """Return the template: the text of a file, or what was given, where that can only be Jinja.
 
     Raises:
         ValueError: there is no such file.
@@ -111,12 +111,12 @@ def template_text(given: str) -> str:
 
 
 def special_marks(tokens: Tokenizer | NumberText) -> tuple[str, str]:
-    """The texts of the tokens that begin and end a text."""
+    """Return the texts of the tokens that begin and end a text."""
     begin, ends = tokens.bos_token_id, tokens.eos_token_ids
     return "" if begin is None else tokens.token_text(begin), tokens.token_text(ends[0]) if ends else ""
 
 
 def text_settings(config: Any) -> dict[str, Any]:
-    """The arguments of ``load_text`` out of an ``EngineConfig``."""
+    """Return the arguments of ``load_text`` out of an ``EngineConfig``."""
     names = ("tokenizer", "tokenizer_revision", "chat_template", "generation_config", "override_generation_config")
     return {name: getattr(config, name) for name in names}

@@ -37,20 +37,20 @@ class NumberText:
         self.encode(text)
 
     def token_id(self, token: str) -> int | None:
-        """The number, where it is one."""
+        """Return the number, where it is one."""
         number = token.strip()
         return int(number) if number.isdecimal() and int(number) < self.vocab_size else None
 
     def decode(
         self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False
     ) -> str:
-        """The numbers, separated by spaces."""
+        """Return the numbers, separated by spaces."""
         return b"".join([self.token_bytes(token) for token in token_ids]).decode()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """A space and the number."""
+        """Return a space and the number."""
         return b" %d" % token_id
 
     def token_text(self, token_id: int) -> str:
-        """A space and the number."""
+        """Return a space and the number."""
         return f" {token_id}"

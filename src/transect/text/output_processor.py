@@ -29,7 +29,7 @@ from .stop import StopAutomaton, StopMatcher
 
 
 class TokenTexts(TokenTable, Protocol):
-    """What the processor needs of a tokenizer."""
+    """Part of a tokenizer that the processor uses."""
 
     def token_text(self, token_id: int) -> str: ...
 
@@ -48,7 +48,7 @@ class TokenLogprobsLike(Protocol):
 
 
 class EngineOutputLike(Protocol):
-    """What one engine step brought for one choice (the fields of the engine's EngineOutput)."""
+    """Output of one engine step for one choice (the fields of the engine's EngineOutput)."""
 
     @property
     def request_id(self) -> str: ...
@@ -74,7 +74,7 @@ class EngineOutputLike(Protocol):
 
 @dataclass(slots=True)
 class Update:
-    """What is new for one choice.
+    """New output of one choice.
 
     ``text``, ``token_ids`` and ``logprobs`` (None when not asked for) are deltas; ``text`` may be empty while tokens
     are not, and the other way round. ``finish_reason`` is set once for each choice: in its terminal event. ``aborts``
@@ -297,7 +297,7 @@ class OutputProcessor:
         return updates
 
     def snapshot(self, request_id: str) -> RequestOutput:
-        """The request as it stands now; a copy that later updates do not change.
+        """Return the request as it stands now; a copy that later updates do not change.
 
         Raises:
             ValueError: no such request is running.

@@ -1,4 +1,4 @@
-"""What a caller gets back: the request, its choices, and log-probabilities. Names as users of vLLM know them.
+"""Define results for callers: the request, its choices, and log-probabilities, with vLLM's names.
 
 Plain dataclasses; logprobs are natural logarithms, times are seconds of the clock that the OutputProcessor was given.
 """
@@ -38,7 +38,7 @@ class CompletionOutput:
         logprobs: one dict for each of ``token_ids``; None when not asked for.
         finish_reason: None while running, then "stop", "length", "abort" or "error".
         stop_reason: the stop string or the stop token id that ended it; None for end-of-sequence and all other endings.
-        error: what went wrong, for finish_reason "error".
+        error: reason, for finish_reason "error".
     """
 
     index: int

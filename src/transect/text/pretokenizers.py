@@ -37,12 +37,12 @@ _BLOOM = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is cut before byte-pair merging.
+    """Splitting of text before byte-pair merging.
 
     Attributes:
         patterns: regular expressions (Oniguruma syntax), applied one after another.
         ignore_merges: a whole piece that is itself a token is taken as it is, without merging.
-        add_bos: whether a text starts with the BOS token where the file does not say.
+        add_bos: start a text with the BOS token, if the file has no setting.
         nfc: text is brought to Unicode normal form C first, as the family's published tokenizer does.
     """
 
@@ -79,7 +79,7 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def pre_tokenizer(name: str) -> PreTokenizer:
-    """The pre-tokenizer that goes by this name.
+    """Return the pre-tokenizer that goes by this name.
 
     Raises:
         ValueError: unknown; the message lists the supported names.

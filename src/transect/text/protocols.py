@@ -1,4 +1,4 @@
-"""What others need of a tokenizer and of a chat template: the narrow sides of ``Tokenizer`` and ``ChatTemplate``.
+"""Define the narrow interfaces of ``Tokenizer`` and ``ChatTemplate`` that other parts use.
 
 ``NumberText`` stands in for a tokenizer where a model has none, ``TemplateApart`` for a template in another process.
 """

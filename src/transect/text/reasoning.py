@@ -21,7 +21,7 @@ State = Literal["inside", "before", "over"]
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """How a family of models marks them.
+    """Marks of thoughts in a family of models.
 
     Attributes:
         name: for ``--reasoning-parser``.
@@ -40,10 +40,10 @@ class Thoughts:
     channels: bool = False
 
     def state(self, prompt: str, said: str = "") -> State:
-        """Where a model stands that goes on from this prompt: ``inside`` thoughts, ``before`` them, or ``over``.
+        """Return the state of a model that continues this prompt: ``inside`` thoughts, ``before`` them, or ``over``.
 
         Args:
-            said: the beginning of the answer, if the prompt ends with that.
+            said: the beginning of the answer, if the prompt ends with it.
         """
         tail = said.strip() or prompt.rstrip()
         if said.strip() and self.begin in tail:
@@ -53,7 +53,7 @@ class Thoughts:
         return "over" if said.strip() or tail.endswith(self.end) else "before"
 
     def lead(self, state: State, special_ids: Mapping[str, int]) -> Lead | None:
-        """The grammar of the thoughts; None where there are none to come."""
+        """Return the grammar of the thoughts; None where there are none to come."""
         if state == "over":
             return None
         begin, end = lark.literal(self.begin, special_ids), lark.literal(self.end, special_ids)
@@ -96,10 +96,10 @@ PARSERS: dict[str, Thoughts] = {
 
 
 def thoughts_of(name: str | None, template: str | None = None) -> Thoughts | None:
-    """The marks that ``--reasoning-parser`` names; None for none.
+    """Return the marks that ``--reasoning-parser`` names; None for none.
 
     Args:
-        name: of a parser; ``auto``: what the template says; ``none`` or None: thoughts are text like any other.
+        name: name of a parser; ``auto`` for that of the template; ``none`` or None if thoughts are plain text.
         template: the source of the model's chat template, or None.
 
     Raises:
@@ -123,7 +123,7 @@ SWITCHES = ("enable_thinking", "thinking")
 
 
 def effort_variables(effort: str, variables: Collection[str]) -> dict[str, Any] | None:
-    """How long a model shall think, as its template takes it; None where it takes nothing of the kind.
+    """Return the template's variables for an effort of thinking; None if the template has no such setting.
 
     Args:
         effort: ``none``, ``low``, ``medium``, ``high`` and their like; ``none`` turns thoughts off where the template
@@ -140,7 +140,7 @@ class ThoughtParser:
     """Parts the thoughts of one answer from the rest, in pieces of any size.
 
     Args:
-        thoughts: how they are marked.
+        thoughts: marks of thoughts.
         state: see ``Thoughts.state``.
     """
 

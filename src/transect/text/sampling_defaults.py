@@ -30,18 +30,18 @@ GGUF_KEYS = {
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
 NONE = ("none", "vllm")
-"""What ``generation_config`` says for: nothing of the model's; the second is vLLM's word for it."""
+"""Values of ``generation_config`` that ignore the model's defaults; the second is vLLM's."""
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """Defaults of one model.
+    """Sampling defaults of one model.
 
     Attributes:
         values: fields of ``SamplingParams`` that requests do not have to give.
-        max_new_tokens: no answer is longer; None: no such limit.
+        max_new_tokens: most tokens of an answer; None for no limit.
         eos_token_ids: further tokens that end an answer.
-        origin: where they are from, for people.
+        origin: source of the defaults, for messages.
     """
 
     values: Mapping[str, int | float] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class SamplingDefaults:
 def sampling_defaults(
     source: ModelSource, generation_config: str = "auto", override: Mapping[str, Any] | None = None
 ) -> SamplingDefaults:
-    """The defaults of a resolved model.
+    """Return the defaults of a resolved model.
 
     Args:
         generation_config: ``auto``: as the model's own files say; ``none``: nothing; or a folder with a
@@ -119,7 +119,7 @@ def _known(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of numpy's as Python's; a float32 as it would be written."""
+    """Return a number of numpy's as Python's; a float32 as it would be written."""
     value = value.item() if hasattr(value, "item") else value
     return float(f"{value:.6g}") if isinstance(value, float) else value
 

@@ -125,6 +125,6 @@ class StopMatcher:
         return text[:safe], None
 
     def flush(self) -> str:
-        """The text held back, when no more will come."""
+        """Return the text held back, when no more will come."""
         held, self._held, self._state = self._held, "", 0
         return held

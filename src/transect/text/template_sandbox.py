@@ -80,13 +80,13 @@ class Budget:
 
 
 def variables_of_rendering() -> dict[str, Any]:
-    """What every rendering adds to the template's variables."""
+    """Return the variables that every rendering adds to the template's."""
     budget = Budget()
     return {_BUDGET: budget, "range": budget.range}
 
 
 def compile_template(source: str) -> tuple[jinja2.Template, nodes.Template]:
-    """The template, ready to render, and its syntax tree as it was written.
+    """Return the template, ready to render, and its syntax tree as it was written.
 
     Raises:
         jinja2.TemplateSyntaxError: it is not valid Jinja.
@@ -159,7 +159,7 @@ def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
 
 @jinja2.pass_context
 def _steps(context: Context, values: Any) -> Any:
-    """What a loop goes over, each turn a step."""
+    """Wrap the values of a loop so that each turn counts as a step."""
     budget = context.get(_BUDGET)
     if budget is None or isinstance(values, (range, jinja2.Undefined)):  # the numbers of a range were steps
         return values

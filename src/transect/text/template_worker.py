@@ -37,7 +37,7 @@ class TemplateWorker:
 
     Args:
         time_limit_s: seconds that one rendering may take.
-        memory_limit_bytes: what one rendering may allocate.
+        memory_limit_bytes: most bytes that one rendering may allocate.
     """
 
     def __init__(self, time_limit_s: float = TIME_LIMIT_S, memory_limit_bytes: int = MEMORY_LIMIT_BYTES) -> None:
@@ -143,7 +143,7 @@ class TemplateApart:
     """A chat template that renders in a process of its own, which the first rendering starts. For any thread.
 
     Args:
-        template: what is rendered.
+        template: template to render.
         worker: shared with other templates; None makes one.
     """
 

@@ -1,4 +1,4 @@
-"""What bytes a token stands for: the two ways in which vocabularies spell bytes.
+"""Convert tokens to bytes, for the two ways in which vocabularies spell bytes.
 
 * Byte level (GPT-2 and after): each of the 256 bytes is spelled as one printable character; a space is ``Ġ``.
 * Sentence pieces (Llama 2, Mistral 7B): ``▁`` is a space, ``<0x0A>`` is a byte that has no token of its own, and a
@@ -27,7 +27,7 @@ def byte_characters() -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How the tokens of one vocabulary spell bytes.
+    """Spelling of bytes by the tokens of one vocabulary.
 
     Attributes:
         byte_level: byte-level characters; otherwise tokens are plain text with ``replacements`` and ``byte_tokens``.
@@ -44,7 +44,10 @@ class Spelling:
     space_before: bool = False
 
     def bytes_of(self, token: str, *, literal: bool = False) -> bytes:
-        """The bytes of one token. ``literal``: an added token, which byte-level vocabularies hold as plain text."""
+        """Return the bytes of one token.
+
+        ``literal``: an added token, which byte-level vocabularies hold as plain text.
+        """
         if self.byte_level:
             if not literal:
                 table = byte_characters()

@@ -75,7 +75,7 @@ class Tokenizer:
 
     @classmethod
     def from_source(cls, source: ModelSource) -> Tokenizer | NumberText:
-        """The tokenizer that belongs to a resolved model; ``NumberText`` for a shape without tokenizer files.
+        """Return the tokenizer that belongs to a resolved model; ``NumberText`` for a shape without tokenizer files.
 
         Raises:
             ValueError: it is missing, damaged or of a kind that is not supported.
@@ -209,12 +209,12 @@ class Tokenizer:
     def decode(
         self, token_ids: Iterable[int], skip_special_tokens: bool = True, *, continues_text: bool = False
     ) -> str:
-        """The text of tokens. Bytes that are not UTF-8 become U+FFFD; ids that stand for no token give no text.
+        """Decode tokens to text. Bytes that are not UTF-8 become U+FFFD; ids without a token give no text.
 
         Args:
             token_ids: ids from 0 on.
             skip_special_tokens: leave special tokens out.
-            continues_text: the tokens go on from other text, so a leading space stays (see ``drops_leading_space``).
+            continues_text: the tokens continue other text, so a leading space stays (see ``drops_leading_space``).
 
         Raises:
             ValueError: an id is negative.
@@ -226,7 +226,8 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 bytes that a token adds to a text (of a special token: its name); b"" for an id without a token.
+        """Return the UTF-8 bytes that a token adds to a text (of a special token: its name); b"" for an id without a
+        token.
 
         Raises:
             ValueError: the id is negative.
@@ -237,11 +238,11 @@ class Tokenizer:
         return data
 
     def token_text(self, token_id: int) -> str:
-        """A token's own text; a token that holds a part of a character shows U+FFFD."""
+        """Return a token's own text; a token that holds a part of a character shows U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token by its spelling in the vocabulary (``<|im_end|>``, ``Ġthe``), or None."""
+        """Return the id of a token by its spelling in the vocabulary (``<|im_end|>``, ``Ġthe``), or None."""
         found: int | None = self._parsing.token_to_id(token)
         return found
 
@@ -283,12 +284,13 @@ class _Guarded:
         self._spelled = re.compile("|".join(map(re.escape, longest_first)))
 
     def under_aliases(self, text: str) -> str:
-        """The text with each special token's spelling replaced by its alias."""
+        """Return the text with each special token's spelling replaced by its alias."""
         return self._spelled.sub(lambda found: self._aliases[found[0]], text)
 
 
 def _without_special(backend: tokenizers.Tokenizer, added: Mapping[int, tokenizers.AddedToken]) -> tokenizers.Tokenizer:
-    """A tokenizer over the same model (shared, not copied) that takes the spelling of special tokens for plain text."""
+    """Return a tokenizer over the same model (shared, not copied) that takes the spelling of special tokens for plain
+    text."""
     plain = tokenizers.Tokenizer(backend.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if getattr(backend, part) is not None:

@@ -14,7 +14,7 @@ from transect.engine.executors.gpu.step_sizes import row_bucket, token_bucket
 from transect.engine.scheduling.decisions import Done, Header, Planned
 from transect.explain.engine.calibration import calibrated, followed, known_steps, measured_steps, spread
 from transect.explain.engine.log import build
-from transect.explain.engine.work import Padding, StepWork
+from transect.explain.engine.work import StepWork, padding_of
 from transect.spec.shapes import PRESETS
 
 LIMITS = {"block_size": 16, "max_num_seqs": 64, "max_model_len": 2048, "num_blocks": 64}
@@ -39,7 +39,7 @@ def true_seconds(load):
 
 def test_sizes_of_the_device_are_what_steps_take():
     """Within a size the tokens do not matter, from one to the next they do; sizes that were not met are in between."""
-    work, chance = StepWork(None, Storage(), None, Padding(header())), np.random.default_rng(0)
+    work, chance = StepWork(None, Storage(), None, padding_of(header())), np.random.default_rng(0)
     loads = [work.load(step(chance, int(chance.integers(3, 60)), 0)) for _ in range(300)]
     loads += [work.load(step(chance, 5, int(chance.integers(70, 900)))) for _ in range(100)]
     seconds = [true_seconds(load) * chance.normal(1, 0.01) for load in loads]
@@ -51,7 +51,7 @@ def test_sizes_of_the_device_are_what_steps_take():
 
 
 def test_one_step_that_was_held_up_bends_nothing():
-    work, chance = StepWork(None, Storage(), None, Padding(header())), np.random.default_rng(1)
+    work, chance = StepWork(None, Storage(), None, padding_of(header())), np.random.default_rng(1)
     loads = [work.load(step(chance, 8, 0)) for _ in range(60)]
     seconds = [true_seconds(load) for load in loads]
     seconds[7], seconds[30] = 0.4, 0.2
@@ -123,7 +123,8 @@ def test_floors_are_those_of_the_cost_model(window):
 
 
 def test_a_processor_pads_nothing():
-    plain = Padding(Header(1, LIMITS, 0, 0.0))
-    assert plain.tokens([(0, 5, 1), (1, 0, 77)]) == 78
-    large = Padding(header())
-    assert large.tokens([(0, 5, 1), (1, 0, 1500)]) == 1504 and large.tokens([(0, 5, 1)] * 65) == row_bucket(65, True)
+    assert padding_of(Header(1, LIMITS, 0, 0.0)) is None
+    assert StepWork(None, Storage(), None).load([(0, 5, 1), (1, 0, 77)]).padded == 78
+    large = StepWork(None, Storage(), None, padding_of(header()))
+    assert large.load([(0, 5, 1), (1, 0, 1500)]).padded == 1504
+    assert large.load([(0, 5, 1)] * 65).padded == row_bucket(65, True)

@@ -181,7 +181,7 @@ def test_chat_tokens_are_what_a_server_would_send_and_what_is_said(tiny) -> None
     [
         ("{", "line 2: the line is not JSON"),
         ("[1]", "line 2: a line must be a JSON object"),
-        ('{"a": 1}', "line 2: no layout is known with the keys a;"),
+        ('{"a": 1}', "line 2: no layout is known with the keys a:"),
         ('{"messages": []}', 'line 2: "messages" must be a list'),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: the chat has no message of the assistant"),
     ],

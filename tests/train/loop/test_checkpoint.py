@@ -119,15 +119,15 @@ def test_the_state_of_an_earlier_version_has_no_sum_of_itself(tmp_path) -> None:
 def test_damage_says_what_to_go_on_from(tmp_path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "model.txt").write_text("other")
-    with pytest.raises(ValueError, match="move step-00000002 away to go on from step-00000001"):
+    with pytest.raises(ValueError, match="move step-00000002 away to resume from step-00000001"):
         newest(tmp_path)
 
 
 def test_nothing_to_go_on_from(tmp_path) -> None:
-    with pytest.raises(ValueError, match="no checkpoint to go on from"):
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
         newest(tmp_path)
     save(tmp_path, 4, 6)
-    with pytest.raises(ValueError, match="step-00000002: go on from step-00000004 or step-00000006"):
+    with pytest.raises(ValueError, match="step-00000002: resume from step-00000004 or step-00000006"):
         newest(tmp_path / "step-00000002")
 
 

@@ -125,7 +125,7 @@ def test_grpo_resumes_to_the_last_bit(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("objective", "line", "message"),
     [
-        ("dpo", {"prompt": "x", "chosen": "y"}, "line 1: no layout is known with the keys prompt, chosen;"),
+        ("dpo", {"prompt": "x", "chosen": "y"}, "line 1: no layout is known with the keys prompt, chosen:"),
         ("dpo", {"prompt": "x", "chosen": "y", "rejected": ""}, '"rejected" must be text'),
         ("grpo", {"answer": "3"}, 'line 1: the row needs a "prompt"; its keys are answer'),
         ("grpo", {"prompt": 3}, 'line 1: "prompt" must be a list of messages'),

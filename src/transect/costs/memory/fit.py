@@ -60,7 +60,8 @@ def first_that_fits(
 def smallest_change(
     config: ModelConfig, plan: TrainingPlan, budget: int, account: Estimator = training
 ) -> Change | None:
-    """The first change, in the order above, that makes ``plan`` fit in ``budget`` bytes; None if nothing does."""
+    """Return the first change, in the order above, that makes ``plan`` fit in ``budget`` bytes; None if nothing
+    does."""
     for candidate in _candidates(config, plan):
         try:
             estimate = account(config, candidate)
@@ -103,7 +104,7 @@ def _candidates(config: ModelConfig, plan: TrainingPlan) -> Iterator[TrainingPla
 
 
 def _as_task(config: ModelConfig, plan: TrainingPlan, task: str) -> TrainingPlan:
-    """The plan of another task; a base of 4 bits in groups that fit the model."""
+    """Return the plan of another task; a base of 4 bits in groups that fit the model."""
     other = replace(plan, task=task)  # type: ignore[arg-type]
     base = base_formats()[plan.base_format].base
     if task == plan.task or task != "qlora" or base is None or not base.grouped:
@@ -115,7 +116,7 @@ def _as_task(config: ModelConfig, plan: TrainingPlan, task: str) -> TrainingPlan
 
 
 def _smaller_batches(plan: TrainingPlan) -> Iterator[TrainingPlan]:
-    """The micro-batch divided by 2, 3, ..., down to one sequence, with as many more of them to a step."""
+    """Yield the micro-batch divided by 2, 3, ..., down to one sequence, with as many more of them to a step."""
     most = plan.micro_batch // plan.seq_len
     for parts in range(2, most + 1):
         tokens = -(-most // parts) * plan.seq_len

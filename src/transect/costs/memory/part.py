@@ -19,7 +19,7 @@ zero 3                 4 for each own, e for one layer and what   4 for each own
 With several micro-batches to a rank and zero below 3, sums of 4 N wait through all passes. One rank whose states are
 the host's copies each gradient there when it is made: those of a layer are there, and one that is on its way. With
 zero 3 the own gradients of a layer go there when they are summed; one rank whose weights are the host's too (``zero``
-3 with nobody to share) copies those of a layer there when it is done with it.
+3 on a single rank) copies those of a layer there when it is done with it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class RankPart:
         data: ranks that compute other micro-batches. zero: level of ZeRO, over ``sharing`` ranks.
         reduce: bytes of a number while gradients are summed over these.
         shared: bytes that GPUs share to sum them in, which torch's allocator does not know.
-        tiles: with zero 3, each matrix of a layer comes to the device in so many parts, and its gradient leaves so.
+        tiles: with zero 3, number of parts in which each matrix of a layer comes to the device, and its gradient
+            leaves.
         owned: parameters whose state the rank holds, with zero 1 or 2; None if all.
         host_state: master weights and the state of the optimizer are in the memory of the host. host_weights: the
             rank's pieces of the weights too, with zero 3, also if ``sharing`` is 1.

@@ -136,7 +136,7 @@ def serving(config: ModelConfig, plan: ServingPlan, budget: int | None = None) -
 
 
 def _change(config: ModelConfig, plan: ServingPlan, budget: int, room: int, per_token: int) -> str:
-    """A shorter context, else smaller steps, else a larger share, else nothing."""
+    """Return a shorter context, else smaller steps, else a larger share, else nothing."""
     tokens = max(0, room) // (per_token * plan.block_size) * plan.block_size
     if tokens >= 256:
         return f"lower the context to {tokens} tokens"

@@ -26,7 +26,7 @@ class StreamPlan:
     Attributes:
         layers: their numbers, in order.
         each: bytes of the matrices of each of them.
-        total: how many layers the model has.
+        total: number of layers of the model.
         folder: of the file that holds them; None if they are in host memory.
     """
 
@@ -60,7 +60,8 @@ class StreamPlan:
 
 
 def plan_stream(sizes: Sequence[float], gib: float, folder: str | None = None) -> StreamPlan:
-    """The fewest layers that have to stream so that the device has ``gib`` GiB more room; all if that is not enough.
+    """Return the fewest layers that have to stream so that the device has ``gib`` GiB more room; all if that is not
+    enough.
 
     Args:
         sizes: bytes of the matrices of each layer (``layer_bytes``).

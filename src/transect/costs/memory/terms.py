@@ -36,7 +36,7 @@ class Estimate:
         terms: each purpose once, with the most it ever holds.
         phases: in the order in which they come; the peak is the largest of them, not the sum of the terms.
         margin: bytes beyond the peak that a device must have: pages of the allocator that are partly used.
-        host: what the rank holds in the memory of the host in place of its device's.
+        host: bytes that the rank holds in host memory instead of on its device.
     """
 
     terms: tuple[Term, ...]

@@ -315,8 +315,8 @@ class Account:
         return forward, 2 * (dx + e * numbers), f"logits of {rows} tokens at a time, dx and dW in float32"
 
     def split_loss_bytes(self, dx: int, numbers: int) -> tuple[int, int, str]:
-        """The same where each rank has some rows of the head: logits in float32, their exponentials beside them or
-        their gradient; dW adds up in float32."""
+        """Return the same where each rank has some rows of the head: logits in float32, their exponentials beside them
+        or their gradient; dW adds up in float32."""
         e, vocab = self.e, self.part.vocabulary
         rows = min(self.tokens, max(1, SPLIT_ELEMENTS[self.plan.backend] // vocab))
         chunk = 8 * rows * vocab
@@ -327,7 +327,7 @@ class Account:
     # ---- the backward pass -------------------------------------------------------------------------------------------
 
     def worst_layer(self, static: dict[str, int]) -> Phase:
-        """The worst moment of the backward passes of all layers: inside an MLP or inside an attention."""
+        """Return the worst moment of the backward passes of all layers: inside an MLP or inside an attention."""
         config, tokens = self.config, self.tokens
         # The head's gradient is there, and that of the final norm.
         above = self.numbers("head.") + self.numbers("norm.")
@@ -405,7 +405,7 @@ class Account:
         return int(each * self.tokens + scores + self.dense_weight())
 
     def dense_weight(self) -> int:
-        """A 4-bit weight made dense, the largest."""
+        """Return a 4-bit weight made dense, the largest."""
         if self.plan.task != "qlora":
             return 0
         size = largest_matrix(self.config)

@@ -111,7 +111,7 @@ def trained_shapes(config: ModelConfig, plan: TrainingPlan) -> dict[str, tuple[i
 
 
 def fitting_groups(config: ModelConfig) -> list[int]:
-    """The groups that rows of all matrices of the layers can be cut into pairs of."""
+    """Return the groups that rows of all matrices of the layers can be cut into pairs of."""
     return [group for group in GROUPS if not any(shape[1] % (2 * group) for _, shape in _packed_shapes(config))]
 
 
@@ -120,7 +120,7 @@ def _packed_shapes(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def ungrouped_base() -> str:
-    """The base format for rows of any length."""
+    """Return the base format for rows of any length."""
     return next(name for name, form in base_formats().items() if form.base and not form.base.grouped)
 
 

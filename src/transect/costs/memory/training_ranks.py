@@ -114,7 +114,7 @@ def _shared(plan: TrainingPlan, spread: Spread) -> int:
 def _stage(
     config: ModelConfig, tensor: int, stage: int, stages: int, experts: int = 1
 ) -> tuple[Shard, dict[str, tuple[int, ...]]]:
-    """The first rank of a stage, and its part of every weight."""
+    """Return the first rank of a stage, and its part of every weight."""
     shard = Shard(config, 0, tensor, stage, stages, 0, experts)
     return shard, {shard.own_name(name): shape for name, shape in shard.shapes().items()}
 

@@ -1,4 +1,4 @@
-"""What changes a row of logits before a token is drawn: biases, masked tokens, the three penalties, and grammars.
+"""Adjust a row of logits before a token is drawn: biases, masked tokens, the three penalties, and grammars.
 
 In the order of vLLM's sampler, on a copy of the model's logits:
 
@@ -95,7 +95,7 @@ class UsedTokens:
 
 
 class FixedTokens:
-    """What a choice's parameters say of single tokens, as arrays: made at its first draw, and the same at every one."""
+    """Token biases and masks of a choice as arrays, made at its first draw and reused at every draw."""
 
     __slots__ = ("allowed", "biased", "biases", "last_step", "masked")
 

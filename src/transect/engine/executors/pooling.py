@@ -1,13 +1,13 @@
-"""Embeddings: hidden states of a prompt as one vector.
+"""Pool the hidden states of a prompt into one vector, an embedding.
 
-An engine request with ``pooling`` computes its prompt like any other, in the same steps; what is pooled of its hidden
-states after the final norm comes back with its one token, which nobody looks at:
+An engine request with ``pooling`` computes its prompt like any other, in the same steps. The pooled hidden states after
+the final norm come back with its one token, which is ignored:
 
-    last    the hidden state of the last token: what models trained for embeddings use as a rule (Wang et al. 2024,
+    last    the hidden state of the last token, as most models trained for embeddings use it (Wang et al. 2024,
             arXiv:2401.00368); its text may come from the prefix cache
     mean    the mean over all tokens (Reimers and Gurevych 2019, arXiv:1908.10084)
 
-An embedding is the pooled vector, or its first ``dimensions`` numbers (Kusupati et al. 2022, arXiv:2205.13147: of use
+An embedding is the pooled vector, or its first ``dimensions`` numbers (Kusupati et al. 2022, arXiv:2205.13147: useful
 with models trained for it), divided by its length unless ``normalize`` is off.
 """
 
@@ -26,18 +26,18 @@ from ..scheduling.sampling_params import SamplingParams
 Pooling = Literal["last", "mean"]
 POOLINGS: tuple[str, ...] = get_args(Pooling)
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""What an engine request for a pooled vector draws."""
+"""Sampling parameters of an engine request for a pooled vector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolingParams:
-    """What an embedding is made of.
+    """Parameters of an embedding.
 
     Attributes:
-        pooling: "last" or "mean"; None: what the model's files say (``default_pooling``).
-        normalize: make its length 1.
-        dimensions: keep its first so many numbers; None: all.
-        truncate_prompt_tokens: keep the last so many tokens of the text; -1: as many as the context holds.
+        pooling: "last" or "mean"; None for the setting of the model's files (``default_pooling``).
+        normalize: scale the embedding to length 1.
+        dimensions: number of leading components to keep; None for all.
+        truncate_prompt_tokens: number of last tokens of the text to keep; -1 for as many as the context holds.
 
     Raises:
         ValueError: a value is out of its range.
@@ -82,10 +82,10 @@ class EmbeddingOutput:
 
 
 def embedding(pooled: bytes, params: PoolingParams) -> np.ndarray:
-    """float32 ``[dimensions]``: the embedding of a pooled vector, float64 ``[D]`` as bytes.
+    """Turn a pooled vector, float64 ``[D]`` as bytes, into an embedding, float32 ``[dimensions]``.
 
     Raises:
-        ValueError: there are not so many dimensions.
+        ValueError: the vector has fewer dimensions than ``params`` asks for.
     """
     vector = np.frombuffer(pooled, np.float64)
     params.check_size(len(vector))
@@ -108,10 +108,10 @@ def embedding_output(result: RequestOutput, params: PoolingParams) -> EmbeddingO
 
 
 def default_pooling(model: str | Path) -> Pooling:
-    """What a model's folder says in the form of sentence-transformers (``1_Pooling/config.json``); else "last".
+    """Read the pooling of a sentence-transformers folder (``1_Pooling/config.json``); "last" without that file.
 
     Raises:
-        ValueError: it says something that is not possible here.
+        ValueError: the file asks for an unsupported pooling.
     """
     file = Path(model) / "1_Pooling" / "config.json"
     if not file.is_file():

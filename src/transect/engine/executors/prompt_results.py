@@ -1,4 +1,4 @@
-"""What a step says about prompts, beside the tokens that it draws: their logprobs, and pooled vectors."""
+"""Collect a step's results for prompts, apart from drawn tokens: logprobs and pooled vectors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def prompt_results(
 
     Args:
         model: makes logits of hidden states.
-        starts: where each row's tokens begin.
+        starts: index of each row's first token.
         hidden_TD: hidden states ``[T, D]`` after the final norm.
     """
     result = StepResult({}, pooled=_pooled(rows, starts, hidden_TD))
@@ -49,7 +49,7 @@ def _pooled(rows: Sequence[ScheduledRow], starts: Sequence[int], hidden_TD: Tens
     """By seq_id what is wanted of rows with ``pooling``: float64 ``[D]``.
 
     Args:
-        starts: where each row's tokens begin.
+        starts: index of each row's first token.
         hidden_TD: hidden states after the final norm.
     """
     found: dict[int, Tensor] = {}

@@ -50,7 +50,7 @@ NOTHING_LEFT = (
 
 @dataclass(slots=True)
 class Samples:
-    """What a step drew, by seq_id; a seq_id is in ``tokens`` or in ``errors``."""
+    """Draws of a step by seq_id; each seq_id is in ``tokens`` or in ``errors``."""
 
     tokens: dict[int, int] = field(default_factory=dict)
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)

@@ -1,10 +1,10 @@
 """``StageRunner``: the executor of one stage of a pipeline (pipeline parallel).
 
-The stages of a model stand behind one another: each runs some of the layers, takes hidden states from the stage before
-and sends its own to the one after. The last has the head, draws, and tells all others what it drew. Every stage plans
-the same steps, so nobody waits for the plan of another; a stage waits only for hidden states, and for drawn tokens when
-the scheduler wants them. Several steps are under way at the same time, each at another stage, and no sequence is in two
-of them that need its tokens (``SchedulerConfig.pipeline_depth``).
+Each stage runs some of the layers: it receives hidden states from the stage before and sends its own to the stage
+after. The last stage has the head, draws tokens and sends them to all others. Every stage plans the same steps, so no
+stage waits for a plan; a stage waits only for hidden states, and for drawn tokens when the scheduler needs them.
+Several steps are in flight at the same time, each at another stage, and no sequence is in two of them that need its
+tokens (``SchedulerConfig.pipeline_depth``).
 """
 
 from __future__ import annotations

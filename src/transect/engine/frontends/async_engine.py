@@ -68,9 +68,9 @@ class AsyncEngine(Generates):
         self.chat_template = text.chat_template
         self.sampling_defaults = text.defaults
         self.default_pooling: Pooling = "last"
-        """How prompts become vectors where a request does not say it."""
+        """Pooling of requests that do not choose one."""
         self.decisions = DecisionRing()
-        """What the engine's scheduler decided of late."""
+        """Recent decisions of the engine's scheduler."""
         self._processor = OutputProcessor(text.tokenizer)
         self._sending: set[asyncio.Future[Any]] = set()
         """Messages that wait for the engine process to be there."""
@@ -93,7 +93,7 @@ class AsyncEngine(Generates):
         """Start the engine process and wait until it takes requests.
 
         Args:
-            config: how to run; or give its fields as keyword arguments.
+            config: configuration; or give its fields as keyword arguments.
 
         Raises:
             ValueError: the configuration or the model is at fault; the message says what to change.
@@ -164,7 +164,7 @@ class AsyncEngine(Generates):
 
     @property
     def info(self) -> wire.Ready:
-        """What the engine said when it was ready: context length, KV capacity, kernels."""
+        """Report of the engine when it became ready: context length, KV capacity, kernels."""
         return self._ready.result()
 
     @property
@@ -203,7 +203,7 @@ class AsyncEngine(Generates):
         return self._death
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend, see ``EngineConfig.generation_config``."""
+        """Return the parameters that the model's files recommend; see ``EngineConfig.generation_config``."""
         return default_params(self.sampling_defaults)
 
     # ---- requests ----------------------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class AsyncEngine(Generates):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """Whether the engine lives and makes progress. Does not wait for it."""
+        """Report at once whether the engine lives and makes progress."""
         if self._death is not None:
             return EngineHealth("dead", self._death)
         silent = time.monotonic() - self.heard
@@ -424,7 +424,7 @@ class AsyncEngine(Generates):
                     self._die(message.message)
 
     def _receiver_ended(self, receiver: asyncio.Task[None]) -> None:
-        """Nobody would hear the engine any more: better a clear end than streams that wait for ever."""
+        """End the engine after its receiver has failed, so that streams end with an error and do not wait for ever."""
         if not receiver.cancelled() and receiver.exception() is not None:
             self._die(f"its messages could not be read: {receiver.exception()!r}")
 

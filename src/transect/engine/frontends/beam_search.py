@@ -1,12 +1,12 @@
-"""Beam search: the likeliest answers as a whole, not token by token.
+"""Search for the likeliest whole answers with beams, instead of the likeliest next token.
 
-Each beam is extended by the tokens that are likeliest after it; of all extensions the ``beam_width`` likeliest go on
+Each beam is extended by its likeliest next tokens; of all extensions the ``beam_width`` likeliest are kept
 (Graves 2012, arXiv:1211.3711). A beam's score is
 
     log P(answer | prompt) / length ** length_penalty
 
 where ``length`` counts the answer's tokens, the one that ends it left out (Wu et al. 2016, arXiv:1609.08144, with their
-simpler normalization). The search ends when no beam that goes on can have a better score than the worst of the
+simpler normalization). The search ends when no unfinished beam can reach a better score than the worst of the
 ``beam_width`` best answers, or after ``max_tokens``.
 
 The extensions of a step are engine requests of one token each, batched with all others; the prefix cache has the KV of
@@ -29,16 +29,16 @@ MAX_BEAM_WIDTH = MAX_LOGPROBS // 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BeamSearchParams:
-    """How to search.
+    """Parameters of a beam search.
 
     Attributes:
-        beam_width: beams that go on, and answers that come back; 1 to 10.
+        beam_width: number of beams kept, and of answers returned; 1 to 10.
         max_tokens: tokens of an answer at the most.
-        ignore_eos: go on past the model's end of sequence.
-        temperature: beams are compared by the model's own probabilities; 0 and 1 say so.
+        ignore_eos: continue past the model's end of sequence.
+        temperature: must be 0 or 1: beams are compared by the model's own probabilities.
         length_penalty: see above; 0 compares whole probabilities, larger values favour long answers. In [-10, 10].
         include_stop_str_in_output: end the text after, not before, the stop string.
-        stop, stop_token_ids: what else ends an answer, as in ``SamplingParams``.
+        stop, stop_token_ids: further ends of an answer, as in ``SamplingParams``.
         skip_special_tokens: leave special tokens out of the text.
         logprobs: alternatives to report for each token; beams know twice their width anyway.
 
@@ -106,7 +106,7 @@ class BeamSearchOutput:
 
 
 class Tokenizer(TokenTable, Protocol):
-    """What is needed of a tokenizer (``text.tokenizer.Tokenizer``)."""
+    """Part of ``text.tokenizer.Tokenizer`` that the search uses."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
 
@@ -128,7 +128,7 @@ class BeamSearch:
     ``advance``, until there are none.
 
     Args:
-        params: how to search.
+        params: parameters of the search.
         room: tokens that the context has left after the prompt.
         eos_token_ids: of the model.
         tokenizer: for stop strings and texts.
@@ -143,7 +143,7 @@ class BeamSearch:
 
     @property
     def beams(self) -> list[tuple[int, ...]]:
-        """Tokens after the prompt of the beams that go on."""
+        """Tokens of the unfinished beams, after the prompt."""
         return [beam.tokens for beam in self._going]
 
     def advance(self, likeliest: Sequence[PositionLogprobs]) -> None:

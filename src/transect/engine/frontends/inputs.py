@@ -13,7 +13,7 @@ from ..scheduling.sampling_params import SamplingParams
 
 
 class Encoder(Protocol):
-    """What is needed of a tokenizer."""
+    """Part of a tokenizer that encoding uses."""
 
     def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
 
@@ -59,10 +59,10 @@ def prompt_token_ids(
 
 
 def default_params(defaults: SamplingDefaults) -> SamplingParams:
-    """What a model's files recommend, as parameters of a request.
+    """Turn a model's recommended values into parameters of a request.
 
     Raises:
-        ValueError: a value is out of its range; the message says where it is from.
+        ValueError: a value is out of its range; the message names its origin.
     """
     longest = {} if defaults.max_new_tokens is None else {"max_tokens": defaults.max_new_tokens}
     try:
@@ -120,10 +120,10 @@ def truncated(ids: list[int], params: SamplingParams, max_model_len: int) -> lis
 
 
 def room_for_prompt(answer: int, max_model_len: int) -> int:
-    """Tokens that the context has left beside an answer of so many: what ``truncate_prompt_tokens`` -1 keeps.
+    """Return the tokens that the context leaves beside ``answer`` tokens, which ``truncate_prompt_tokens`` -1 keeps.
 
     Raises:
-        ValueError: none.
+        ValueError: the context leaves none.
     """
     if answer >= max_model_len:
         raise ValueError(
@@ -134,7 +134,7 @@ def room_for_prompt(answer: int, max_model_len: int) -> int:
 
 
 def text_options(params: SamplingParams) -> dict[str, Any]:
-    """What ``OutputProcessor.add`` wants to know of a request's parameters, as its keyword arguments."""
+    """Return a request's parameters as keyword arguments of ``OutputProcessor.add``."""
     return {
         "n": params.n,
         "stop": params.stop or (),

@@ -48,16 +48,15 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
-    """A model ready to generate.
+    """Model that is ready to generate.
 
     Args:
         model: a built-in name, a ``.gguf`` file, a directory in Hugging Face layout, or a hub id.
         settings: fields of ``EngineConfig``, such as ``dtype``, ``max_model_len``, ``max_num_seqs``, ``threads``. The
-            queue has no bound here. vLLM's arguments are understood where they mean something, and dropped where they
-            mean nothing (``vllm_arguments.py``).
-        ranks: processes that are there already, to run on; None: ``tensor_parallel_size`` times
-            ``pipeline_parallel_size`` times ``data_parallel_size`` are started if that is more than 1; under
-            ``torchrun`` they are there.
+            queue has no bound here. vLLM's arguments are accepted, and dropped if they have no meaning here
+            (``vllm_arguments.py``).
+        ranks: running processes to use. If None, ``tensor_parallel_size`` times ``pipeline_parallel_size`` times
+            ``data_parallel_size`` processes are started if that is more than 1; under ``torchrun`` they exist already.
 
     Raises:
         ValueError: the model or a setting is at fault; the message says what to change.
@@ -104,8 +103,8 @@ class LLM:
         return HFTokenizer(self.tokenizer, self.chat_template)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's files recommend (``EngineConfig.generation_config``), and else the defaults of
-        ``SamplingParams``."""
+        """Return the values that the model's files recommend (``EngineConfig.generation_config``), completed by the
+        defaults of ``SamplingParams``."""
         return self._defaults
 
     # ---- whole requests ----------------------------------------------------------------------------------------------
@@ -125,7 +124,7 @@ class LLM:
 
         Args:
             prompts: one prompt or a list: text, token ids, or ``{"prompt": ...}`` / ``{"prompt_token_ids": ...}``.
-            sampling_params: for all, or one for each prompt; None: ``get_default_sampling_params()``.
+            sampling_params: for all, or one for each prompt; None for ``get_default_sampling_params()``.
             use_tqdm: show a progress bar.
             priority: lower runs earlier.
             add_special_tokens: put around a text what the model expects there (often a BOS token, often nothing).
@@ -152,22 +151,22 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """The next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
+        """Write the next message of one conversation, or of several. Messages are ``{"role": ..., "content": ...}``.
 
-        What looks like a special token inside a message is text (``text/inert.py``). The template runs in a process of
-        its own, with limits on time and memory (``text/template_worker.py``). With ``continue_final_message`` (and
-        ``add_generation_prompt=False``) the model goes on with the last message.
+        Text in a message that looks like a special token stays text (``text/inert.py``). The template runs in a process
+        of its own, with limits on time and memory (``text/template_worker.py``). With ``continue_final_message`` (and
+        ``add_generation_prompt=False``) the model continues the last message.
 
         Raises:
-            ValueError: as for ``generate``; or the model has no chat template, or it does not like the messages, or it
-                asks for too much.
+            ValueError: as for ``generate``; or the model has no chat template, or the template refuses the messages or
+                exceeds its limits.
         """
         if self.chat_template is None:
             raise ValueError("this model has no chat template: render the messages yourself and use generate")
         if not messages:
             raise ValueError("there are no messages: give at least one")
         if continue_final_message and add_generation_prompt:
-            raise ValueError("continue_final_message goes on with the last message: set add_generation_prompt=False")
+            raise ValueError("continue_final_message continues the last message: set add_generation_prompt=False")
         single = isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if single else messages
         inputs = []
@@ -219,10 +218,10 @@ class LLM:
         add_special_tokens: bool = True,
         parse_special: bool = True,
     ) -> list[EmbeddingOutput]:
-        """A vector for each prompt (``engine/executors/pooling.py``); ``outputs.embedding`` has its numbers.
+        """Compute a vector for each prompt (``engine/executors/pooling.py``); ``outputs.embedding`` holds its numbers.
 
         Args:
-            pooling_params: how vectors are made; None: as the model's files say, of length 1.
+            pooling_params: parameters of the vectors; None for the pooling of the model's files, scaled to length 1.
             prompts, use_tqdm, priority, add_special_tokens, parse_special: as for ``generate``.
 
         Raises:
@@ -240,8 +239,8 @@ class LLM:
     def score(
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], *, use_tqdm: bool = False, priority: int = 0
     ) -> list[ScoringOutput]:
-        """How likely each query (``text_1``) is after its document (``text_2``), see
-        ``engine/frontends/scoring.py``. One query goes with all documents.
+        """Score how likely each query (``text_1``) is after its document (``text_2``); see
+        ``engine/frontends/scoring.py``. A single query is paired with all documents.
 
         Raises:
             ValueError: a text is at fault; nothing was started.
@@ -359,9 +358,9 @@ class LLM:
         return request.request_id
 
     def step(self) -> list[EngineOutput]:
-        """One engine step: what became known of submitted requests.
+        """Run one engine step; return the new outputs of submitted requests.
 
-        An exception of the step, or Ctrl-C, loses nothing: the next call computes anew what was under way.
+        An exception of the step, or Ctrl-C, loses nothing: the next call repeats the steps in flight.
         """
         with HeldInterrupts(lambda: self._core.on_device) as interrupts:
             outputs = self._core.step()
@@ -391,12 +390,15 @@ class LLM:
 
     @property
     def decisions(self) -> DecisionRing | None:
-        """What the scheduler decided of late; None with ``decisions=False``."""
+        """Recent decisions of the scheduler; None with ``decisions=False``."""
         return None if self._core.decisions is None else self._core.decisions.ring
 
     def close(self) -> None:
-        """End the file of ``decision_log``, if there is one; the engine goes on without it. An engine on several ranks
-        ends: its other processes are gone. That also happens when the object is forgotten, or the program ends."""
+        """Close the file of ``decision_log``, if there is one; the engine keeps working without it.
+
+        An engine on several ranks ends, with its other processes. That also happens when the object is collected or the
+        program ends.
+        """
         if self._core.decisions is not None:
             self._core.decisions.close()
         self._end_ranks()
@@ -406,7 +408,7 @@ def _only_position(result: RequestOutput) -> PositionLogprobs:
     """Log-probabilities of the one token that a beam was extended by."""
     (output,) = result.outputs
     if not output.logprobs:
-        raise RuntimeError(f"a beam could not go on: {output.error}")
+        raise RuntimeError(f"a beam failed: {output.error}")
     return output.logprobs[0]
 
 

@@ -1,4 +1,4 @@
-"""``Mailbox``: from whoever has news to the one task that waits for them, in one event loop."""
+"""Pass messages to the one task that waits for them, in one event loop (``Mailbox``)."""
 
 from __future__ import annotations
 

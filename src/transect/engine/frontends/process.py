@@ -44,7 +44,7 @@ GRAMMAR_POLL_MS = 5
 
 
 def main() -> None:
-    """Entry point; exits 0 after ``Shutdown``, 1 when the engine cannot start or go on."""
+    """Run the engine process; exit with 0 after ``Shutdown``, with 1 when the engine cannot start or has failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: None)  # the server's business, as in ``parallel/rank.py``
     length = int.from_bytes(sys.stdin.buffer.read(wire.CONFIG_LENGTH_BYTES), "little")
@@ -223,7 +223,7 @@ class _Loop:
                 self._last_sent = time.monotonic()
 
     def fail(self, reason: str) -> None:
-        """The last message: the engine cannot go on."""
+        """Send the last message: the engine has failed."""
         self._send(wire.Failed(reason, user_error=False))
         self._failed = True
 

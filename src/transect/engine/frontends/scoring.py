@@ -1,9 +1,9 @@
-"""How well a text fits another by the log-probabilities of a language model: query likelihood.
+"""Score how well a text fits another by the log-probabilities of a language model (query likelihood).
 
     score(query, document) = exp(mean over the query's tokens t of log P(t | template, document, earlier tokens))
 
-so it lies between 0 and 1: the geometric mean of the probabilities with which the model, having read the document, asks
-this query (Ponte and Croft 1998; with instructed models: Sachan et al. 2022, arXiv:2204.07496, whose template this
+The score lies between 0 and 1: the geometric mean of the probabilities with which the model, having read the document,
+asks this query (Ponte and Croft 1998; with instructed models: Sachan et al. 2022, arXiv:2204.07496, whose template this
 is). Scores of one query for several documents can be compared; those of different queries cannot.
 """
 
@@ -18,7 +18,7 @@ from ..scheduling.sampling_params import SamplingParams
 
 BEFORE, AFTER = "Passage: ", "\nPlease write a question based on this passage.\nQuestion:"
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
-"""What an engine request for a score draws."""
+"""Sampling parameters of an engine request for a score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ScoringOutput:
 
 
 def document_text(document: str) -> str:
-    """What stands before a query."""
+    """Return the text before a query."""
     return f"{BEFORE}{document}{AFTER}"
 
 

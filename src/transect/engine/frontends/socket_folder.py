@@ -13,13 +13,13 @@ NAME = "engine"
 
 
 def make_socket_folder(places: Sequence[str] | None = None) -> Path:
-    """A fresh folder that only this user may enter, in which a socket called ``NAME`` has a path that is not too long.
+    """Make a folder that only this user may enter, in which a socket called ``NAME`` has a path of legal length.
 
     Args:
-        places: where to try, in this order; None: the folder for temporary files, ``$XDG_RUNTIME_DIR``, /tmp.
+        places: folders to try, in order; None for the folder of temporary files, ``$XDG_RUNTIME_DIR`` and /tmp.
 
     Raises:
-        ValueError: none of them will do; the message names them.
+        ValueError: none of the folders is usable; the message names them.
     """
     if places is None:
         places = [tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp"]

@@ -67,8 +67,10 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Failed(msgspec.Struct, tag="failed"):
-    """The engine could not start, or cannot go on; the process exits after this. ``user_error``: the message says what
-    to change in the configuration."""
+    """The engine could not start, or has failed; the process exits after this message.
+
+    ``user_error``: the message says what to change in the configuration.
+    """
 
     message: str
     user_error: bool
@@ -84,14 +86,16 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class Taken(msgspec.Struct, tag="taken"):
-    """``number`` of the newest ``Submit`` that has been read; sent before anything is said of that request. Those
-    beyond it lie in the socket, where nobody counts them but their sender."""
+    """``number`` of the newest ``Submit`` that has been read, sent before any output of that request.
+
+    Later submissions are still in the socket, and only their sender counts them.
+    """
 
     number: int
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
-    """What one step made known."""
+    """Outputs of one step."""
 
     outputs: list[EngineOutput]
     decisions: bytes = b""

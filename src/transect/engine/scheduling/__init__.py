@@ -15,5 +15,7 @@
 * ``jump_ahead``: tokens that a grammar forces. ``constraint``: allowed next tokens, as bits.
 * ``clock``: the wall clock and a virtual one.
 * ``core``: ``EngineCore``, the loop that plans, submits and commits, at once or one step ahead of the device.
-* ``policies/``: step size, prefill beside decoding, drafts, routing. ``drafters/``: guesses of next tokens.
+* ``simulation``: an engine on a virtual clock. ``virtual_device``: its device, whose steps take given times. ``leap``:
+  many alike steps at once.
+* ``policies/``: step size, prefill beside decoding, drafts, routing, scaling. ``drafters/``: guesses of next tokens.
 """

@@ -1,4 +1,4 @@
-"""Make the sequences of a request that arrives, with their numbers, ranks and seeds."""
+"""Turn an arriving request into sequences, with their numbers, ranks and seeds."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
-"""What the scheduler hands to an executor, and what comes back: the one interface between bookkeeping and tensors.
+"""Define batches for executors and the results they return: the one interface between bookkeeping and tensors.
 
 Plain Python, so that the shipping scheduler can be driven by a fake executor (fuzzing), by a cost model (planning) or
 by the real Runner. Times are seconds; token and block numbers are plain ints.
 
-Rows and draws hold references to lists that the scheduler goes on using, so that a step costs the same however long the
-sequences are. An executor must treat them as read-only. What it may rely on until ``Handle.result`` has returned, even
-when it reads late or in another thread: ``output_token_ids`` only ever grows at its end, and the first ``num_blocks``
-entries of ``block_ids`` stay as they are (a list whose early entries must change is replaced by another list, so
+Rows and draws refer to lists that the scheduler keeps using, so that the cost of a step does not depend on the length
+of sequences. An executor must treat these lists as read-only. Until ``Handle.result`` has returned, an executor may
+rely on two facts, even if it reads late or in another thread: ``output_token_ids`` only grows at its end, and the first
+``num_blocks`` entries of ``block_ids`` do not change (a list whose early entries must change is replaced by another
+list, so
 ``row.block_ids is the_list_seen_before`` tells that a cached block table can be extended in place).
 """
 
@@ -34,7 +35,7 @@ class Clock(Protocol):
 
 
 class Draw(msgspec.Struct, frozen=True, gc=False):
-    """How tokens are drawn for one choice of a request. The same object serves every step of that choice.
+    """Drawing of tokens for one choice of a request. The same object serves every step of that choice.
 
     The token that a row draws will stand at ``position = row.end`` in prompt + output; with ``seed`` and ``choice`` it
     is the key of the random draw. ``position - len(prompt_token_ids)`` output tokens precede it. ``output_token_ids``
@@ -126,7 +127,7 @@ class ScheduledRow(msgspec.Struct, frozen=True, gc=False):
         return self.prompt_token_ids[self.start + 1 : self.end + 1]
 
     def num_blocks(self, block_size: int) -> int:
-        """How many of ``block_ids`` this row reads or writes."""
+        """Return the number of ``block_ids`` that this row reads or writes."""
         return -(-self.end // block_size)
 
 
@@ -140,9 +141,8 @@ class ScheduledBatch:
     """(source block, destination block) pairs to copy before anything is written: copy-on-write of shared blocks. No
     block is both a source and a destination."""
     again: bool = False
-    """Every row has one token and one draw, and goes on where the row at its place in the step before (in a pipeline
-    ``pipeline_depth`` steps before) has ended, in the same lists. (A step of which this is not said may be like that
-    too.)"""
+    """True only if every row has one token and one draw, and continues the row at its place in the step before (in a
+    pipeline ``pipeline_depth`` steps before), in the same lists. False is possible for such a step too."""
 
     @property
     def num_tokens(self) -> int:
@@ -171,10 +171,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What an executor returns for a batch.
+    """Result of an executor for a batch.
 
-    ``tokens[draw.seq_id]`` is the drawn token for every draw of the batch. ``errors[draw.seq_id]`` is set instead where
-    a draw could not be made (logits not finite): that sequence ends with an error, the others go on. An error under the
+    ``tokens[draw.seq_id]`` is the drawn token for every draw of the batch. ``errors[draw.seq_id]`` is set instead if a
+    draw was impossible (logits not finite): that sequence ends with an error, the others continue. An error under the
     ``seq_id`` of a row without draws ends that sequence, and while the prompt is not complete all choices of the
     request with it.
     """
@@ -206,7 +206,7 @@ class Handle(Protocol):
 
 
 class LateWork(NamedTuple):
-    """What an executor did after its start that belongs to the start, because requests wait for it."""
+    """Counts of start-up work that an executor did after its start, while requests waited."""
 
     captures: int = 0
     """CUDA graphs captured."""
@@ -215,13 +215,13 @@ class LateWork(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs batches in the order of submission. ``submit`` may return before the work is done.
+    """Run batches in the order of submission. ``submit`` may return before the work is done.
 
-    An executor that can hand a step to its device in several ways has an attribute ``launched``: how it did so with the
-    newest step (``graph``, ``captured`` for a graph that had to be made, or ``eager``, kernel by kernel).
+    An executor that can launch a step in several ways has an attribute ``launched`` with the way of the newest step
+    (``graph``, ``captured`` for a graph that had to be made, or ``eager``, kernel by kernel).
 
-    If ``submit`` or a handle raises, the engine calls ``abandon``, where the executor has it. It waits until the device
-    is at rest and forgets all steps and sequences; handles of steps before are not used again. Step numbers go on.
+    If ``submit`` or a handle raises, the engine calls ``abandon``, if the executor has it. It waits until the device
+    is idle and forgets all steps and sequences; earlier handles are not used again. Step numbers continue.
     """
 
     def submit(self, batch: ScheduledBatch) -> Handle: ...

@@ -1,4 +1,4 @@
-"""The two clocks: the real one, and one that only moves when it is told to."""
+"""Define two clocks: the real one, and a virtual one that moves only when its owner advances it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the engine knows of an answer's form: which tokens may come next, as bits. Grammars themselves are text.
+"""Define constraints on an answer's form as bit masks of the tokens that may come next. Grammars work on text.
 
-A constraint belongs to one choice of a request and moves on with each of its tokens when the scheduler learns of them
+A constraint belongs to one choice of a request and advances with each of its tokens when the scheduler learns of them
 (``Scheduler.commit``). So a step's masks can be made once all tokens before it are known: where steps are planned
 ahead, that is after they were submitted, while the device computes them (``Handle.draw``).
 """

@@ -35,18 +35,18 @@ LATE = 5e-5
 MASKED = 1e-5
 """Seconds: where letting a step draw takes longer, it may have made masks of grammars."""
 EARLIER = 0.9
-"""What a step that was over too early is taken to have taken of the time predicted."""
+"""Share of the predicted time that is assumed for a step that ended before it could be timed."""
 
 
 class EngineCore:
-    """Drives a ``Scheduler`` and an ``Executor``.
+    """Drive a ``Scheduler`` and an ``Executor``.
 
     Args:
         scheduler: holds all requests.
         executor: runs the batches in the order of their submission.
-        lag: 0, or 1 to plan one step ahead of the executor; in a pipeline, how many steps are under way beside the
-            newest.
-        decisions: writes down what is decided; None: nobody does.
+        lag: 0, or 1 to plan one step ahead of the executor; in a pipeline, the number of steps in flight beside
+            the newest.
+        decisions: log of the scheduler's decisions; None for no log.
 
     Raises:
         ValueError: ``lag`` is none of these.
@@ -119,9 +119,9 @@ class EngineCore:
             stats.late_captures, stats.late_compilations = late()
         return stats
 
-    def time_to_plan(self) -> float:
-        """Seconds until this should be asked again; 0: plan the next step now. What is added until then is part of that
-        step.
+    def time_to_plan(self, look: float = LOOK) -> float:
+        """Seconds until this should be asked again, at most ``look``; 0: plan the next step now. What is added until
+        then is part of that step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
@@ -141,15 +141,16 @@ class EngineCore:
         planning = self._planning[coming.tokens > self._graph]
         seconds = end - planning - SHORTEST_LEAD - self.scheduler.clock.now()
         self._waited = self._waited or seconds > 0
-        return min(max(seconds, 0.0), LOOK)
+        return min(max(seconds, 0.0), look)
 
     def step(self) -> list[EngineOutput]:
-        """Submit at most one batch (in a pipeline another one, as soon as tokens have come, unless steps are sized by
-        time), wait for at most one, and return what became known. Cheap when there is no work.
+        """Submit at most one batch, wait for at most one, and return the new outputs. Cheap when there is no work.
 
-        If anything raises, KeyboardInterrupt included, all steps in flight are taken back, and the exception goes on to
-        the caller. The engine stays usable: the next call computes the unfinished requests anew from the tokens that
-        are known.
+        In a pipeline a second batch is submitted as soon as tokens have arrived, unless steps are sized by time.
+
+        If anything raises, KeyboardInterrupt included, all steps in flight are taken back, and the exception propagates
+        to the caller. The engine stays usable: the next call recomputes the unfinished requests from their known
+        tokens.
         """
         self._finish_taking_back()
         try:

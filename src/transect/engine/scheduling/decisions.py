@@ -1,11 +1,10 @@
-"""The decision log: what the scheduler decided in every step, why others waited, and when things happened.
+"""Log the scheduler's decisions in every step, the reasons for waiting, and the times of events.
 
-``DecisionLog`` stands beside the ``EngineCore`` and writes one small msgpack record for each event: a request added or
+``DecisionLog`` accompanies the ``EngineCore`` and writes one small msgpack record for each event: a request added or
 ended from outside, a step planned, a step done. The records go to a ring in memory (``DecisionRing``), and to a file
 where one is asked for. They hold counts, times and positions, and no token: of prompts and answers they keep the hashes
-of full KV blocks, which is what the prefix cache goes by. So a log is enough to run the shipping scheduler again
-(``explain/engine/replay.py``) and to say where a request's time went (``explain/engine/bill.py``), and shows
-nobody's text.
+of full KV blocks, by which the prefix cache finds them. So a log is enough to run the shipping scheduler again
+(``explain/engine/replay.py``) and to split a request's time (``explain/engine/bill.py``), without any text.
 
 A file is a sequence of records, each behind its length (4 bytes, little endian). The first one is the ``Header``. A
 file whose end is torn off can be read up to there.
@@ -37,7 +36,8 @@ _LENGTH = struct.Struct("<I")
 
 
 class Header(msgspec.Struct, tag="h"):
-    """What ran. ``model``, ``storage`` and ``device`` are what floors are computed from; empty where not known."""
+    """Description of the engine. Floors are computed from ``model``, ``storage`` and ``device``, which are empty if
+    unknown."""
 
     format: int
     scheduler: dict[str, Any]
@@ -81,8 +81,8 @@ class Aborted(msgspec.Struct, tag="x", array_like=True):
 class Planned(msgspec.Struct, tag="s", array_like=True):
     """A step was planned (``step`` 0: nothing could run), from ``began`` to ``at``.
 
-    ``rows`` has (sequence number, first position, tokens) for each row, as 32-bit integers; None: the rows of the step
-    before, each one token on.
+    ``rows`` has (sequence number, first position, tokens) for each row, as 32-bit integers; None for the rows of the
+    step before, each advanced by one token.
     """
 
     step: int
@@ -91,9 +91,10 @@ class Planned(msgspec.Struct, tag="s", array_like=True):
     rows: bytes | None
     copies: int
     held_back: str
-    """Why the head of the queue was not admitted: ``places`` (max_num_seqs are taken), ``kv`` (too few free blocks),
-    ``budget`` (the step is full), ``batch`` (the static batch runs), ``flight`` (a step of it is under way); empty:
-    nobody waits. Where the head let others go before it, ``places`` and ``kv`` are those of the next of them."""
+    """Reason that the head of the queue was not admitted: ``places`` (max_num_seqs are taken), ``kv`` (too few free
+    blocks),
+    ``budget`` (the step is full), ``batch`` (the static batch runs), ``flight`` (a step of it is in flight); empty if
+    no request waits. If others were admitted before the head, ``places`` and ``kv`` refer to the next of them."""
     waiting: int
     running: int
     free_blocks: int
@@ -113,12 +114,12 @@ class Done(msgspec.Struct, tag="c", array_like=True):
     errors: list[tuple[int, bool]] = []
     """(sequence number, whether its KV is sound) of each failure."""
     learned: float = 0.0
-    """What the scheduler was told that the step took, in seconds; 0: nothing, its steps are not sized by time."""
+    """Seconds of the step as learned by the scheduler; 0 if its steps are not sized by time."""
     jumps: list[tuple[int, int]] = []
     """(sequence number, tokens) of each jump over tokens that a grammar forces (``jump_ahead.py``)."""
     launched: str = ""
-    """How the step was handed to the device: ``graph``, ``captured`` (a graph that had to be made) or ``eager`` (kernel
-    by kernel); empty where there is nothing to choose."""
+    """Way in which the step was launched: ``graph``, ``captured`` (a graph that had to be made) or ``eager`` (kernel by
+    kernel); empty if there is only one way."""
     drawn: float = 0.0
     """When its draws were handed over, where these waited for masks of grammars; else 0."""
     ranks: float = 0.0
@@ -138,7 +139,7 @@ class CacheReset(msgspec.Struct, tag="r", array_like=True):
 
 
 class TakenBack(msgspec.Struct, tag="t", array_like=True):
-    """A step raised ``reason``: all steps in flight are void, and their sequences wait to be computed anew."""
+    """A step raised ``reason``: all steps in flight are void, and their sequences wait to be recomputed."""
 
     at: float
     reason: str
@@ -163,7 +164,7 @@ class DecisionRing:
         self.limit = limit
         self.header = b""
         self.lost = False
-        """Whether old records have been dropped."""
+        """True if old records have been dropped."""
         self.touched = time.monotonic()
         """When the newest record came, in seconds on the clock of this process."""
         self._chunks: deque[bytes] = deque()
@@ -194,7 +195,7 @@ class DecisionLog:
 
     Args:
         scheduler: whose decisions these are.
-        header: what ran.
+        header: description of the engine.
         sink: gets each record behind its length; by default ``self.ring`` does.
         file: also written there, as steps are done, and at least every second.
         now: the clock of the times, in seconds; it has to be that of the scheduler.
@@ -217,7 +218,7 @@ class DecisionLog:
         self.now = now
         self.sink = sink or self.ring.put
         self.rank_seconds: Callable[[], float] | None = None
-        """What has been spent so far on moving numbers between ranks, where there are several."""
+        """Seconds spent so far on communication between ranks; None for a single rank."""
         self._ranks = 0.0
         self._fill = scheduler.budget.fill_tokens
         self._file = None
@@ -382,7 +383,9 @@ def read_records(data: bytes) -> Iterator[Record]:
             what = "this is no decision log" if first else "the decision log is damaged"
             raise ValueError(f"{what} (byte {at}: {error}): give a file that --decision-log wrote") from None
         if first and record.format != FORMAT:
-            raise ValueError(f"the decision log has format {record.format}, this version reads {FORMAT}: record anew")
+            raise ValueError(
+                f"the decision log has format {record.format}, this version reads {FORMAT}: record a new log"
+            )
         first = False
         yield record
         at += _LENGTH.size + length

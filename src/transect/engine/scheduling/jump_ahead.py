@@ -34,10 +34,10 @@ class JumpAhead:
         self.taken = 0
         """Tokens that were not drawn."""
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
-        """(seq_id, number of tokens) of the jumps since this was last emptied, by whoever writes them down."""
+        """(seq_id, number of tokens) of the jumps since the decision log last emptied this list."""
 
     def reset(self) -> None:
-        """Forget the void draws: no step is in flight any more."""
+        """Forget the void draws, when no step is in flight any more."""
         self._void.clear()
 
     def is_void(self, seq_id: int, step: int) -> bool:
@@ -53,7 +53,7 @@ class JumpAhead:
 
         Args:
             least: fewer are not worth it, and none are taken.
-            most: how many may be taken.
+            most: largest number of tokens to take.
         """
         constraint, params = seq.constraint, seq.request.spec.params
         if constraint is None or params.logprobs is not None or params.allowed_token_ids is not None:

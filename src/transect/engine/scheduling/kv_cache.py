@@ -1,13 +1,13 @@
-"""The pool of KV blocks: who refers to which, and which contents can be found again (the prefix cache).
+"""Manage the pool of KV blocks: their references, and the contents that can be found again (the prefix cache).
 
 The memory of keys and values is cut into blocks of ``block_size`` tokens (PagedAttention, Kwon et al. 2023). A block
-has a reference count. When it falls to zero the block is free to take, but as long as nobody takes it, its contents can
-be found under the hash of all tokens up to its end; the block unused for the longest time is taken first (LRU).
+has a reference count. When the count falls to zero the block is free, but until it is reused its contents can be found
+under the hash of all tokens up to its end; the block unused for the longest time is reused first (LRU).
 
-The hash of a block is BLAKE2b-256 over the hash of the block before it and its own tokens, so it stands for the whole
-prefix. Two prefixes with one hash are not to be feared, not even from somebody who searches for them.
+The hash of a block is BLAKE2b-256 over the hash of the block before it and its own tokens, so it identifies the
+whole prefix. Collisions are infeasible, even for an attacker who searches for them.
 
-Only bookkeeping here: block numbers in, block numbers out, no tensor.
+This file is bookkeeping only: block numbers in, block numbers out, no tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class KVCache:
         return len(self._unused)
 
     def ref_count(self, block_id: int) -> int:
-        """How many sequences and steps in flight refer to the block."""
+        """Return the number of sequences and steps in flight that refer to the block."""
         return self._refs[block_id]
 
     def allocate(self) -> int | None:
@@ -107,7 +107,7 @@ class KVCache:
         return found
 
     def count_unused(self, block_ids: Iterable[int]) -> int:
-        """How many of the blocks nobody refers to."""
+        """Return the number of the blocks without a reference."""
         return sum(self._refs[block_id] == 0 for block_id in block_ids)
 
     def register(self, block_id: int, key: bytes) -> None:

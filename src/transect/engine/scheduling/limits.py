@@ -1,4 +1,4 @@
-"""Whether a request can ever run, and how much room it may take."""
+"""Check that a request can run at all, and bound the room it may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves the engine: one ``EngineOutput`` per choice and step that has news, and the counters for metrics."""
+"""Define the engine's outputs: one ``EngineOutput`` per choice and step with news, and the counters for metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineOutput(msgspec.Struct, omit_defaults=True, gc=False):
     pooled: bytes | None = None
     """With the first token of a request with ``pooling``: the vector, float64 ``[D]``."""
     finish_reason: str | None = None
-    """"stop", "length", "abort" or "error"; None while the choice goes on."""
+    """"stop", "length", "abort" or "error"; None while the choice is unfinished."""
     complete: bool = False
     """With "stop": the answer is complete under its grammar, and its last token is part of it."""
     stop_reason: int | str | None = None
@@ -79,7 +79,7 @@ class SchedulerStats(msgspec.Struct):
     step_seconds: float
     """Time of the timed steps, in seconds."""
     predicted_step_seconds: float
-    """What was predicted for them."""
+    """Predicted time of these steps, in seconds."""
     finished: dict[str, int]
     """Choices by finish reason."""
     drafted_tokens: int = 0

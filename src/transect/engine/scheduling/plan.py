@@ -16,7 +16,7 @@ class Plan:
         self.step = step
         self.chunk = budget.chunk
         self.shares = [list(share) for share in budget.shares]
-        """What is left of each: see ``Share``."""
+        """Remaining tokens of each share, see ``Share``."""
         self.rows: list[ScheduledRow] = []
         self.sequences: list[Sequence] = []
         """The sequence of each row."""

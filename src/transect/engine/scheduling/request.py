@@ -20,19 +20,19 @@ Rank = tuple[int, int, int, int]
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One prompt to continue, ``params.n`` times.
+    """Prompt to be continued ``params.n`` times.
 
     Attributes:
         request_id: unique among the unfinished requests of an engine.
         prompt_token_ids: at least one token; any sequence of non-negative ints is taken and kept as a tuple.
-        params: how to draw and when to stop. Stop *strings* are the business of whoever turns tokens into text.
+        params: parameters of drawing and stopping. Stop *strings* are checked by the ``OutputProcessor``.
         priority: whole number, lower runs earlier (as in vLLM); equal ones run first come, first served, unless
             ``longest_first`` asks for another order. It is strict: while more urgent requests keep the engine full,
             less urgent ones wait.
         arrival_time: seconds on the engine's clock; None for the moment of ``Scheduler.add``. For metrics only, the
             order is the order of ``add``.
         eos_token_ids: the model's end-of-sequence tokens.
-        constraint: what the answers must look like, at their beginning; each choice gets a fork of it.
+        constraint: form of the answers, in its initial state; each choice gets a fork of it.
         pooling: "last" or "mean": a vector of the prompt is wanted (``pooling.py``).
         output_token_ids: set where begun answers are continued, in another engine or later: for each choice the tokens
             that it has drawn already, () for none, or None if the choice has ended. They count as output for penalties,
@@ -230,7 +230,7 @@ class Sequence:
 
 
 class RequestState:
-    """What the scheduler keeps for one request until its last choice has ended."""
+    """State of one request in the scheduler, until its last choice has ended."""
 
     __slots__ = (
         "arrival",

@@ -1,6 +1,6 @@
-"""What a request asks of the sampler and when it ends. Plain data: no torch, no text processing.
+"""Define a request's sampling parameters and stop conditions, as plain data: no torch, no text processing.
 
-The names and defaults are those that users of vLLM's ``SamplingParams`` and of the OpenAI API know.
+Names and defaults are those of vLLM's ``SamplingParams`` and of the OpenAI API.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST_REPETITION_PENALTY = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to draw tokens for one request.
+    """Parameters for drawing the tokens of one request.
 
     Attributes:
         n: choices drawn from the one prompt; they share the prompt's KV blocks.
@@ -42,7 +42,7 @@ class SamplingParams:
         presence_penalty: subtracted once from logits of tokens already in the output, in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output, in [-2, 2].
         logit_bias: token id to a bias in [-100, 100] added to its logit; at most 1024 of them.
-        allowed_token_ids: no other tokens are drawn, an end of sequence neither unless it is among them; None: all.
+        allowed_token_ids: the only tokens that may be drawn; the end of sequence too must be listed. None for all.
         bad_words: texts that an answer never has as tokens of its own, with a space before them or without; at most
             128, together of at most 4096 characters. (The same letters spelt by other tokens are not kept out.)
         bad_words_token_ids: the same as token ids; an engine with a tokenizer fills it in from ``bad_words``.
@@ -50,16 +50,16 @@ class SamplingParams:
         stop: strings that end a choice; the text ends before the first of them. At most 128, together of at most
             4096 characters.
         stop_token_ids: token ids that end a choice; at most 128.
-        max_tokens: output tokens at the most; None goes on to the model's context length.
-        min_tokens: until then EOS and ``stop_token_ids`` are masked, and stop strings are ignored.
-        ignore_eos: go on past the model's end-of-sequence token.
+        max_tokens: most output tokens; None for as many as the context holds.
+        min_tokens: output tokens before which EOS and ``stop_token_ids`` are masked, and stop strings are ignored.
+        ignore_eos: continue past the model's end-of-sequence token.
         logprobs: return the chosen token's logprob and this many likeliest alternatives (0 to 20).
         prompt_logprobs: the same for every prompt token but the first.
-        truncate_prompt_tokens: keep the last so many tokens of the prompt; -1: as many as leave room for ``max_tokens``
+        truncate_prompt_tokens: number of last prompt tokens to keep; -1 for as many as leave room for ``max_tokens``
             (or one token) in the context.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: end the text after, not before, the stop string.
-        structured_outputs: what the answer must look like; it ends when it is complete. ``min_tokens`` yields to it.
+        structured_outputs: form of the answer, which ends when the form is complete, even before ``min_tokens``.
 
     Raises:
         ValueError: a value is out of its range; the message names the field, the range and the value.
@@ -166,7 +166,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
     def with_(self, **changes: Any) -> SamplingParams:
-        """A copy with some fields changed, validated anew."""
+        """Return a copy with some fields changed, after checking it again."""
         return replace(self, **changes)
 
 

@@ -1,26 +1,26 @@
-"""Continuous batching: who runs in the next step, and what the step's tokens change.
+"""Schedule requests by continuous batching: plan the next step, and apply the tokens that it draws.
 
-Every step is one ragged batch under a budget of tokens, a smaller one where sequences decode: they wait for all of the
-step (``step_budget``). Sequences that hold KV blocks are served in the order of their ranks (priority, then arrival;
-with ``longest_first`` those with the most tokens to draw come first). Each gets one token of the budget for sure. The
-rest of the budget goes to the prompts, again by rank, and cuts them into chunks
-(Sarathi-Serve, Agrawal et al. 2024). So decodes never wait behind prompts, and prompts always move. Then the queue's
-head is admitted as long as there are places, budget and KV blocks for all its tokens. Nobody overtakes the head, so
-everybody's turn comes (with ``longest_first``: once nothing longer comes); but where prompts of its length have had
-their share of the step, others go before it, as long as places and blocks for it are left (backfilling, Lifka 1995).
+Every step is one ragged batch under a budget of tokens. The budget is smaller if sequences decode, because they wait
+for the whole step (``step_budget``). Sequences that hold KV blocks are served in the order of their ranks (priority,
+then arrival; with ``longest_first`` those with the most tokens to draw come first). Each is guaranteed one token of the
+budget. The rest of the budget goes to the prompts, again by rank, and cuts them into chunks (Sarathi-Serve, Agrawal et
+al. 2024). So decodes never wait behind prompts, and prompts always progress. Then the queue's head is admitted while
+there are places, budget and KV blocks for all its tokens. No request overtakes the head, so every request is served
+eventually (with ``longest_first``: once no longer ones arrive). One exception: if prompts of its length have used their
+share of the step, others go first, as long as places and blocks for the head are left (backfilling, Lifka 1995).
 
-When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it gives its blocks
-back, keeps its output tokens, and computes prompt and output anew when its turn comes again. Draws depend on positions,
-not on steps, so its tokens are the same as without. The sequence of the best rank is never preempted by others, and any
-one alone fits into the pool (``add`` has checked it), so there is always progress.
+When a sequence needs a block and none is free, the running sequence of the worst rank is preempted: it returns its
+blocks, keeps its output tokens, and recomputes prompt and output at its next turn. Draws depend on positions, not on
+steps, so its tokens are the same as without preemption. The sequence of the best rank is never preempted by others, and
+any one alone fits into the pool (``add`` has checked it), so there is always progress.
 
 A request with n choices computes its prompt once, by its leader (choice 0). With the prompt's last chunk all choices
 draw their first tokens, and fork: they share the prompt's blocks, and copy the last, partly filled one before they
-write into it. Should choice 0 be aborted before, its sequence goes on to the end of the prompt for the others' sake.
+write into it. If choice 0 is aborted earlier, its sequence still computes the rest of the prompt for the others.
 
-Steps may be planned before the tokens of the step before are known (``EngineCore`` with lag 1). Lengths are known all
-the same, so ``max_tokens`` and the context length need nothing; a stop token found late makes the step under way for
-that sequence void.
+Steps may be planned before the tokens of the step before are known (``EngineCore`` with lag 1). Lengths are known even
+then, so ``max_tokens`` and the context length need no care; a stop token found late makes the step in flight void for
+that sequence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .waiting_queue import WaitingQueue
 _by_rank = attrgetter("rank")
 
 BARRED = ("kv", "places")
-"""What holds the queue's head back however much room a step has."""
+"""Reasons that hold back the queue's head however large the step is."""
 
 
 class Scheduler:
@@ -70,25 +70,25 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sequences with blocks, best rank first."""
         self.times = StepTimes()
-        """How long steps take here; whoever runs them lets it learn."""
+        """Learned step times; the engine loop updates them after each step."""
         self.budget = StepBudget(config, self.times)
         self.speculation: Speculation | None = None
         if config.speculation is not None:
             assert isinstance(config.speculation, SpeculativeConfig)
             self.speculation = Speculation(config.speculation, self.times)
         self.held_back = ""
-        """Why the queue's head was not admitted to the last step, see ``decisions.py``; empty: nobody waits."""
+        """Reason that the last step did not admit the queue's head, see ``decisions.py``; empty if no request waits."""
         self.ended: list[Sequence] | None = None
-        """Where a list stands here, each choice that ends joins it."""
+        """If set, finished choices are appended to this list."""
         self._cut = False
-        """Whether a prompt was left unfinished by the last step."""
+        """True if the last step left a prompt unfinished."""
         self._static = config.policy == "static"
         self._watermark = int(config.watermark * config.num_blocks)
         self.arrivals = Arrivals(config)
         self.requests: dict[str, RequestState] = {}
-        """Those of which a choice has not ended."""
+        """Requests with an unfinished choice, by id."""
         self._places = 0
-        """Places taken of ``max_num_seqs``."""
+        """Number of the ``max_num_seqs`` places in use."""
         self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
         self.committing: list[EngineOutput] | None = None
         """The outputs made so far of the result that is being taken in; None between two of them."""
@@ -147,7 +147,7 @@ class Scheduler:
     # Planning a step
 
     def coming(self) -> Coming:
-        """What the next step would have if it were planned now."""
+        """Return the facts of the next step if it were planned now."""
         return self.budget.coming(self.running, self.waiting, self._cut, self.held_back in BARRED)
 
     def schedule(self) -> ScheduledBatch | None:
@@ -331,7 +331,7 @@ class Scheduler:
                 return False
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of the running sequence of the worst rank; it queues up to be computed anew."""
+        """Take the blocks of the running sequence of the worst rank, and queue it to be recomputed."""
         assert self.running[-1] is seq
         self.running.pop()
         self._places -= self._places_of(seq)
@@ -466,8 +466,8 @@ class Scheduler:
 
     def take_back(self, reason: str) -> list[EngineOutput]:
         """Forget all steps in flight and all KV, because the executor or ``commit`` has raised. Unfinished sequences
-        wait with the tokens that are known, and compute them anew; draws depend on positions, so the next tokens are
-        the same. A ``commit`` that raised may have left one choice half changed: it ends with the error ``reason``.
+        wait with their known tokens, and recompute them; draws depend on positions, so the next tokens are the same. A
+        ``commit`` that raised may have left one choice half changed: it ends with the error ``reason``.
 
         Call it before anything else after such an exception; calling it again does no harm. The executor must be done
         with all steps. Returns the outputs that the ``commit`` had made, and the last one of a choice ended here.

@@ -22,16 +22,15 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens per step, prefill and decode together; at least ``max_num_seqs``, so that every
             running sequence gets at least one token in every step.
         max_mixed_tokens: tokens per step in which sequences decode: their next tokens wait for all of it. At least
-            ``max_num_seqs``; None: ``max_num_batched_tokens``, which steps take in which nobody decodes.
-        fill_tokens: as long as nothing ends later for it, steps in which sequences decode are only filled up to so many
-            tokens (``filling.py``), at least ``max_num_seqs``; None: never.
-        itl_target: seconds that a step in which sequences decode may take, by what is known of the device
-            (``step_budget.py``); 0: a multiple of what the decodes alone take; None: steps are not sized by time.
+            ``max_num_seqs``; None for ``max_num_batched_tokens``, the limit of steps without decodes.
+        fill_tokens: most tokens of steps with decodes, as long as nothing ends later for it (``filling.py``); at least
+            ``max_num_seqs``; None for no such limit.
+        itl_target: seconds that a step with decodes may take, by the learned step times of the device
+            (``step_budget.py``); 0 for a multiple of the time of the decodes alone; None for steps not sized by time.
         graph_tokens: tokens of the largest step with prompts that the host hands over at once, as a CUDA graph. It
-            takes long over larger ones, so steps sized by time are larger only where a long queue waits. None: all
-            steps are handed over alike.
-        graph_prompts: prompts for which such a graph has rows: a step with more of them is a larger one. None: there
-            is no bound.
+            takes longer to launch larger ones, so steps sized by time exceed it only if a long queue waits. None if all
+            steps are launched alike.
+        graph_prompts: most prompts in such a graph; a step with more prompts counts as larger. None for no bound.
         max_model_len: context length: prompt and output tokens of one sequence.
         enable_prefix_caching: keep the KV of full blocks after their owners are gone, and find them by contents.
         policy: "continuous" mixes prefill chunks and decodes, and admits in every step. "static" is there to compare
@@ -41,9 +40,10 @@ class SchedulerConfig:
             that came first. Work that is all there at the start ends sooner so (the rule of the longest processing
             time, Graham 1969); where requests keep coming, short ones would wait for all longer ones. Not looked at
             by the static policy.
-        max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None: no bound.
+        max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None for no
+            bound.
         max_prefill_chunk: prompt tokens of one sequence per step at the most, so that short prompts can run beside a
-            long one and steps stay short; None: as many as the token budget leaves.
+            long one and steps stay short; None for as many as the token budget leaves.
         watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that
             run can grow for a while without preemption.
         speculation: speculative decoding: drafts that steps verify (``policies/speculation.py``), or its fields as a

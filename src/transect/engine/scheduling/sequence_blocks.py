@@ -44,7 +44,7 @@ class SequenceBlocks:
         return bool(self._after_step)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """How many blocks ``num_tokens`` tokens need."""
+        """Return the number of blocks that ``num_tokens`` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
@@ -77,8 +77,10 @@ class SequenceBlocks:
         choice.scheduled = leader.scheduled
 
     def owns_shared_block(self, seq: Sequence) -> bool:
-        """True when nobody else needs the partly filled block that ``seq`` shared at the fork. A copy out of it that is
-        planned or in flight is no hindrance, since it runs before anything that is written now."""
+        """Return True if no other sequence needs the partly filled block that ``seq`` shared at the fork.
+
+        A planned or running copy out of the block does not count, since it runs before anything written now.
+        """
         assert seq.shared_block is not None
         block_id = seq.block_ids[seq.shared_block]
         return self.cache.ref_count(block_id) - self._copy_sources[block_id] == 1

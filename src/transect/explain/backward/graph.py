@@ -1,4 +1,4 @@
-"""What ``loss.backward()`` does: every node of autograd's graph in the order of execution, what it saved, its time.
+"""Record ``loss.backward()``: every node of autograd's graph in the order of execution, its saved tensors, its time.
 
 The forward pass builds a graph: each operation that a gradient must go through leaves a node that knows how to go back
 through it, keeps the tensors it will need for that, and points to the nodes that its inputs came from. The backward
@@ -138,7 +138,7 @@ class ForwardRecord:
         self._open.clear()
 
     def module_of(self, number: int) -> str:
-        """The innermost module that was running when node ``number`` was made."""
+        """Return the innermost module that was running when node ``number`` was made."""
         around = [(first, name) for first, last, name in self.spans if first <= number < last]
         return max(around, default=(0, ""))[1]
 
@@ -199,12 +199,12 @@ def check(loss: Any) -> None:
 
 
 def storage_of(tensor: Tensor) -> Storage:
-    """The storage of a tensor: equal for two tensors that share memory."""
+    """Return the storage of a tensor: equal for two tensors that share memory."""
     return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The tensors whose gradient ``loss.backward()`` adds to."""
+    """Return the tensors whose gradient ``loss.backward()`` adds to."""
     return [node.variable for node in _reachable(loss.grad_fn) if hasattr(node, "variable")]
 
 

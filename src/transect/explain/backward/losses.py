@@ -25,7 +25,7 @@ RUN_NAME = "__explain__"
 
 
 def explain_model(config: TrainConfig, tokens: int) -> Backward:
-    """The backward pass of the training loss of ``config.model``, on ``tokens`` random tokens in two documents.
+    """Explain the backward pass of the training loss of ``config.model``, on ``tokens`` random tokens in two documents.
 
     It runs once before it is measured: first calls set things up.
 
@@ -46,7 +46,7 @@ def explain_model(config: TrainConfig, tokens: int) -> Backward:
 
 
 def explain_function(loss: Callable[[], Tensor]) -> Backward:
-    """The backward pass of what ``loss()`` returns, the second time it is called.
+    """Explain the backward pass of the result of ``loss()``, the second time it is called.
 
     Raises:
         ValueError: it returns no loss.
@@ -63,7 +63,7 @@ def explain_function(loss: Callable[[], Tensor]) -> Backward:
 
 
 def explain_script(path: Path) -> Backward:
-    """The backward pass of the loss that a Python file makes.
+    """Explain the backward pass of the loss that a Python file makes.
 
     The file is run with ``__name__`` set to ``__explain__``. It leaves ``loss``: a scalar, or a function without
     arguments that returns one (which is called twice, and measured the second time).

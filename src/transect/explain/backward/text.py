@@ -51,7 +51,7 @@ def size(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time, in seconds, milliseconds or microseconds."""
+    """Return a time, in seconds, milliseconds or microseconds."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
@@ -76,7 +76,7 @@ def _rows(nodes: Sequence[Node], every: bool) -> Iterator[Sequence[str]]:
 
 
 def _numbers(nodes: Sequence[Node]) -> tuple[str, str, str]:
-    """The columns for bytes saved, bytes held at the start, and time."""
+    """Return the columns for bytes saved, bytes held at the start, and time."""
     saved = sum(node.bytes("activation") for node in nodes)
     return _bytes(saved), size(nodes[0].held), duration(sum(node.seconds for node in nodes))
 

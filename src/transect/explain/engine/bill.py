@@ -46,7 +46,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What one choice of a request waited for: up to its first token, and from there to its last."""
+    """Time of one choice of a request by cause: up to its first token, and from there to its last."""
 
     request_id: str
     choice: int
@@ -54,9 +54,9 @@ class Bill:
     cached_tokens: int
     output_tokens: int
     finish_reason: str
-    """Empty: it has not ended yet."""
+    """Empty while the choice is unfinished."""
     ttft: Span | None
-    """None: there is no first token yet."""
+    """Time up to the first token; None before it."""
     decode: Span | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Bill:
         return found
 
     def lines(self) -> list[str]:
-        """The bill in lines of text."""
+        """Return the bill in lines of text."""
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         head = f"request {self.request_id}, choice {self.choice}: {self.prompt_tokens} prompt tokens{cached}"
         found = [f"{head}, {self.output_tokens} output tokens, {self.finish_reason or 'still running'}"]
@@ -88,7 +88,7 @@ class Bill:
 
 
 def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
-    """The bill of a request.
+    """Return the bill of a request.
 
     Raises:
         ValueError: the log has no such request, or the request no such choice.
@@ -131,7 +131,7 @@ class _Meter:
         self._cover(own)
 
     def span(self, begin: float, end: float) -> Span:
-        """The pieces between two moments."""
+        """Return the pieces between two moments."""
         parts = dict.fromkeys(PARTS, 0.0)
         for first, last, name in self.pieces:
             parts[name] += max(0.0, min(last, end) - max(first, begin))

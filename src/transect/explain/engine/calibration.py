@@ -96,12 +96,16 @@ def _decodes(step: LoggedStep, rows: set[int]) -> bool:
 
 
 def host_seconds(log: RunLog) -> float:
-    """Return the median time of the host from one result until it waits for the next, while there is work."""
+    """Return the median time of the host before each step, while there is work: from one result until the next step
+    begins, or, where steps are planned ahead, from planning a step until it is handed over."""
     taken = []
     for before, after in pairwise(log.steps):
-        if before.at is not None and after.at is not None and before.planned.running:
-            until = after.waited if log.header.lag else after.begins
-            taken.append(max(0.0, until - before.at))
+        if before.at is None or after.at is None or not before.planned.running:
+            continue
+        if not log.header.lag:
+            taken.append(max(0.0, after.begins - before.at))
+        elif before.waited > after.planned.began:  # the wait until it is time to plan comes before that
+            taken.append(before.waited - after.planned.began)
     return float(np.median(taken)) if taken else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What a running server does now: the newest steps of its decision log in a few figures."""
+"""Summarize the present work of a server: the newest steps of its decision log in a few figures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class View:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """The same on a few lines."""
+        """Return the same on a few lines."""
         rows = [
             f"last {self.seconds:.1f} s: {self.steps} steps, {self.tokens_per_second:.0f} tokens/s computed, "
             f"{self.output_tokens_per_second:.0f} tokens/s out",
@@ -92,10 +92,10 @@ class View:
 
 
 def view(log: RunLog, work: StepWork, now: float | None = None, window: float = WINDOW_S) -> View:
-    """The newest ``window`` seconds of a log.
+    """Summarize the newest ``window`` seconds of a log.
 
     Args:
-        now: the engine's clock; None: when the newest record was made, or now where a server gave the log.
+        now: the engine's clock; None for the time of the newest record, or the present if a server gave the log.
     """
     done = [step for step in log.steps if step.at is not None]
     until = now if now is not None else log.newest + log.idle

@@ -16,9 +16,9 @@ from ...engine.scheduling.decisions import Aborted, Added, Done, Header, Planned
 StepRow = tuple[int, int, int]
 """Sequence number, first position, tokens."""
 LATE_S = 5e-5
-"""Seconds: a step whose result was there this soon after it was asked for was over before."""
+"""Seconds: a step had ended before its result was requested, if the result took no longer than this."""
 SLOW = 10
-"""So was one whose result was there soon after handing over the next step had taken so many times as long."""
+"""A step had also ended before, if launching the next step took this many times as long as the wait for its result."""
 DRAWS_S = 5e-4
 """Seconds: what is left of a step once its draws are handed over, where the device had nothing else left to do."""
 
@@ -50,9 +50,11 @@ class LoggedStep:
 
     @property
     def late(self) -> str:
-        """Who kept the device waiting at the end of this step: ``host`` (it was over when the next step was handed
-        over), ``grammar`` (it had nothing left to do but draws that waited for masks), ``ranks`` (more than half of it
-        went into moving numbers between ranks); empty: nobody."""
+        """Cause that kept the device waiting at the end of this step; empty for none.
+
+        ``host``: the step had ended before the next step was launched; ``grammar``: only draws that waited for masks
+        were left; ``ranks``: communication between ranks took more than half of the step.
+        """
         if self.at is None:
             return ""
         if self.ranks > 0.5 * self.seconds:
@@ -87,7 +89,7 @@ class RunLog:
         events: all records after the header, in their order.
         steps: those that were planned, in their order.
         requests: by id, in the order of their arrival at the scheduler. An id that was used again has its last life.
-        complete: whether it begins with the start of the engine.
+        complete: True if the log begins with the start of the engine.
         idle: seconds since the newest record, where a running server gave the log.
     """
 
@@ -109,14 +111,14 @@ class RunLog:
         return max((step.at or step.planned.at for step in self.steps[-2:]), default=self.header.began)
 
     def has(self, name: str) -> bool:
-        """Whether there is a request called ``name``."""
+        """Return True if there is a request called ``name``."""
         try:
             return bool(self.life(name))
         except ValueError:
             return False
 
     def life(self, name: str) -> Life:
-        """The request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
+        """Return the request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
 
         Raises:
             ValueError: there is none, or more than one.
@@ -132,7 +134,7 @@ class RunLog:
 
 
 def load(path: str | Path) -> RunLog:
-    """The log in a file.
+    """Read the log in a file.
 
     Raises:
         ValueError: there is no such file, or it is no decision log.
@@ -145,7 +147,7 @@ def load(path: str | Path) -> RunLog:
 
 
 def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> RunLog:
-    """A log from its records, the header first.
+    """Build a log from its records, the header first.
 
     ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
     that are missing are left out. ``idle``: seconds since the newest record.
@@ -205,12 +207,12 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
 
 
 def rows_of(packed: bytes) -> list[StepRow]:
-    """The rows of a ``Planned`` record."""
+    """Return the rows of a ``Planned`` record."""
     numbers = array("I")
     numbers.frombytes(packed)
     return list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
 
 
 def last_rows_on(rows: Sequence[StepRow] | None) -> list[StepRow] | None:
-    """The rows of a step that goes on from these with one token each; None where these are not known."""
+    """Return the rows of a step that continues these rows by one token each; None if the rows are unknown."""
     return None if rows is None else [(seq, start + count, 1) for seq, start, count in rows]

@@ -10,10 +10,10 @@ from ...engine.scheduling.decisions import Header
 
 
 def rates_for(header: Header, name: str | None = None, *, measure: bool = True) -> Rates | None:
-    """What the device of a log can do, or the preset ``name``. None: nobody knows.
+    """Return the rates of a log's device, or of the preset ``name``; None if they are unknown.
 
     Args:
-        measure: where the log does not say, and this is the machine that it ran on, measure (seconds, with torch).
+        measure: measure (seconds, with torch) if the log has no rates and was made on this machine.
 
     Raises:
         ValueError: there is no such preset.

@@ -60,7 +60,7 @@ class Script:
         """The next number for a block whose hash is not known."""
 
     def request(self, life: Life, name: str | None = None, arrival: float | None = None) -> Request:
-        """A request that asks for the same."""
+        """Return a request that asks for the same."""
         added = life.added
         # All choices share the prompt; one that ended early may know the hashes of its beginning only.
         hashes = max((each[2] for each in life.ends.values()), key=len, default=b"")
@@ -93,7 +93,7 @@ class Script:
         )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:
-        """The tokens that a choice draws; those after its end are what a step under way would have drawn."""
+        """Yield the tokens that a choice draws; those after its end are what a step under way would have drawn."""
         start = life.added.prompt_tokens
         known = 0 if life.added.known is None else max(0, life.added.known[choice])
         yield from self._answer(life, choice, start + known, start + life.ends.get(choice, ("", 0, b""))[1])

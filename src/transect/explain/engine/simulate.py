@@ -1,15 +1,15 @@
-"""What would have been: the requests of a decision log on a virtual clock, with something changed.
+"""Replay the requests of a decision log on a virtual clock, with changed settings.
 
-The shipping ``EngineCore`` and ``Scheduler`` run the same requests, which come when they came. Steps take what the
-fitted model says (``costs/fitting.py``). Requests end where they ended; one whose client left after so many tokens ends
-after as many. Clients that waited for an answer before they asked again would have come earlier after a faster one:
-arrivals stay as they were, and the result says so.
+The shipping ``EngineCore`` and ``Scheduler`` run the same requests at their recorded arrival times. Steps take the time
+that the fitted model predicts (``costs/fitting.py``). Requests end after as many tokens as recorded, also those whose
+client left. Clients that waited for an answer before their next request would have arrived earlier after a faster one:
+arrivals are not changed, and the result says so.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,9 @@ import numpy as np
 from ...costs.fitting import FittedSteps
 from ...costs.floors import Rates
 from ...costs.storage import Storage, storage_for
-from ...engine.scheduling.batch import Handle, ScheduledBatch, StepResult
-from ...engine.scheduling.clock import VirtualClock
-from ...engine.scheduling.core import EngineCore
-from ...engine.scheduling.scheduler import Scheduler
+from ...engine.scheduling.batch import ScheduledBatch
 from ...engine.scheduling.scheduler_config import SchedulerConfig
+from ...engine.scheduling.simulation import SimulatedEngine
 from ...engine.scheduling.waiting_queue import QueueFull
 from ...spec.numbers.registry import roundings
 from .log import Life, RunLog
@@ -55,56 +53,23 @@ class Latencies:
         return {**dataclasses.asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
-class Device:
-    """An executor whose steps take predicted times, one after the other.
+class _Seconds:
+    """Step times of a log's engine, as ``model`` predicts them. With ``other``, the same work on another device, they
+    are scaled by the floors."""
 
-    Args:
-        clock: moved to a step's end when its result is asked for.
-        model, work: predict times on the device of the log.
-        other: the same work elsewhere; times are scaled by the floors.
-    """
+    def __init__(self, model: FittedSteps, work: StepWork, other: StepWork | None) -> None:
+        self.model, self.work, self.other = model, work, other
 
-    def __init__(self, clock: VirtualClock, model: FittedSteps, work: StepWork, other: StepWork | None) -> None:
-        self.clock, self.model, self.work, self.other = clock, model, work, other
-        self.outputs: dict[int, Iterator[int]] = {}
-        self.free_at = 0.0
-        self.steps = 0
-
-    def submit(self, batch: ScheduledBatch) -> Handle:
-        """Begin the step when the one before is done."""
+    def __call__(self, batch: ScheduledBatch) -> float:
         rows = [(row.seq_id, row.start, row.num_tokens) for row in batch.rows]
         seconds = self.model.seconds(self.work.load(rows))
         if self.other is not None:
             seconds *= self.other.floor(rows).seconds / self.work.floor(rows).seconds
-        self.clock.advance(self.model.host)
-        self.free_at = max(self.free_at, self.clock.now()) + seconds
-        self.steps += 1
-        result = StepResult({})
-        for row in batch.rows:
-            for draw in row.draws:
-                result.tokens[draw.seq_id] = next(self.outputs[draw.seq_id])
-            if row.prompt_logprobs is not None:
-                result.prompt_logprobs[row.seq_id] = ()
-        return _Pending(self, self.free_at, result)
-
-
-@dataclass(slots=True)
-class _Pending:
-    device: Device
-    until: float
-    step_result: StepResult
-
-    def draw(self) -> None:
-        """Nothing waits for it."""
-
-    def result(self) -> StepResult:
-        """Moves the clock to the end of the step."""
-        self.device.clock.advance(max(0.0, self.until - self.device.clock.now()))
-        return self.step_result
+        return seconds
 
 
 def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[SchedulerConfig, StepWork | None]:
-    """The scheduler of a what-if, and the work on another device or in another format (None: the same).
+    """Return the changed scheduler settings, and the work on another device or in another format (None if the same).
 
     Raises:
         ValueError: no such setting, a value out of range, or no floor to scale step times by.
@@ -145,32 +110,22 @@ def simulate(
     Raises:
         ValueError: a request does not fit under ``config``.
     """
-    clock = VirtualClock()
-    device = Device(clock, model, work, other)
-    scheduler = Scheduler(dataclasses.replace(config, max_queue=None), clock)
-    core = EngineCore(scheduler, device, lag=log.header.lag)
+    limits = dataclasses.replace(config, max_queue=None)
+    engine = SimulatedEngine(limits, _Seconds(model, work, other), lag=log.header.lag, host=model.host)
     script = Script(log)
     lives = sorted((life for life in log.lives if life.ends), key=lambda life: life.added.at)
     if not lives:
         raise ValueError("no request of this log has ended: log a longer run")
     began = lives[0].added.arrival
     intake = _intake(lives)
-    lives.sort(key=lambda life: _there(life, intake))
-    waiting = list(reversed(lives))
     arrival: dict[str, float] = {}
-    tokens: dict[tuple[str, int], list[float]] = {}
-    while waiting or core.has_work:
-        if waiting and not core.has_work:
-            clock.advance(max(0.0, _there(waiting[-1], intake) - began - clock.now()))
-        while waiting and _there(waiting[-1], intake) - began <= clock.now():
-            life = waiting.pop()
-            name = str(len(arrival))
-            arrival[name] = life.added.arrival - began
-            _add(core, device, script, life, name)
-        for output in core.step():
-            if output.new_token_ids:
-                tokens.setdefault((output.request_id, output.index), []).append(clock.now())
-    return _latencies(arrival, tokens)
+    for life in sorted(lives, key=lambda life: _there(life, intake)):
+        engine.run(_there(life, intake) - began)
+        name = str(len(arrival))
+        arrival[name] = life.added.arrival - began
+        _add(engine, script, life, name)
+    engine.run()
+    return _latencies(arrival, {(line.request_id, line.index): line.moments for line in engine.done if line.moments})
 
 
 def _intake(lives: Sequence[Life]) -> float:
@@ -185,23 +140,20 @@ def _there(life: Life, intake: float) -> float:
     return added.at if added.grammar else min(added.at, added.arrival + intake)
 
 
-def _add(core: EngineCore, device: Device, script: Script, life: Life, name: str) -> None:
+def _add(engine: SimulatedEngine, script: Script, life: Life, name: str) -> None:
     longest = max(count for _, count, _ in life.ends.values())
     request = script.request(life, name, life.added.arrival)
     cut = any(reason in ("abort", "error") for reason, _, _ in life.ends.values())
     limit = max(1, longest) if cut else request.params.max_tokens
     request = msgspec.structs.replace(request, params=request.params.with_(max_tokens=limit))
     try:
-        core.add(request)
+        engine.add(request, [script.output(life, choice) for choice in range(life.added.n)])
     except (ValueError, QueueFull) as error:
         raise ValueError(f"request {life.added.request_id} would be refused: {error}") from None
-    first = core.scheduler.requests[name].leader.seq_id
-    for choice in range(life.added.n):
-        device.outputs[first + choice] = script.output(life, choice)
 
 
 def recorded(log: RunLog) -> Latencies:
-    """What was measured, by the same definitions."""
+    """Return the recorded latencies, by the same definitions."""
     arrival: dict[str, float] = {}
     tokens: dict[tuple[str, int], list[float]] = {}
     began = min((life.added.arrival for life in log.lives if life.ends), default=0.0)

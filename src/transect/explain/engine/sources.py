@@ -23,14 +23,14 @@ class NoServer(NoLogYet):
 
 
 def server_url(source: str) -> str | None:
-    """The URL that ``source`` is, ``http://`` added to a HOST:PORT; None if it is a file."""
+    """Return the URL that ``source`` is, ``http://`` added to a HOST:PORT; None if it is a file."""
     if source.startswith(("http://", "https://")):
         return source
     return f"http://{source}" if re.fullmatch(r"[\w.-]+:\d{1,5}/?", source) and not Path(source).exists() else None
 
 
 def open_log(source: str, api_key: str | None = None, engine: int = 0) -> RunLog:
-    """The log in a file, or the newest records of one engine of the server at a URL.
+    """Return the log in a file, or the newest records of one engine of the server at a URL.
 
     Raises:
         ValueError: it cannot be read, or the server has none.
@@ -53,7 +53,7 @@ def open_logs(source: str, api_key: str | None = None) -> list[RunLog]:
 
 
 def _fetched(source: str, api_key: str | None, engine: int) -> tuple[RunLog, int]:
-    """The log of an engine, and how many engines the server has."""
+    """Return the log of an engine, and how many engines the server has."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{source.rstrip('/').removesuffix('/v1')}/v1/decisions"
     try:
@@ -78,7 +78,7 @@ def _fetched(source: str, api_key: str | None, engine: int) -> tuple[RunLog, int
 
 
 def _message(answer: httpx.Response) -> str:
-    """The message of an error in OpenAI's shape, or the beginning of any other body."""
+    """Return the message of an error in OpenAI's shape, or the beginning of any other body."""
     try:
         return str(answer.json()["error"]["message"])
     except (json.JSONDecodeError, KeyError, TypeError):

@@ -19,7 +19,7 @@ NEWEST = 200
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """What was measured, what the model makes of the same settings, and what it predicts for changed ones."""
+    """Measured latencies, the model's for the same settings, and its prediction for changed ones."""
 
     changes: Mapping[str, Any]
     measured: Latencies
@@ -27,11 +27,11 @@ class WhatIf:
     predicted: Latencies
     model: FittedSteps
     errors: Errors | None
-    """Those of a model of the first half of the log, on its second half; None: too few steps."""
+    """Errors on the second half of the log of a model fitted to the first half; None if there are too few steps."""
     followed: Errors | None
-    """The same, where each prediction knows how fast the machine was in the steps before (``calibration.followed``)."""
+    """The same errors, if each prediction uses the machine's speed in the steps before (``calibration.followed``)."""
     like: Errors | None
-    """What like steps differ by (``calibration.spread``): the machine, which no model knows."""
+    """Differences between equal steps (``calibration.spread``): noise of the machine, which no model predicts."""
     warnings: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,7 +49,7 @@ class WhatIf:
         }
 
     def lines(self) -> list[str]:
-        """A table and what to think of it."""
+        """Return a table and remarks on it."""
         rows: list[tuple[str, ...]] = [("", "measured", "model, unchanged", "model, changed", "change")]
         for title, kind in (("TTFT", "ttft"), ("ITL", "itl")):
             for name in ("p50", "p99"):

@@ -14,35 +14,25 @@ from ...costs.floors import Floor, Rates, StepFloors
 from ...costs.model import Row
 from ...costs.steps import StepLoad
 from ...costs.storage import Storage
-from ...engine.executors.gpu.step_sizes import FEWEST_ROWS, mixed_size, row_bucket
+from ...engine.executors.gpu.step_sizes import StepPadding
 from ...engine.scheduling.decisions import Header
 from ...spec.model import ModelConfig
 from .log import StepRow
 
 
-class Padding:
-    """The padded sizes of steps on the device of a log (``engine/executors/gpu/step_sizes.py``); a CPU pads nothing."""
-
-    def __init__(self, header: Header) -> None:
-        known, limits = header.device.get("padding") or {}, header.scheduler
-        self.pads = bool(known)
-        self.graph_tokens, self.fine = known.get("graph_tokens", 0), bool(known.get("fine_rows"))
-        self.multiple = max(1, known.get("multiple", 1))
-        self.block_size, self.rows = limits.get("block_size", 16), limits.get("max_num_seqs", 0)
-        self.most = -(-limits.get("max_model_len", self.block_size) // self.block_size)
-
-    def tokens(self, rows: Sequence[StepRow]) -> int:
-        """Count the tokens of a step with these rows, padding included."""
-        count, chunks = sum(row[2] for row in rows), sum(row[2] > 1 for row in rows)
-        if not self.pads:
-            return count
-        if not chunks:
-            return row_bucket(len(rows), self.fine)
-        if count > self.graph_tokens:
-            return -(-count // self.multiple) * self.multiple
-        blocks = -(-max(start + new for _, start, new in rows) // self.block_size)
-        places = max(FEWEST_ROWS, row_bucket(chunks)) + len(rows) - chunks
-        return mixed_size(count, places, blocks, self.block_size, self.most, FEWEST_ROWS + self.rows).tokens
+def padding_of(header: Header) -> StepPadding | None:
+    """Return the padded sizes of steps on the device of a log; None on a CPU, which pads nothing."""
+    known, limits = header.device.get("padding"), header.scheduler
+    if not known:
+        return None
+    return StepPadding(
+        graph_tokens=known.get("graph_tokens", 0),
+        rows=limits.get("max_num_seqs", 0),
+        context=limits.get("max_model_len", 16),
+        fine=bool(known.get("fine_rows")),
+        multiple=max(1, known.get("multiple", 1)),
+        block_size=limits.get("block_size", 16),
+    )
 
 
 class StepWork:
@@ -54,7 +44,7 @@ class StepWork:
     """
 
     def __init__(
-        self, config: ModelConfig | None, storage: Storage, rates: Rates | None, padding: Padding | None = None
+        self, config: ModelConfig | None, storage: Storage, rates: Rates | None, padding: StepPadding | None = None
     ) -> None:
         self.config, self.storage, self.rates, self.padding = config, storage, rates, padding
         self._floors = None if config is None or rates is None else StepFloors(config, rates, storage)
@@ -63,18 +53,21 @@ class StepWork:
     def of(cls, header: Header, rates: Rates | None) -> StepWork:
         """Make the work of the model that a log's header describes."""
         if not header.model:
-            return cls(None, Storage(), None, Padding(header))
+            return cls(None, Storage(), None, padding_of(header))
         known = {field.name for field in fields(ModelConfig)}
         model: dict[str, Any] = {name: _tuples(value) for name, value in header.model.items() if name in known}
         names = {field.name for field in fields(Storage)}
         stored = {name: value for name, value in header.storage.items() if name in names}
         stored["matrices"] = tuple((name, bits) for name, bits in stored.get("matrices", ()))
-        return cls(ModelConfig(**model), Storage(**stored), rates, Padding(header))
+        return cls(ModelConfig(**model), Storage(**stored), rates, padding_of(header))
 
     def load(self, rows: Sequence[StepRow]) -> StepLoad:
         """Count the work of a step with these rows."""
         found, floor = StepLoad.of((start, count) for _, start, count in rows), self.floor(rows)
-        padded = found.tokens if self.padding is None else self.padding.tokens(rows)
+        padded = found.tokens
+        if self.padding is not None and rows:
+            longest = max(start + count for _, start, count in rows)
+            padded = self.padding.tokens(found.tokens, found.rows, found.chunks, longest)
         return found._replace(padded=padded, floor=floor.seconds, flops=floor.flops, bytes=floor.bytes)
 
     def floor(self, rows: Sequence[StepRow]) -> Floor:

@@ -120,7 +120,7 @@ def _batching(script: Script) -> Change:
 
 
 def _seconds(script: Script) -> float:
-    """Seconds that a run takes, until a GPU has done what it was asked for; nobody sees what it prints."""
+    """Time a run in seconds, until the GPU has finished; its output is hidden."""
     with (
         _same_chance(),
         open(os.devnull, "w") as nowhere,

@@ -21,12 +21,12 @@ from ...hardware.cores import usable_cores
 
 Call = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 RELATIVE, ABSOLUTE = 1e-3, 1e-5
-"""How near results must be to those of the script as it is."""
+"""Tolerances between results with a change and results of the unchanged script."""
 LEAST_BYTES = 1 << 16
 MOST_MODULES = 8
-"""Modules whose calls are looked at."""
+"""Number of modules whose calls are inspected."""
 MOST_PINNED = 1 << 30
-"""Copies from host memory: of at least so many bytes, of at most so many bytes together."""
+"""Bounds on copies from host memory that are pinned: least bytes of one, most bytes of all together."""
 
 
 class NotPossible(RuntimeError):
@@ -35,7 +35,7 @@ class NotPossible(RuntimeError):
 
 @dataclass(slots=True)
 class Running:
-    """What a change has done so far."""
+    """Progress of a change."""
 
     setup_s: float = 0.0
     """Seconds that are spent once, however long the script runs."""
@@ -124,7 +124,7 @@ def compiled() -> Iterator[Running]:
 
 
 def _graphs() -> int:
-    """How many graphs torch.compile has made."""
+    """Return the number of graphs that torch.compile has made."""
     import torch._dynamo.utils  # takes a second
 
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -274,8 +274,10 @@ class Batched:
 
 @contextmanager
 def pinned() -> Iterator[Running]:
-    """What goes from the host to a GPU lies in pinned memory and is copied beside the computing: a tensor that goes
-    again and again has a pinned copy, and a ``DataLoader`` pins its batches."""
+    """Copy tensors from the host to a GPU through pinned memory, in parallel with computation.
+
+    A tensor that is copied repeatedly gets a pinned copy, and a ``DataLoader`` pins its batches.
+    """
     running = Running()
     kept: dict[Any, tuple[Tensor, Tensor]] = {}
     room = MOST_PINNED
@@ -316,7 +318,7 @@ def pinned() -> Iterator[Running]:
 
 
 def _on_gpu(target: Any) -> bool:
-    """Whether an argument of ``Tensor.to`` names a GPU."""
+    """Return True if an argument of ``Tensor.to`` names a GPU."""
     if isinstance(target, Tensor):
         return target.is_cuda
     if isinstance(target, int):
@@ -330,7 +332,7 @@ def _beside(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _close(one: Any, other: Any) -> bool:
-    """Whether two results are near each other, tensor by tensor where they hold several."""
+    """Return True if two results are close, tensor by tensor if they hold several."""
     leaves, structure = torch.utils._pytree.tree_flatten(one)
     others, same = torch.utils._pytree.tree_flatten(other)
     return structure == same and all(map(_near, leaves, others))

@@ -1,8 +1,8 @@
-"""What a Python stack says that a thread is doing: a kind of work, and the line of the user's that asked for it.
+"""Classify a thread's work from its Python stack: a kind of work, and the user's line that caused it.
 
-The innermost frames say it where they can: a library that waits, imports, logs, starts a process, cuts text into
-tokens. Else the text of the user's own line does, but only where that line itself is what runs: ``print(pool.map(f))``
-waits for a pool, and prints for a moment.
+The innermost frames decide if they can: a library that waits, imports, logs, starts a process, tokenizes text. Else the
+text of the user's line decides, but only if that line itself is running: ``print(pool.map(f))`` waits for a pool, and
+prints for a moment.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ LINES = (
     ("collection", re.compile(r"gc\.collect")),
     ("process", re.compile(r"\bos\.(?:system|popen)\(")),
 )
-"""What the user's line says, where that line is the innermost."""
+"""Kinds of work by the text of the user's line, if that line is the innermost frame."""
 READS = ("parse", "file")
-"""Kinds that it says whatever library it called."""
+"""Kinds that the user's line determines whatever library it called."""
 WRITERS = re.compile(r"/(?:loguru|absl|structlog|rich|tqdm|wandb|tensorboard\w*|encodings)/|/codecs\.py$")
 """Libraries that a line which logs may be in."""
 NATIVE = "/transect/ops/cpu/"
@@ -70,7 +70,7 @@ LIBRARIES = (
     ("copying", re.compile(r"/copy\.py:deepcopy$")),
     ("optimizer", re.compile(r"/torch/optim/\w+\.py:_single_tensor_")),
 )
-"""What a function of a library does, whatever it calls for that: operators too."""
+"""Kinds of work by library function, including all that the function calls, operators too."""
 RUN = ("run", "call", "check_call", "check_output", "getoutput", "getstatusoutput")
 """Functions of ``subprocess`` that start a process and wait for its end."""
 FORKS = ("_acquireLock", "_releaseLock", "_afterFork")
@@ -83,7 +83,7 @@ WAITING = ("wait", "poll", "join", "recv", "_try_wait", "_communicate")
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """What the host did: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
+    """Work of the host: a part, a kind (``tokenize``, ``logging``, ``sleep``, ...), and the user's line."""
 
     part: str
     kind: str
@@ -92,7 +92,7 @@ class Doing:
 
 @functools.lru_cache(maxsize=10_000)
 def doing_of(stack: tuple[Frame, ...]) -> Doing:
-    """What a stack says, innermost frame first."""
+    """Classify a stack, given innermost frame first."""
     stack = tuple(itertools.takewhile(lambda frame: not frame.file.endswith(RUNS), stack))
     user = next((frame for frame in stack if not any(part in frame.file for part in LIBRARY)), None)
     if stack and NATIVE in stack[0].file:
@@ -115,7 +115,7 @@ def doing_of(stack: tuple[Frame, ...]) -> Doing:
 
 
 def _by_library(inner: Sequence[Frame]) -> str:
-    """What a library is doing for the user's line; empty where its files do not say."""
+    """Classify the work of a library by its files; empty if they do not decide."""
     for frame in reversed(inner):
         for kind, place in LIBRARIES:
             if place.search(f"{frame.file}:{frame.function}"):
@@ -129,7 +129,7 @@ def _by_library(inner: Sequence[Frame]) -> str:
 
 
 def _by_line(inner: Sequence[Frame], user: Frame | None) -> str:
-    """What the text of the user's line says, which called the ``inner`` frames."""
+    """Classify by the text of the user's line, which called the ``inner`` frames."""
     text = linecache.getline(user.file, user.line) if user is not None else ""
     alone = all(WRITERS.search(frame.file) for frame in inner)
     return next((kind for kind, each in LINES if (alone or kind in READS) and each.search(text)), "python")

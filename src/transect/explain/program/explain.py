@@ -51,13 +51,13 @@ ONE_PROFILER = "torch's profiler is at work already, and there can be one at a t
 
 
 class Explain:
-    """Explains what runs inside of ``with``; afterwards ``result`` is there.
+    """Explain the program inside a ``with`` block; afterwards ``result`` is set.
 
     Args:
-        ceilings: what floors are computed from; None: those of this machine, measured (seconds) if they are not known.
+        ceilings: rates for floors; None for this machine's, which are measured (seconds) if unknown.
         stacks: sample the Python stack.
         trace: keep the profiler's trace in this file.
-        cores: that the program could use; None: all that this process may run on.
+        cores: number of cores that the program could use; None for all of this process.
         decisions: of an engine that runs inside (``LLM.decisions``): its steps have floors, though no trace has the
             shapes of what graphs and C++ kernels compute.
         floor_s: the shortest time, in seconds, that all inside can take, where you know it and the trace does not.
@@ -145,7 +145,7 @@ class Explain:
         )
 
     def _steps_floor(self) -> float:
-        """The floors of the engine steps that ended inside, together."""
+        """Return the floors of the engine steps that ended inside, together."""
         if self._decisions is None:
             return 0.0
         from ..engine.log import build
@@ -165,12 +165,12 @@ class Explain:
 
 
 def _marks(trace: Trace) -> list[int]:
-    """The ranges that mark what is explained."""
+    """Return the ranges that mark what is explained."""
     return [int(i) for i in trace.where(RANGE) if trace.key_of(int(i)).name == WINDOW]
 
 
 def _from_mark(trace: Trace) -> Trace:
-    """The trace without what ended before the mark: ``_first_launches`` is not the program's."""
+    """Return the trace without what ended before the mark: ``_first_launches`` is not the program's."""
     for index in _marks(trace)[:1]:
         trace.drop_before(float(trace.ts[index]))
     return trace
@@ -242,8 +242,10 @@ def machine_ceilings() -> Ceilings:
 
 @functools.cache
 def profiler_seconds(device: str = "") -> float:
-    """What the profiler adds to a small operator on ``device``, measured once; by default on the GPU, if there is one,
-    where an operator launches a kernel."""
+    """Measure once the seconds that the profiler adds to a small operator on ``device``.
+
+    The default is the GPU, if there is one, where an operator launches a kernel.
+    """
     on_gpu = device != "cpu" and torch.cuda.is_available()
     x = torch.ones(4, device="cuda" if on_gpu else "cpu")
 
@@ -264,7 +266,7 @@ def profiler_seconds(device: str = "") -> float:
 
 @functools.cache
 def autograd_seconds(on_gpu: bool) -> float:
-    """What recording adds to a small product, measured once."""
+    """Measure once the seconds that recording by autograd adds to a small product."""
     device = "cuda" if on_gpu else "cpu"
     x, weight = torch.ones(8, 8, device=device), torch.ones(8, 8, device=device, requires_grad=True)
 
@@ -292,8 +294,10 @@ def _activities() -> list[torch.profiler.ProfilerActivity]:
 
 
 def _settings() -> Any:
-    """What makes the profiler keep nothing but its trace: a run of minutes has millions of events. Where there is no
-    GPU it sees operators of all threads too; where there is one, it follows autograd's by itself."""
+    """Return settings that make the profiler keep only its trace: a run of minutes has millions of events.
+
+    Without a GPU it also records operators of all threads; with one, it follows autograd's threads by itself.
+    """
     kind = torch._C._profiler._ExperimentalConfig
     threads: Any = {} if torch.cuda.is_available() else {"profile_all_threads": True}
     try:
@@ -358,7 +362,7 @@ class _Padding:
 
 
 def _padded(ids: Tensor, pad: int | None) -> float:
-    """The share of padding at the ends of rows; ``pad`` None: the id that ends at least half of them."""
+    """Return the share of padding at the ends of rows; ``pad``: None for the id that ends at least half of the rows."""
     last = ids[:, -1:]
     if pad is None:
         value = last.mode(0).values

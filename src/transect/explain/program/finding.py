@@ -21,11 +21,11 @@ class Finding:
 
     Attributes:
         kind: a short name, the same for the same cause.
-        title: what it is.
-        evidence: what in the trace says so.
+        title: name of the cause.
+        evidence: facts in the trace.
         gain: seconds that the change is predicted to save.
-        advice: what to do.
-        apply: what ``--apply`` can do about it, by the names in ``changes.py``, separated by ", "; empty: nothing.
+        advice: change to make.
+        apply: changes that ``--apply`` can try, by the names in ``changes.py``, separated by ", "; empty for none.
         gains: seconds that one of these is predicted to save, where that is not ``gain``.
     """
 

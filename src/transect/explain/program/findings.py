@@ -1,4 +1,4 @@
-"""What to change: findings in the order of what they are predicted to gain.
+"""Find changes that would help, ordered by predicted gain.
 
 A finding has evidence in the trace, a predicted gain in seconds of the wall time that was looked at, and what to do.
 Detectors are small functions over the same material; each names one cause, and no time is claimed twice by causes that
@@ -20,11 +20,11 @@ from .stretches import stretches
 from .trace import COPY, KERNEL, OP, RUNTIME, Key
 
 CALLING = ("launch", "sync")
-"""Findings about calls of operators, whoever makes them."""
+"""Findings about calls of operators, from any caller."""
 LEAST = 0.02
 """Findings that would gain a smaller share of the wall time are left out."""
 RECORDING_S = 1e-6
-"""What autograd adds to an operator, where nothing is measured."""
+"""Seconds that autograd adds to an operator, if not measured."""
 REACHED = 0.5
 """The part of a device's rate that a product of some hundred rows reaches about."""
 VALUE_BYTES = 64
@@ -89,7 +89,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
 
 
 def _sync_launch(split: Split, calls: int) -> float:
-    """The time of launching in the loop around so many waits: that of operators called about as often."""
+    """Return the launch time in the loop around ``calls`` waits: that of operators called about as often."""
     inside = sum(op.calls for op in split.ops if calls / 2 <= op.calls <= 2 * calls)
     every = sum(op.calls for op in split.ops) or 1
     return split.parts["launch"] * inside / every if calls >= MANY else 0.0
@@ -120,7 +120,7 @@ def launching(material: Material) -> Iterator[Finding]:
 
 
 def _fusible(split: Split) -> float:
-    """The share of calls that a compiler takes away: it makes one of those that stand between two products."""
+    """Return the share of calls that a compiler takes away: it makes one of those that stand between two products."""
     trace = split.trace
     if split.on_gpu:
         launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
@@ -140,14 +140,14 @@ def _is_product(name: str) -> bool:
 
 
 def _fewer_calls(material: Material) -> str:
-    """What makes fewer calls of operators, where no backward pass runs."""
+    """Return the change that makes fewer calls of operators, if no backward pass runs."""
     if material.facts.get("backward", True):
         return "compile"
     return "batching, CUDA graph, compile" if material.split.on_gpu else "batching, compile"
 
 
 def small_batch(material: Material) -> Iterator[Finding]:
-    """The same product with few rows, again and again: the weights are read every time."""
+    """Find a product with few rows that is repeated: the weights are read every time."""
     gain, evidence, worst = 0.0, "", 0.0
     rates = {name: REACHED * rate for name, rate in material.ceilings.flops_per_second.items()}
     reached = replace(material.ceilings, flops_per_second=rates)
@@ -253,7 +253,7 @@ def wide_numbers(material: Material) -> Iterator[Finding]:
 
 
 def _has_doubles(key: Key) -> bool:
-    """Whether a tensor among the inputs is in float64; a plain number of Python's is listed with that type too."""
+    """Return True if a tensor input is in float64; plain Python numbers are listed with that type too."""
     shapes = key.shapes if isinstance(key.shapes, list) else []
     return any(kind == "double" and shape != [] for kind, shape in zip(key.types, shapes, strict=False))
 
@@ -273,7 +273,7 @@ def padding(material: Material) -> Iterator[Finding]:
 
 
 def gradients(material: Material) -> Iterator[Finding]:
-    """Autograd records what nobody asks the gradient of."""
+    """Find recording by autograd whose gradients are never used."""
     if material.facts.get("backward", True):
         return
     split = material.split
@@ -293,7 +293,7 @@ def gradients(material: Material) -> Iterator[Finding]:
 
 
 def loading(material: Material) -> Iterator[Finding]:
-    """A DataLoader that works in the main process."""
+    """Find a DataLoader that works in the main process."""
     split = material.split
     seconds = split.parts["loading"] - sum(each.seconds for each in material.named if each.doing.part == "loading")
     if seconds <= 0:

@@ -1,4 +1,4 @@
-"""What to change on the host: what Python does between operators, other threads, the garbage collector, idle cores."""
+"""Find changes on the host: Python between operators, other threads, the garbage collector, idle cores."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ IDLE = ("wait", "sleep")
 
 
 def host(material: Material) -> Iterator[Finding]:
-    """What the host did in gaps, by kind and line."""
+    """Find work of the host in gaps, by kind and line."""
     totals: dict[str, list[Named]] = {}
     for each in material.named:
         totals.setdefault(each.doing.kind, []).append(each)
@@ -70,7 +70,7 @@ def host(material: Material) -> Iterator[Finding]:
 
 
 def library(material: Material) -> Iterator[Finding]:
-    """What functions of libraries do, with the operators that they call for it."""
+    """Find work of library functions, including the operators that they call."""
     split = material.split
     for kind, (count, line) in whole_shares(material).items():
         seconds = count * split.own
@@ -116,8 +116,8 @@ def other_threads(material: Material) -> Iterator[Finding]:
 
 
 def _thread_share(material: Material) -> float:
-    """The share of samples in which another thread ran Python while the main thread had work of its own; 0 where it is
-    too small to matter. A thread in an operator holds no lock."""
+    """Return the share of samples in which another thread ran Python while the main thread had work of its own; 0 where
+    it is too small to matter. A thread in an operator holds no lock."""
     samples = material.samples.samples if material.samples is not None else []
     mine = [sample for sample in samples if sample.busy and doing_of(sample.stack).kind not in IDLE]
     computing = _operators_elsewhere(material.split, [sample.at for sample in mine])
@@ -141,7 +141,7 @@ def _operators_elsewhere(split: Split, moments: Sequence[float]) -> list[int]:
 
 
 def collector(material: Material) -> Iterator[Finding]:
-    """The garbage collector, where nobody calls it."""
+    """Find time of the garbage collector, if the program does not call it."""
     if material.samples is None or any(each.doing.kind == "collection" for each in material.named):
         return
     found = material.samples.samples

@@ -82,8 +82,10 @@ def name_gaps(split: Split, samples: Samples | None = None) -> list[Named]:
 
 
 def _inside_calls(split: Split, samples: Samples | None) -> list[Named]:
-    """What a library in Python did in the gaps of a loop that calls operators, such as reading a file tensor by tensor:
-    its time is not that of calling them."""
+    """Name the work of a Python library in the gaps of a loop that calls operators.
+
+    An example is reading a file tensor by tensor, whose time is not that of calling operators.
+    """
     gaps = [gap for gap in split.gaps if gap.part == "launch"]
     begins = [gap.begin for gap in gaps]
     counts: Counter[Doing] = Counter()
@@ -116,14 +118,14 @@ def _moved(split: Split, named: list[Named]) -> list[Named]:
 
 
 def _named(split: Split, samples: Samples | None) -> list[Named]:
-    """What the host did in its gaps, without what the profiler added to them."""
+    """Name the work of the host in its gaps, without the profiler's own time."""
     found = _sampled(split, samples) if samples is not None and samples.samples else _called(split)
     whole = sum(gap.seconds for gap in split.gaps if gap.part == "host")
     return [replace(each, seconds=each.seconds * split.parts["host"] / whole) for each in found]
 
 
 def _of_python(split: Split) -> list[Gap]:
-    """The host's gaps but those in which operators computed there."""
+    """Return the host's gaps but those in which operators computed there."""
     return [gap for gap in split.gaps if gap.part == "host" and not gap.label.endswith(COMPUTED)]
 
 
@@ -172,14 +174,17 @@ def _called(split: Split) -> list[Named]:
 
 
 def _python(name: str) -> Doing:
-    """What a ``python_function`` event says, such as ``train.py(12): step``."""
+    """Classify a ``python_function`` event, such as ``train.py(12): step``."""
     found = re.match(r"(.*)\((\d+)\): (.*)", name)
     frame = Frame(found[1], found[3], int(found[2])) if found else Frame("", name, 0)
     return doing_of((frame,))
 
 
 def _between_kernels(trace: Trace, gap: Gap, alone: set[int]) -> Gap:
-    """A gap in which no kernel ran with its part, and what says so. ``alone``: operators that compute on the host."""
+    """Return a gap in which no kernel ran with its part, and what says so.
+
+    ``alone``: operators that compute on the host.
+    """
     return Gap(gap.begin, gap.end, *_cause(trace, gap, alone))
 
 

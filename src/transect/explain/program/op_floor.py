@@ -1,11 +1,11 @@
-"""The least time of one PyTorch operator, from the shapes and types of its inputs as a trace has them.
+"""Compute the least time of one PyTorch operator from the shapes and types of its inputs in a trace.
 
 Products are bound by FLOPs or bytes, all others by bytes: each input read once, one output written that is as large as
 the largest input, but for those that read or write a part of a tensor (``_PARTS``), or write what they were given
 (``signatures.py``). Numbers that a tensor repeats (``expand``) count once. That is the roofline bound of an operator
-that runs alone; several operators fused take less. Of operators that are neither PyTorch's nor simple ones of this
-project nobody knows what they compute, nor of recurrent layers, of types that are not in ``SIZES``, and of tensors
-without strides (sparse and nested ones).
+that runs alone; several operators fused take less. There is no floor for operators that are neither PyTorch's nor
+simple ones of this project, for recurrent layers, for types that are not in ``SIZES``, and for tensors without strides
+(sparse and nested ones).
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ max_pool2d max_pool1d mse_loss smooth_l1_loss huber_loss binary_cross_entropy mu
 glu
 """
 REDUCES = frozenset(f"aten::{name}" for name in _REDUCES.split())
-"""What they write is small beside what they read."""
+"""Operators that write little compared with what they read."""
 _TESTS = "eq ne lt le gt ge isnan isinf isposinf isneginf signbit logical_and logical_or logical_xor logical_not"
 TESTS = frozenset(f"aten::{name}" for name in _TESTS.split())
 """They write truths, of one byte each."""
@@ -136,11 +136,11 @@ repeat_interleave grid_sampler_2d grid_sampler_3d
 PICKS = frozenset(f"aten::{name}" for name in _PICKS.split())
 """They touch as much of a tensor as values say, which no trace has."""
 Sizes = list[tuple[int, int]]
-"""How many numbers each input has, and the bytes of one."""
+"""Number of elements of each input, and bytes of one element."""
 
 
 def _bag(sizes: Sizes, dim: int) -> Cost:
-    """A row for each index, added up for each bag."""
+    """Return a row for each index, added up for each bag."""
     (_, width), (rows, index), (bags, _) = sizes[:3]
     return Cost(rows * dim, rows * (dim * width + index), bags * dim * width)
 
@@ -151,7 +151,7 @@ def _into(sizes: Sizes, dim: int) -> Cost:
 
 
 def _picked(sizes: Sizes, dim: int) -> Cost:
-    """A number for each index."""
+    """Return a number for each index."""
     (_, width), (count, index) = sizes[:2]
     return Cost(0, count * (width + index), count * width)
 
@@ -163,7 +163,7 @@ def _looked_up(sizes: Sizes, dim: int) -> Cost:
 
 
 def _loss_backward(sizes: Sizes, dim: int) -> Cost:
-    """The gradient of all numbers, of which one in each row is none of zero."""
+    """Return the gradient of all numbers, of which one in each row is none of zero."""
     (count, width), (rows, index) = sizes[1:3]
     return Cost(0, rows * index, count * width)
 
@@ -247,8 +247,11 @@ def cost(key: Key) -> Cost | None:
 
 
 def _moved(key: Key, tensors: list[_Tensor], said: Signature) -> Cost:
-    """What is bound by bytes: inputs are read, and those that the operator updates are written, or what ``out`` names,
-    or a new tensor as large as the largest input."""
+    """Compute the cost of an operator bound by bytes.
+
+    Inputs are read; written are the inputs that the operator updates, or those named by ``out``, or a new tensor as
+    large as the largest input.
+    """
     updated = [each for each in tensors if each.place in said.updated]
     outputs = [each for each in tensors if each.place in said.outputs]
     inputs = [each for each in tensors if each not in outputs]
@@ -266,7 +269,10 @@ def _moved(key: Key, tensors: list[_Tensor], said: Signature) -> Cost:
 
 
 def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
-    """The fewest seconds that the operator needs; None where that cannot be said. ``kernel``: a GPU's, for it."""
+    """Return the fewest seconds that the operator needs; None where that cannot be said.
+
+    ``kernel``: a GPU's, for it.
+    """
     if kernel and "TensorList" in key.types:  # its template says what numbers lists hold
         found = LISTED.search(kernel)
         key = replace(key, listed=f"c10::{found[0].lower()}" if found else "float")
@@ -277,8 +283,8 @@ def floor(key: Key, ceilings: Ceilings, kernel: str = "") -> float | None:
 
 
 def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.ndarray:
-    """The fewest seconds that each of these operators of one thread needs for its own work. Operators that it calls
-    have floors of their own. NaN: not known."""
+    """Return the fewest seconds that each of these operators of one thread needs for its own work. Operators that it
+    calls have floors of their own. NaN: not known."""
     own = np.full(len(trace.ts), np.nan)
     wholes: dict[int, float | None] = {}
     delegating: dict[int, bool] = {}
@@ -307,7 +313,7 @@ def own_floors(trace: Trace, indices: Sequence[int], ceilings: Ceilings) -> np.n
 
 
 def _delegates(key: Key) -> bool:
-    """Whether an operator that moves numbers lets others do it on a processor."""
+    """Return True if an operator that moves numbers delegates the work to other operators on a CPU."""
     computes = key.name in PRODUCTS or key.name in CONVOLUTIONS or any(each in key.name for each in ATTENTION)
     return not computes and key.name != "aten::_convolution" and signature(key.name, key.types).composite
 
@@ -325,8 +331,8 @@ def _bandwidth(key: Key, least: Cost, ceilings: Ceilings) -> float:
 
 
 def dtype_of(key: Key, kernel: str = "") -> str:
-    """The name of the floating-point type that an operator computes in, or this kernel for it; float32 where none is
-    known."""
+    """Return the name of the floating-point type that an operator computes in, or this kernel for it; float32 where
+    none is known."""
     found = next((DTYPES[each] for each in key.types if each in DTYPES), "float32")
     return "tf32" if found == "float32" and TF32.search(kernel) else found
 
@@ -385,7 +391,7 @@ def _convolution(key: Key, shapes: list[list[int]], width: int, read: int) -> Co
 
 
 def _at(values: list[int], index: int, otherwise: int) -> int:
-    """A setting of one dimension; one number stands for all of them."""
+    """Return a setting of one dimension; one number stands for all of them."""
     return values[min(index, len(values) - 1)] if values else otherwise
 
 
@@ -439,8 +445,7 @@ class _Tensor:
 
 
 def _tensors(key: Key) -> list[_Tensor]:
-    """Each input that is a tensor, or a list of them; none where one has a type of which nobody knows the size, or no
-    strides."""
+    """List the inputs that are tensors or lists of tensors; empty if one has an unknown type or no strides."""
     if not isinstance(key.shapes, list):
         return []
     found: list[_Tensor] = []
@@ -462,7 +467,7 @@ def _tensors(key: Key) -> list[_Tensor]:
 
 
 def _numbers(shape: list[int], strides: Any) -> int:
-    """How many numbers a tensor has in memory: a stride of 0 repeats them."""
+    """Return the number of elements of a tensor in memory: a stride of 0 repeats elements."""
     if not isinstance(strides, list) or len(strides) != len(shape):
         return math.prod(shape)
     return math.prod(extent for extent, step in zip(shape, strides, strict=True) if step or not extent)

@@ -19,7 +19,7 @@ CACHED = "operators above 100% of their floor found their inputs in a cache: flo
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What came out: the parts of the wall time, findings, and what they were found in."""
+    """Result: the parts of the wall time, the findings, and the material they are based on."""
 
     split: Split
     findings: list[Finding]
@@ -65,18 +65,18 @@ def lines(explanation: Explanation) -> Iterator[str]:
 
 
 def of_floor(op: OpStat) -> str:
-    """The share of an operator's time that its floor is; empty where it has none."""
+    """Return the share of an operator's time that its floor is; empty where it has none."""
     return "" if op.floor is None or not op.seconds else f"{min(9.99, op.calls * op.floor / op.seconds):.0%}"
 
 
 def notes(explanation: Explanation) -> list[str]:
-    """What is to be known of the figures."""
+    """Return remarks on the figures."""
     faster = any(op.floor and op.calls * op.floor > SURE * op.seconds for op in heaviest(explanation))
     return [*explanation.split.notes, *([CACHED] if faster else [])]
 
 
 def heaviest(explanation: Explanation) -> list[OpStat]:
-    """The operators or kernels that take the most time."""
+    """Return the operators or kernels that take the most time."""
     return sorted(explanation.split.ops, key=lambda op: -op.seconds)[:MOST_OPS]
 
 

@@ -31,7 +31,7 @@ COLOURS = {
 
 
 def page(explanation: Explanation, title: str = "Where the time went") -> str:
-    """The whole page."""
+    """Return the whole page."""
     split = explanation.split
     figures = as_dict(explanation)
     figures["timeline"] = timeline(explanation)

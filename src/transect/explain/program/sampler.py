@@ -20,11 +20,11 @@ from typing import Any, Self
 
 PERIOD_S = 0.002
 SWITCH_S = 20e-6
-"""How soon the watched thread hands over the interpreter's lock. With Python's own 5 ms it would mostly do so at the
-next operator, and every sample would show that line."""
+"""Seconds after which the watched thread releases the interpreter's lock. With Python's default of 5 ms it would mostly
+do so at the next operator, and every sample would show that line."""
 SLACK_NS = 1000
-"""How late a timer of the sampling thread may ring. With Linux's own 50 us it would ask for the lock so much later, and
-lines that let go of it would be seen more often than they run (docs/lab-notes/explain.md)."""
+"""Nanoseconds by which a timer of the sampling thread may be late. With Linux's default of 50 us it would request the
+lock that much later, and lines that release it would be over-represented (docs/lab-notes/explain.md)."""
 PR_SET_TIMERSLACK = 29
 LITTLE_S = 100e-6
 """A thread that ran no longer than this since the sample before was waiting."""
@@ -58,14 +58,14 @@ class Sample:
 
 @dataclass(slots=True)
 class Samples:
-    """What was seen; ``collections``: (begin, end) of each run of the garbage collector."""
+    """Recorded samples; ``collections``: (begin, end) of each run of the garbage collector."""
 
     period: float = PERIOD_S
     samples: list[Sample] = field(default_factory=list)
     collections: list[tuple[float, float]] = field(default_factory=list)
 
     def on_clock(self, offset: float) -> Samples:
-        """The same, with times that lie ``offset`` seconds later: those of another clock."""
+        """Return the same, with times that lie ``offset`` seconds later: those of another clock."""
         return Samples(
             self.period,
             [replace(sample, at=sample.at + offset) for sample in self.samples],
@@ -143,9 +143,11 @@ class StackSampler:
 def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[int, CodeType]]]:
     """(code, line) of a thread's frames, innermost first, and the code that each thread is in.
 
-    Whoever holds a frame when its function returns ends the function's variables, in the thread that lets go of it; and
-    torch has guards that switch something of their own thread back when they end. So each of these is one call that
-    keeps no frame, and in which no other thread runs: it calls nothing but C, and nothing is collected meanwhile."""
+    A thread that holds a frame when its function returns destroys the function's variables in its own thread when it
+    releases the frame, and torch has guards that restore thread-local state when they are destroyed. So each look is
+    one call that keeps no frame, and during which no other thread runs: it calls only C code, and no garbage is
+    collected.
+    """
     collecting = sys.version_info < (3, 12) and gc.isenabled()  # later ones collect between two instructions alone
     if collecting:
         gc.disable()
@@ -157,7 +159,7 @@ def _look(watched: int) -> tuple[list[tuple[CodeType, int | None]], list[tuple[i
 
 
 def _frames() -> Iterator[Any]:
-    """The innermost frame of each thread, as a dictionary, at the moment when it is asked for."""
+    """Return the innermost frame of each thread, as a dictionary, at the moment when it is asked for."""
     return islice(iter(sys._current_frames, None), 1)
 
 
@@ -172,7 +174,7 @@ def _codes() -> Iterator[Any]:
 
 
 def _ran(thread: threading.Thread) -> int | None:
-    """Nanoseconds that a thread has run on a core; None where nobody says."""
+    """Return nanoseconds that a thread has run on a core; None if the system does not report them."""
     try:
         with open(f"/proc/self/task/{thread.native_id}/schedstat") as file:
             return int(file.read().split()[0])

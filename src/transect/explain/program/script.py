@@ -27,8 +27,8 @@ OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a script ended. ``failed``: why, in a line; empty where all went well. ``error``: what it raised.
-    ``interrupted``: by Ctrl-C."""
+    """End of a script. ``failed``: reason in one line, empty after success. ``error``: the exception raised.
+    ``interrupted``: True after Ctrl-C."""
 
     failed: str = ""
     error: Exception | None = None
@@ -76,13 +76,13 @@ class _Again(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What is run.
+    """Script to run.
 
     Args:
         path: the file; or the name of a module, where ``module`` is set.
-        arguments: of its own.
-        stdin: what it reads from standard input; None: what this process reads.
-        seconds: after which it is interrupted, as by Ctrl-C; 0: never.
+        arguments: the script's own arguments.
+        stdin: its standard input; None for that of this process.
+        seconds: time after which it is interrupted, as by Ctrl-C; 0 for never.
     """
 
     path: str | Path
@@ -93,7 +93,7 @@ class Script:
 
     @property
     def name(self) -> str:
-        """What to call it."""
+        """Name of the script in reports."""
         return str(self.path)
 
     def check(self) -> None:
@@ -180,7 +180,7 @@ def _as_it_was() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Inside, Ctrl-C comes by itself after so many seconds; 0: never."""
+    """Raise KeyboardInterrupt inside the block after ``seconds``; 0 for never."""
     if not seconds:
         yield
         return
@@ -194,13 +194,13 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def _own(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback from the script's first frame on."""
+    """Return a traceback from the script's first frame on."""
     while trace is not None and trace.tb_frame.f_code.co_filename in OURS:
         trace = trace.tb_next
     return trace
 
 
 def _place(error: BaseException) -> str:
-    """The innermost line of an error, as ``file:line``."""
+    """Return the innermost line of an error, as ``file:line``."""
     frames = traceback.extract_tb(_own(error.__traceback__))
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""

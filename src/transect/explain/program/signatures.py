@@ -1,8 +1,7 @@
-"""What PyTorch itself says of an operator in a trace: which inputs it writes, whether it only looks at one in another
-way, and whether others do its work on a processor.
+"""Look up PyTorch's own facts of an operator in a trace: inputs it writes, views, and delegation on a CPU.
 
-A trace has a name and the types of the inputs, of which the overload follows. Another version of PyTorch may have
-recorded it: where nothing fits, nothing is said.
+A trace has a name and the types of the inputs, which determine the overload. Another version of PyTorch may have
+recorded the trace: if no overload fits, there are no facts.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Signature:
     updated: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     view: bool = False
-    """What it returns is its input, seen in another way."""
+    """True if the operator returns a view of its input."""
     composite: bool = False
-    """On a processor other operators do its work."""
+    """True if other operators do its work on a CPU."""
 
 
 @functools.cache
@@ -42,7 +41,7 @@ def signature(name: str, types: tuple[str, ...]) -> Signature:
 
 
 def _fits(argument: str, recorded: str) -> bool:
-    """Whether an argument of a type can have been recorded so; what is None has no type."""
+    """Return True if an argument of a type can have been recorded like this; None is recorded without a type."""
     tensor, many = "Tensor" in argument, "List[" in argument
     if recorded == "TensorList":
         return tensor and many

@@ -40,7 +40,7 @@ PARTS: Mapping[str, str] = {
     "unexplained": "unexplained",
 }
 LAUNCH_S = 3e-6
-"""What calling an operator costs, where nothing is measured."""
+"""Seconds that calling an operator costs, if not measured."""
 SMALL_S = 30e-6
 """An operator whose floor is below ``LAUNCH_S`` and that takes no longer than this does little but being called."""
 SHORT_GAP_S = 30e-6
@@ -55,14 +55,14 @@ ISSUES = r"Launch|Memcpy|Memset|Malloc|Free|Synchronize|HostAlloc|Event"
 HOST_OP_S = 500e-6
 """An operator that takes longer without any such call computes on the host."""
 OWN_OVERHEAD = r"^(?:Activity Buffer Request|Instrumentation|Resource|CUPTI)"
-"""What the profiler does for itself; the driver's overhead (loading a kernel, say) is the program's."""
+"""Events of the profiler's own work; the driver's overhead (loading a kernel, say) is the program's."""
 GIVES = r"Launch|Memcpy|Memset"
 """Calls that give the GPU something to do."""
 HELD_S = 200e-6
 """A GPU that has nothing else to do begins within microseconds of a launch. If its first kernel under a profiler begins
 so much later, the profiler was setting itself up."""
 PLUMBING = ("autograd::", "Optimizer", "torch::autograd", "TorchDynamo Cache Lookup", "Pregraph bytecode")
-"""What autograd, optimizers and torch.compile do to call operators."""
+"""Events of autograd, optimizers and torch.compile around calls of operators."""
 COMMUNICATION = re.compile(r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|c10d|gloo", re.I)
 
 
@@ -89,7 +89,7 @@ class OpStat:
 
     @property
     def title(self) -> str:
-        """What to call it: an operator, or the kernel's name without its templates behind that of its operator."""
+        """Title: the kernel's name, after that of its operator if one launched it."""
         if not self.operator:
             return kernel_name(self.key.name, templates=True)
         return f"{self.operator}: {kernel_name(self.key.name)}"
@@ -164,7 +164,7 @@ class Split:
     held: float = 0.0
     """Seconds in which a GPU had nothing to do because of the profiler."""
     held_host: float = 0.0
-    """Those of them in which the host could not go on either."""
+    """The part of ``held`` seconds in which the host was held too."""
 
     @property
     def own(self) -> float:
@@ -178,7 +178,7 @@ class Split:
         self.parts["inefficiency"] += max(0.0, seconds - least)
 
     def share(self, part: str) -> float:
-        """The part of the wall time."""
+        """Return the part of the wall time."""
         return self.parts.get(part, 0.0) / self.wall if self.wall else 0.0
 
     @property
@@ -204,8 +204,8 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
     """Split a trace; gaps are still all called "host" (``gaps.name_gaps`` says more).
 
     Args:
-        ceilings: what floors are computed from.
-        profiler_s: what the profiler adds to each operator, if that is known.
+        ceilings: rates for floors.
+        profiler_s: seconds that the profiler adds to each operator, if known.
         padding: the share of tokens that are padding, if that is known.
     """
     begin, end, lane = _window(trace)
@@ -252,7 +252,7 @@ def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
 
 
 def _without(gap: Gap, spans: Sequence[tuple[float, float]]) -> Iterator[Gap]:
-    """The pieces of a gap that lie in none of these spans."""
+    """Yield the pieces of a gap that lie in none of these spans."""
     at = gap.begin
     for first, last in spans:
         if last <= at or first >= gap.end:
@@ -315,7 +315,7 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
-    """What the main thread did, where no kernel ran on a GPU."""
+    """Split the time of the main thread, if no kernel ran on a GPU."""
     mine = [int(i) for i in trace.where(OP) if trace.lane[i] == lane]
     stats: dict[int, OpStat] = {}
     gaps: list[Gap] = []
@@ -374,8 +374,11 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
 def _device(
     trace: Trace, ceilings: Ceilings, begin: float, end: float
 ) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
-    """What the GPU did. A kernel's shapes are those of the operator that launched it; where one operator launched
-    several kernels, its floor is theirs together, and each has as much of it as it has of their time."""
+    """Split the time of the GPU.
+
+    A kernel's shapes are those of the operator that launched it. If an operator launched several kernels, its floor is
+    divided between them in proportion to their times.
+    """
     launcher = {int(trace.link[i]): int(i) for i in trace.where(OP) if trace.link[i] >= 0}
     marks: list[tuple[float, int, int]] = []
     for kind in (KERNEL, COPY, SET):

@@ -41,8 +41,10 @@ LARGEST = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an event is: its name, and where the trace has them the shapes, types and plain arguments of its inputs.
-    ``nodes`` says that autograd recorded it."""
+    """Identity of an event: its name, and if recorded the shapes, types and plain arguments of its inputs.
+
+    ``nodes`` is set if autograd recorded the event.
+    """
 
     name: str
     shapes: Any = None
@@ -194,7 +196,7 @@ class Trace:
         return np.flatnonzero(self.kind == kind)
 
     def key_of(self, index: int) -> Key:
-        """What an event is."""
+        """Return the identity of an event."""
         return self.keys[self.key[index]]
 
     def latest_ends(self) -> np.ndarray:
@@ -205,12 +207,12 @@ class Trace:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether kernels ran."""
+        """True if kernels ran."""
         return bool((self.kind == KERNEL).any())
 
 
 def _unusual(shapes: list[Any], strides: Any) -> bool:
-    """Whether a tensor, or one in a list of them, repeats numbers, or has no strides."""
+    """Return True if a tensor, or one in a list of them, repeats elements or has no strides."""
     if not isinstance(strides, list):
         return False
     for shape, steps in zip(shapes, strides, strict=False):
@@ -225,7 +227,7 @@ def _unusual(shapes: list[Any], strides: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Whether a value of JSON is a number that can be reckoned with."""
+    """Return True if a JSON value is a usable number."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST < value < LARGEST
 
 

@@ -19,7 +19,7 @@ from .trace import Trace
 PIECE = 1 << 20
 """Characters that are read at a time."""
 LONGEST_EVENT = 64 << 20
-"""A value that does not end within so many characters is no event."""
+"""Longest event in characters; a longer value is not an event."""
 _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
 
@@ -39,7 +39,7 @@ class _Text:
         return bool(piece)
 
     def peek(self) -> str:
-        """The next character that is no space; empty at the end."""
+        """Return the next character that is no space; empty at the end."""
         while True:
             while self.at < len(self.buffer) and self.buffer[self.at] in _SPACE:
                 self.at += 1
@@ -49,7 +49,7 @@ class _Text:
                 return ""
 
     def value(self) -> Any:
-        """The next JSON value.
+        """Return the next JSON value.
 
         Raises:
             EOFError: the file ends before it does.
@@ -73,7 +73,8 @@ class _Text:
 
 
 def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
-    """The events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values go to ``head``.
+    """Yield the events of a trace: of a list, or of the list ``traceEvents`` of an object, whose other values go to
+    ``head``.
 
     Raises:
         EOFError: the file ends too early. ValueError: this is no trace.
@@ -118,7 +119,8 @@ def _items(text: _Text) -> Iterator[Any]:
 
 
 def _pieces(raw: IO[bytes], size: int, progress: Callable[[float], None]) -> Iterator[str]:
-    """The text of a file, plain or gzipped, piece by piece; of a packed file whose end is missing, what is there."""
+    """Yield the text of a file, plain or gzipped, piece by piece; of a packed file whose end is missing, what is
+    there."""
     first = raw.read(2)
     raw.seek(0)
     unpack = zlib.decompressobj(wbits=31) if first == b"\x1f\x8b" else None
@@ -141,7 +143,7 @@ def _pieces(raw: IO[bytes], size: int, progress: Callable[[float], None]) -> Ite
 
 
 def read_trace(path: str | Path, progress: Callable[[float], None] | None = None) -> Trace:
-    """The events of a trace file.
+    """Read the events of a trace file.
 
     Args:
         progress: called with the share of the file that has been read.

@@ -43,7 +43,7 @@ class Homes(Protocol):
         ...
 
     def ready(self, place: int) -> bool:
-        """Whether ``send`` would not wait."""
+        """Return True if ``send`` would not wait."""
         ...
 
     def send(self, place: int, slot: Tensor) -> None:

@@ -33,7 +33,7 @@ class _Place(NamedTuple):
     """In numbers, from the beginning of its storage."""
 
     def of(self, memory: Tensor) -> Tensor:
-        """The tensor, as a view of a piece of memory."""
+        """Return the tensor, as a view of a piece of memory."""
         storage = memory[self.start : self.start + self.nbytes].view(self.dtype)
         return storage.as_strided(self.size, self.stride, storage.storage_offset() + self.offset)
 

@@ -51,15 +51,15 @@ class LayerStream:
         self._settled = False
         # Layers are counted on from step to step: number n is the layer at place n modulo their count.
         self._done = 0
-        """How many have been computed."""
+        """Number of layers computed so far."""
         self._sent = 0
-        """How many have been sent to their slots."""
+        """Number of layers sent to their slots so far."""
         self._last = [-1] * SLOTS
         """The number of the layer that each slot has, or is about to have."""
 
     @property
     def slot_bytes(self) -> int:
-        """What the slots take on the device."""
+        """Bytes of the slots on the device."""
         return sum(slot.nbytes for slot in self._slots)
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -100,8 +100,10 @@ class LayerStream:
     # ---- while it runs
 
     def turns(self, layers: Sequence[Part]) -> Iterator[Part]:
-        """What a stack has for each layer, one after the other; each comes when its matrices are in their slot, or will
-        be when what is launched now runs."""
+        """Yield a stack's part for each layer in order.
+
+        Each is yielded when its matrices are in their slot, or will be when work launched now runs.
+        """
         for layer, part in enumerate(layers):
             place = self._places.get(layer)
             if place is None:

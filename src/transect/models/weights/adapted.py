@@ -104,7 +104,7 @@ class Adapted(Weight):
         return self._beside(x_TI, self.base(x_TI), self._share())
 
     def _beside(self, x_TI: Tensor, out: Tensor, share_O: Tensor | None) -> Tensor:
-        """The base's product with the adapter's; ``share_O`` is m / n."""
+        """Return the base's product with the adapter's; ``share_O`` is m / n."""
         dropped = x_TI if self.dropout is None else self.dropout(x_TI)
         low = dropped @ self.a.mT
         if share_O is None:
@@ -115,7 +115,7 @@ class Adapted(Weight):
 
     @torch.no_grad()
     def _norms(self) -> Tensor:
-        """The norms of the rows of W + s B A, ``[O]``."""
+        """Return the norms of the rows of W + s B A, ``[O]``."""
         moved = LowRank(self.a, self.b, self.scale).applied(self.base.dense())
         return torch.linalg.vector_norm(moved, dim=1).to(self.b.dtype)
 
@@ -138,7 +138,7 @@ class Adapted(Weight):
         return lambda x: self._beside(x, base(x), share_O)
 
     def dense(self) -> Tensor:
-        """The plain matrix that computes the same, in the base's dtype; with the gradients of the factors."""
+        """Return the plain matrix that computes the same, in the base's dtype; with the gradients of the factors."""
         weight = self.base.dense()
         moved = LowRank(self.a, self.b, self.scale).applied(weight)
         if self.m is not None:

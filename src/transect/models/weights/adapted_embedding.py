@@ -56,6 +56,6 @@ class AdaptedEmbedding(nn.Module):
         return torch.addmm(self.base(index_T), F.embedding(index_T, self.b), self.a, alpha=self.scale)
 
     def dense(self) -> Tensor:
-        """The plain table that gives the same rows."""
+        """Return the plain table that gives the same rows."""
         table = self.base.weight
         return LowRank(self.a, self.b, self.scale).applied(table).to(table.dtype)

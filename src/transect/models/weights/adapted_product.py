@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 
 
 def cpu_kernels(weight: Tensor) -> Kernels | None:
-    """The C++ kernels, on torch's number of threads, for a model with such weights; None where they do not apply or, as
-    is then logged, cannot be built."""
+    """Return the C++ kernels, on torch's number of threads, for a model with such weights; None where they do not apply
+    or, as is then logged, cannot be built."""
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return None
     try:
@@ -41,8 +41,11 @@ def cpu_kernels(weight: Tensor) -> Kernels | None:
 
 @contextmanager
 def calling_thread_alone() -> Iterator[None]:
-    """Torch's own operators on one thread meanwhile. With adapters they are small additions between the C++ kernels;
-    torch's other threads would go on spinning after each of them, on the cores that the kernels' threads need."""
+    """Run torch's operators on one thread inside the block.
+
+    With adapters they are small additions between the C++ kernels. Torch's other threads would keep spinning after each
+    addition, on the cores that the kernels' threads need.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

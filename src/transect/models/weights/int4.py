@@ -39,7 +39,7 @@ class Int4(Weight):
 
     @classmethod
     def of(cls, weight: Weight, group: int) -> Int4:
-        """The 4-bit form of another weight.
+        """Return the 4-bit form of another weight.
 
         Raises:
             ValueError: see ``quantize``.
@@ -53,7 +53,7 @@ class Int4(Weight):
         return self.in_features // self.scale.shape[1]
 
     def dense(self) -> Tensor:
-        """The weight that the codes stand for, in the compute dtype."""
+        """Return the weight that the codes stand for, in the compute dtype."""
         rebuild = triton_dequantize if self.codes.is_cuda else dequantize_reference
         return rebuild(self.codes, self.scale, self.zero)
 

@@ -76,7 +76,7 @@ class Int4Products:
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False) -> Int4Products:
-        """The fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
+        """Return the fastest that run on ``device``; ``dependent``: with dependent launch where the device has it."""
         if not runs_triton(torch.empty(0, device=device)):
             return cls(int4_matmul.reference, _gated_by_torch)
         dependent = dependent and has_dependent_launch(torch.device(device))
@@ -333,22 +333,22 @@ class Int4Holder:
 
 
 def served_codes(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its device;
-    K' is K rounded up to whole groups."""
+    """Return a dense matrix ``[N, K]`` in codes uint8 ``[N, K']``, scales and zeros bfloat16 ``[N, K' / 128]``, on its
+    device; K' is K rounded up to whole groups."""
     spare = -weight.shape[1] % SERVING_GROUP
     whole = torch.cat((weight, weight[:, -1:].expand(-1, spare)), 1) if spare else weight
     return codes_of(whole, SERVING_GROUP, SCALES)
 
 
 def rounded(weight: Tensor) -> Tensor:
-    """The values that a dense matrix has when it is served in 4 bits, ``[N, K]`` float32."""
+    """Return the values that a dense matrix has when it is served in 4 bits, ``[N, K]`` float32."""
     codes, scale, zero = served_codes(weight)
     groups = codes.view(*scale.shape, -1).float()
     return torch.addcmul(zero.float()[..., None], scale.float()[..., None], groups).flatten(1)[:, : weight.shape[1]]
 
 
 def affine_groups(weight: Tensor) -> AffineGroups:
-    """The same for the C++ CPU kernels.
+    """Return the same for the C++ CPU kernels.
 
     Raises:
         ValueError: K is no multiple of 32.

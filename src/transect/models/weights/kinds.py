@@ -40,7 +40,8 @@ ROUNDED: Mapping[NumberFormat, Callable[[Tensor], Tensor]] = {INT4: _rounded_to_
 
 
 def rounded_values(quantization: str | None) -> Callable[[Tensor], Tensor] | None:
-    """The function from a matrix to its rounded values; None if plain torch holds the codes, or nothing is rounded."""
+    """Return the function from a matrix to its rounded values; None if plain torch holds the codes, or nothing is
+    rounded."""
     form = rounding(quantization)
     return None if form is None else ROUNDED.get(form)
 
@@ -53,7 +54,7 @@ def kinds_for(
     layouts: Layouts = (),
     chained_blocks: bool = False,
 ) -> Kinds | None:
-    """The kinds of weight of a model that plain torch or a GPU serves; None if all are dense.
+    """Return the kinds of weight of a model that plain torch or a GPU serves; None if all are dense.
 
     Args:
         quantization: as ``EngineConfig`` names it: the layers' matrices are rounded when they are loaded, and the head

@@ -24,7 +24,8 @@ class LowRank:
     magnitude: Tensor | None = None
 
     def applied(self, weight: Tensor) -> Tensor:
-        """The plain matrix ``[O, I]`` that computes the same as ``weight`` with these beside it, at least float32."""
+        """Return the plain matrix ``[O, I]`` that computes the same as ``weight`` with these beside it, at least
+        float32."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         moved = weight.to(wide) + self.scale * (self.b.to(wide) @ self.a.to(wide))
         if self.magnitude is None:

@@ -46,7 +46,7 @@ class NF4(Weight):
 
     @classmethod
     def of(cls, weight: Weight) -> NF4:
-        """The NF4 form of another weight.
+        """Return the NF4 form of another weight.
 
         Raises:
             ValueError: it has an odd number of numbers.
@@ -56,7 +56,7 @@ class NF4(Weight):
         return cls(weight.shape, quantize(dense), dense.dtype, bias)
 
     def dense(self) -> Tensor:
-        """The weight that the codes stand for, in the compute dtype."""
+        """Return the weight that the codes stand for, in the compute dtype."""
         return dequantize(NF4State(self.codes, self.scales, self.nested, self.offset), self.shape).to(self.like.dtype)
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class NF4(Weight):
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> NF4State:
-    """A matrix of any float dtype in NF4.
+    """Return a matrix of any float dtype in NF4.
 
     Raises:
         ValueError: it has an odd number of numbers, which have no whole bytes.
@@ -104,7 +104,7 @@ def dequantize(state: NF4State, shape: tuple[int, int]) -> Tensor:
 
 
 def _scaled(numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """The largest magnitude of each block, and all numbers over those of their blocks, in [-1, 1]."""
+    """Return the largest magnitude of each block, and all numbers over those of their blocks, in [-1, 1]."""
     spare = -len(numbers) % block
     blocks = torch.nn.functional.pad(numbers, (0, spare)).view(-1, block)
     largest = blocks.abs().amax(1)
@@ -113,7 +113,7 @@ def _scaled(numbers: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def _nearest(numbers: Tensor, values: Tensor) -> Tensor:
-    """The place of the nearest of ascending values; of two as near, that of the lower."""
+    """Return the place of the nearest of ascending values; of two as near, that of the lower."""
     above = torch.bucketize(numbers, values).clamp(1, len(values) - 1)
     return torch.where(values[above] - numbers < numbers - values[above - 1], above, above - 1)
 
@@ -128,7 +128,7 @@ def _borders(values: Tensor) -> Tensor:
 
 
 def dynamic_map() -> np.ndarray:
-    """The 256 numbers that a scale's code may stand for, float32, ascending.
+    """Return the 256 numbers that a scale's code may stand for, float32, ascending.
 
     With each exponent from 1e-6 to 1 the number of steps doubles: 1, 2, 4, ... 64 midpoints of equal parts of [0.1, 1],
     of both signs; and 0 and 1.

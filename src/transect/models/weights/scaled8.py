@@ -72,7 +72,7 @@ class Products8:
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True) -> Products8:
-        """The fastest that run on ``device``.
+        """Return the fastest that run on ``device``.
 
         Args:
             dependent: with dependent launch where the device has it.
@@ -350,7 +350,7 @@ class Stream8:
         )
 
     def _many_rows(self, x: Tensor | Rounded, bias: Tensor | None = None) -> Tensor:
-        """The product alone of more than 16 rows."""
+        """Return the product alone of more than 16 rows."""
         assert self._many is not None
         weight = self._weight
         return self._many.product(*self._rounded(x), weight.codes, weight.scale, bias, weight.fp8, dtype=weight.dtype)

@@ -11,7 +11,7 @@ ability                what it returns                                          
 ``product``            the product without a gradient, as a plain callable                  fused stack
 ``gated_product``      the same with ``silu(gate) * up`` after it                           fused stack
 ``stream_product``     products that begin and end at the residual stream                   fused stack
-``join_with``          itself and others, one below the other, in one storage               ``Projection``
+``join_with``          itself and others, concatenated along rows in one storage            ``Projection``
 ``packed``             the matrix in the layout of the C++ kernels                          CPU stack
 ``training_part``      what it brings to a merged training product                          merged layers
 ``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
@@ -152,15 +152,15 @@ class Seams(Protocol):
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' products, or its own rows."""
+        """Return the sum of the ranks' products, or its own rows."""
         ...
 
     def leave_back(self, g: Tensor) -> Tensor:
-        """The gradient of ``leave``."""
+        """Return the gradient of ``leave``."""
         ...
 
     def enter_back(self, g: Tensor) -> Tensor:
-        """The gradient of ``enter``."""
+        """Return the gradient of ``enter``."""
         ...
 
 
@@ -191,11 +191,11 @@ class Weight(nn.Module):
     # ---- what every kind must know -----------------------------------------------------------------------------------
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        """The product, with its gradient where it has one."""
+        """Return the product, with its gradient where it has one."""
         raise NotImplementedError
 
     def dense(self) -> Tensor:
-        """The values that it stands for, ``[O, I]``; with a gradient where the kind is trained as such."""
+        """Return the values that it stands for, ``[O, I]``; with a gradient where the kind is trained as such."""
         raise NotImplementedError
 
     # ---- what every kind knows, or says why not ----------------------------------------------------------------------
@@ -227,15 +227,16 @@ class Weight(nn.Module):
         return WeightFormat(type(self).__name__, 8 * self.nbytes / (self.out_features * self.in_features))
 
     def cost(self, tokens: int, *, activation: float = 16) -> Cost:
-        """The product of ``tokens`` rows, their numbers of ``activation`` bits: matrix, input and output once each."""
+        """Count the product of ``tokens`` rows, their numbers of ``activation`` bits: matrix, input and output once
+        each."""
         bias = 0 if self.bias is None else 8 * self.bias.element_size()
         return product_cost(
             tokens, [self.out_features], self.in_features, bits=self.format.bits, activation=activation, bias=bias
         )
 
     def shard(self, dim: Dimension, rank: int, n: int) -> Weight:
-        """The part of rank ``rank`` of ``n``: of its outputs or its inputs, in memory of its own. With parts of the
-        inputs the products of all ranks add up, so only rank 0 keeps the bias.
+        """Return the part of rank ``rank`` of ``n``: of its outputs or its inputs, in memory of its own. With parts of
+        the inputs the products of all ranks add up, so only rank 0 keeps the bias.
 
         Raises:
             ValueError: it cannot be cut there; the message says why.
@@ -278,7 +279,8 @@ class Weight(nn.Module):
     # ---- abilities ---------------------------------------------------------------------------------------------------
 
     def product(self) -> Product:
-        """The product of inference, resolved once: what it is called with may change, weights and bias may not."""
+        """Return the product of inference, resolved once: what it is called with may change, weights and bias may
+        not."""
         return self.forward
 
     def gated_product(self) -> Product | None:
@@ -290,22 +292,24 @@ class Weight(nn.Module):
         return None
 
     def unsummed(self) -> Unsummed | None:
-        """The product and its all-reduce as separate callables; None if they cannot be separated."""
+        """Return the product and its all-reduce as separate callables; None if they cannot be separated."""
         return None
 
     def pushed_product(self, push: Push) -> Callable[[Tensor], Tensor | None] | None:
-        """The product whose kernel gives its result to other ranks (``ops/comm/peer_memory.py``).
+        """Return the product whose kernel gives its result to other ranks (``ops/comm/peer_memory.py``).
 
         It returns None for an x that no kernel takes. None if no kernel takes any.
         """
         return None
 
     def ungathered(self) -> Ungathered | None:
-        """The product without the logits of other ranks; None if it has all, or those of others cannot be read."""
+        """Return the product without the logits of other ranks; None if it has all, or those of others cannot be
+        read."""
         return None
 
     def grouped_gate_up(self, up: Weight) -> Callable[[Tensor, Tensor, Tensor | None], Tensor] | None:
-        """The gate of experts: ``(x, starts, order) -> silu(gate) * up`` of each row's expert, in one operator."""
+        """Return the gate of experts: ``(x, starts, order) -> silu(gate) * up`` of each row's expert, in one
+        operator."""
         return None
 
     def join(self) -> Weight | None:
@@ -322,7 +326,7 @@ class Weight(nn.Module):
         return None
 
     def packed(self, library: Library) -> PackedWeight:
-        """The matrix and the bias as the C++ kernels take them. By default a copy of the dense values."""
+        """Return the matrix and the bias as the C++ kernels take them. By default a copy of the dense values."""
         from dataclasses import replace
 
         from ...ops.cpu.packing import pack
@@ -359,7 +363,7 @@ class Weight(nn.Module):
         return TrainingPart(self.out_features, self.in_features, self.dense() if like is None else like, fill)
 
     def held(self) -> Tensor | None:
-        """The matrix in memory, ``[O, I]`` dense, where it is held so."""
+        """Return the matrix in memory, ``[O, I]`` dense, where it is held so."""
         return None
 
     def tie(self, table: nn.Parameter) -> bool:
@@ -433,7 +437,7 @@ def by_expert(weight: Weight, x: Tensor, starts: Tensor, order: Tensor | None = 
 
 
 def part_of(size: int, rank: int, n: int, step: int = 1, why: str = "") -> slice:
-    """The ``rank``-th of ``n`` equal parts of ``size``, each a multiple of ``step``.
+    """Return the ``rank``-th of ``n`` equal parts of ``size``, each a multiple of ``step``.
 
     Raises:
         ValueError: there are none; ``why`` says what ``step`` is.
@@ -447,7 +451,7 @@ def part_of(size: int, rank: int, n: int, step: int = 1, why: str = "") -> slice
 
 
 def shard_bias(bias: nn.Parameter | None, dim: Dimension, part: slice, rank: int) -> Tensor | None:
-    """The bias that goes with a shard."""
+    """Return the bias that goes with a shard."""
     if bias is None or (dim == "in" and rank):
         return None
     return bias.detach()[part].clone() if dim == "out" else bias.detach().clone()

@@ -129,7 +129,8 @@ def reference_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
 
 @torch.library.custom_op("transect::gelu", mutates_args=())
 def gelu(x: Tensor, tanh: bool) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_gelu(x, tanh) if runs_triton(x) else reference(x, tanh).contiguous()
 
 

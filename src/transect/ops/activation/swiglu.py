@@ -179,7 +179,8 @@ def reference_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("transect::swiglu", mutates_args=())
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_swiglu(gate, up) if runs_triton(gate, up) else reference(gate, up).contiguous()
 
 

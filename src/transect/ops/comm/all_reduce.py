@@ -65,7 +65,7 @@ def reference(
 
 
 def refusal(x: Tensor, ranks: int, lines: int, norm: bool) -> str | None:
-    """Why the kernels do not sum ``x`` ``[..., D]`` over so many ranks, as a sentence, or None."""
+    """Return the reason that the kernels cannot sum ``x`` ``[..., D]`` over ``ranks`` ranks, or None."""
     if x.dtype not in DTYPES:
         return f"all_reduce: {x.dtype} has no kernel; there are {', '.join(map(str, DTYPES))}"
     if x.nbytes % 16 or not x.is_contiguous() or x.data_ptr() % 16:
@@ -90,7 +90,7 @@ class Peers:
         rank: the own place among them.
         lines: of a region.
         stop: int32 ``[1]`` in pinned memory of the host, 0; not 0 ends all waiting, and sums are then worth nothing.
-        played: how many ranks this GPU is; more than one only to try the kernels.
+        played: number of ranks that this GPU simulates; more than one only to test the kernels.
 
     Raises:
         Unavailable: no GPU, or nothing to build the kernels with.
@@ -107,7 +107,7 @@ class Peers:
 
     @property
     def push(self) -> Push:
-        """What a product needs to give its result to the other ranks itself."""
+        """Arguments with which a product sends its result to the other ranks itself."""
         return Push(ctypes.addressof(self._memory), self.ranks, self.rank, self.lines)
 
     def sum(
@@ -119,7 +119,7 @@ class Peers:
         pushed: bool = False,
         delay: int = 0,
     ) -> Tensor:
-        """The sum of every rank's ``x``; ``out`` may be ``x`` itself.
+        """Return the sum of every rank's ``x``; ``out`` may be ``x`` itself.
 
         ``dependent_launch``: begin while the kernel before still runs (Hopper). ``pushed``: the product that made ``x``
         has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
@@ -226,7 +226,7 @@ def cuda_all_reduce(
 
 
 def cost(parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0) -> Cost:
-    """The cost over all ranks: each part read once by each rank, results written by each."""
+    """Return the cost over all ranks: each part read once by each rank, results written by each."""
     ranks, more = len(parts), 0 if residual is None or weight is None else 1
     flops = parts.numel() * (ranks - 1 + 5 * more)
     read = parts.nbytes * ranks + more * (parts.nbytes + (0 if weight is None else ranks * weight.nbytes))

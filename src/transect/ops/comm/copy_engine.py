@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 
 
 class Copies(Protocol):
-    """What can be put on a stream; ``None`` is the stream of a host."""
+    """Operations that can be put on a stream; ``None`` is the stream of a host."""
 
     def copy(self, to: int, source: int, nbytes: int, stream: Any) -> None: ...
 
@@ -65,7 +65,7 @@ class EngineCopies:
         self._wait = _driver("cuStreamWaitValue32_v2", ctypes.c_void_p, u64, u32, u32)
 
     def copy(self, to: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
-        """So many bytes, in the order of the stream."""
+        """Copy ``nbytes`` bytes, in the order of the stream."""
         _check("copy", self._copy(to, source, nbytes, stream.cuda_stream))
 
     def post(self, address: int, value: int, stream: torch.cuda.Stream) -> None:
@@ -73,11 +73,11 @@ class EngineCopies:
         _check("write a number", self._write(stream.cuda_stream, address, value, 0))
 
     def wait(self, address: int, value: int, stream: torch.cuda.Stream) -> None:
-        """What follows on the stream begins when the number there is at least ``value``."""
+        """Make the stream wait until the number at ``address`` is at least ``value``."""
         _check("wait for a number", self._wait(stream.cuda_stream, address, value, AT_LEAST))
 
     def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
-        """Kernels inside go on this stream."""
+        """Launch kernels inside the block on this stream."""
         return torch.cuda.stream(stream)
 
     def view(self, address: int, nbytes: int) -> Tensor:
@@ -99,7 +99,7 @@ class HostCopies:
         there = ctypes.c_uint32.from_address(address)
         while there.value < value:
             if time.monotonic() > end:
-                raise RuntimeError(f"nobody wrote {value}: the number is {there.value}")
+                raise RuntimeError(f"{value} was not written in time: the number is {there.value}")
             time.sleep(0)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:

@@ -16,7 +16,7 @@ HANDLE = 64
 
 
 class PeerMemory:
-    """So many bytes on the current GPU, as ``all_reduce.cu`` begins with them.
+    """Memory on the current GPU, in the initial state that ``all_reduce.cu`` expects.
 
     Raises:
         Unavailable: no GPU, or nothing to build ``all_reduce.cu`` with.
@@ -32,7 +32,7 @@ class PeerMemory:
 
     @staticmethod
     def opened(handle: bytes) -> int:
-        """The address, here, of the memory of another process.
+        """Return the address, here, of the memory of another process.
 
         Raises:
             RuntimeError: CUDA refused.

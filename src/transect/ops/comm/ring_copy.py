@@ -99,7 +99,7 @@ def triton_ring_copy(
 
 
 def cost(source: Tensor, target: Tensor, turn: Tensor, advance: bool = False) -> Cost:
-    """The vector's bytes, read and written."""
+    """Count the vector's bytes, read and written."""
     vector = target if source.dim() == 2 else source
     return Cost(0, vector.nbytes, vector.nbytes)
 

@@ -134,5 +134,5 @@ def host_kernels(threads: int) -> HostKernels | TorchKernels:
 
 
 def corrections(beta1: float, beta2: float, steps: int) -> tuple[float, float]:
-    """What AdamW divides the moments by at step ``steps``, so that they are not too small at the start."""
+    """Return AdamW's bias corrections at step ``steps``, by which the moments are divided."""
     return 1 - beta1**steps, math.sqrt(1 - beta2**steps)

@@ -1,10 +1,10 @@
-"""Compiles the CPU kernels for this machine once, and keeps the library in the user's cache.
+"""Compile the CPU kernels for this machine once, and keep the library in the user's cache.
 
 Most of the time goes into the products of packed weights, of which each kind has loops of its own. So ``linear.cpp`` is
 compiled for some kinds at a time, as many compilers side by side as there are processors.
 
 The cache key is a hash of the sources, the flags, the compiler and the features of the processor. So a library never
-runs on a processor that lacks its instructions, and a changed source is compiled anew.
+runs on a processor that lacks its instructions, and a changed source is compiled again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUILD_TIMEOUT = 300
 
 
 def library_path(march: str = "native") -> Path:
-    """The compiled library for this machine, built if it is not there yet.
+    """Return the compiled library for this machine, built if it is not there yet.
 
     Args:
         march: the compiler's ``-march``: ``native`` in use; tests name older levels to try the other paths.

@@ -22,7 +22,7 @@ def multiply_adds(library: Library) -> float:
 
 
 def device_measurement(device: Device, *, again: bool = False) -> Measurement:
-    """What ``device`` can do at the most: from the user's cache, or measured now (seconds) and kept.
+    """Return the ceilings of ``device`` from the user's cache, or measure (seconds) and keep them.
 
     Args:
         device: of a processor, with torch's number of threads at this moment.

@@ -100,7 +100,7 @@ def _differentiable(function: type[torch.autograd.Function], plain: Plain, float
 
 
 def implementation(differentiable: Callable[[Plain], Plain], plain: Plain) -> Implementation:
-    """The entry of one of the operators below in the registry; ``plain`` is what the operator runs in torch."""
+    """Return the entry of one of the operators below in the registry; ``plain`` is what the operator runs in torch."""
     load = functools.partial(differentiable, plain)
     return Implementation("cpu", load, ("cpu",), autograd=load, dtypes=("float32",))
 

@@ -106,7 +106,7 @@ class StackLayer:
     window: int
     """Sliding window in tokens; 0 for none."""
     k_scale: Tensor | None = None
-    """What keys are divided by before they are cached, float32 for each key head; None: nothing."""
+    """Divisors of keys before they are cached, float32 for each key head; None for no division."""
     v_scale: Tensor | None = None
 
 
@@ -211,7 +211,7 @@ class Library:
         return y
 
     def rows(self, weight: PackedWeight, index: Tensor) -> Tensor:
-        """The rows of W with numbers ``index`` int64 [count] -> float32 [count, k]: an embedding look-up."""
+        """Return the rows of W with numbers ``index`` int64 [count] -> float32 [count, k]: an embedding look-up."""
         index = index.contiguous()
         if index.numel() and (int(index.min()) < 0 or int(index.max()) >= weight.n):
             raise ValueError(f"row numbers must be in 0..{weight.n - 1}, got {int(index.min())}..{int(index.max())}")
@@ -354,5 +354,5 @@ def _batch_arguments(block_tables: Tensor, query_starts: Tensor, seq_lens: Tenso
 
 @functools.lru_cache(maxsize=8)
 def load(threads: int, march: str = "native") -> Library:
-    """The library with a team of ``threads``; loaded and started once for each size."""
+    """Return the library with a team of ``threads``; loaded and started once for each size."""
     return Library(threads, march)

@@ -33,7 +33,8 @@ PREFIX = struct.Struct("<8sQI")
 
 
 def pack(library: Library, weight: Tensor | QuantizedTensor) -> PackedWeight:
-    """A matrix [n, k], dense or as GGUF blocks, packed without loss (16-bit floats other than bf16 become float32)."""
+    """Return a matrix [n, k], dense or as GGUF blocks, packed without loss (16-bit floats other than bf16 become
+    float32)."""
     if isinstance(weight, Tensor):
         kind, data = library.pack_dense(weight)
         return PackedWeight(kind, weight.shape[0], weight.shape[1], data)
@@ -52,14 +53,14 @@ def _pack_blocks(library: Library, weight: QuantizedTensor) -> PackedWeight:
 
 
 def pack_groups(library: Library, groups: AffineGroups) -> PackedWeight:
-    """A matrix of integer codes in groups, packed without loss."""
+    """Return a matrix of integer codes in groups, packed without loss."""
     kind = _kind(groups)
     codes, scale, zero = (torch.from_numpy(np.ascontiguousarray(a)) for a in (groups.codes, groups.scale, groups.zero))
     return PackedWeight(kind, *groups.shape, library.pack_affine(kind, codes, scale, zero))
 
 
 def pack_fp8(library: Library, codes: Tensor, scale: Tensor) -> PackedWeight:
-    """The bits of e4m3 [n, k] in any type of one byte, and a scale float32 for each 32 of a row [n, k / 32].
+    """Return the bits of e4m3 [n, k] in any type of one byte, and a scale float32 for each 32 of a row [n, k / 32].
 
     Raises:
         ValueError: a scale of 256 or more, which the kernels' float32 cannot hold times 2^120.
@@ -116,8 +117,8 @@ def write_packed(path: Path, weights: Mapping[str, PackedWeight]) -> None:
 
 
 def read_packed(path: Path, expected: Iterable[str]) -> dict[str, PackedWeight] | None:
-    """The matrices in ``path``, memory-mapped; None if there is no such file, it does not hold just these names, or its
-    bytes are not those that were written."""
+    """Return the matrices in ``path``, memory-mapped; None if there is no such file, it does not hold just these names,
+    or its bytes are not those that were written."""
     try:
         with open(path, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

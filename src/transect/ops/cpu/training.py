@@ -59,7 +59,7 @@ class Kernels:
             function.restype, function.argtypes = None, arguments
 
     def products(self, terms: Sequence[tuple[Tensor, Tensor, float]], out: Tensor | None = None) -> Tensor:
-        """The sum of ``scale * a @ b`` over terms (a ``[T, k]``, b ``[k, N]``, scale) -> ``[T, N]``.
+        """Return the sum of ``scale * a @ b`` over terms (a ``[T, k]``, b ``[k, N]``, scale) -> ``[T, N]``.
 
         Any strides: a transposed view costs no copy. ``out``, contiguous, is added to in place.
 
@@ -224,7 +224,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, scale: float, wi
 
 
 def _vector(weight: Tensor, x: Tensor) -> Tensor:
-    """A norm's weight as the C++ side reads it; the caller keeps it alive for as long as that takes."""
+    """Return a norm's weight as the C++ side reads it; the caller keeps it alive for as long as that takes."""
     if weight.dtype != torch.float32 or weight.shape != x.shape[-1:]:
         raise ValueError(f"the weight of a norm over {x.shape[-1]} elements must be as many float32")
     return weight.contiguous()
@@ -238,7 +238,7 @@ def _check(*tensors: Tensor) -> None:
 
 @functools.lru_cache(maxsize=8)
 def kernels(threads: int) -> Kernels:
-    """The kernels with a team of ``threads``, loaded once for each size.
+    """Return the kernels with a team of ``threads``, loaded once for each size.
 
     Raises:
         Unavailable: they cannot be built here.

@@ -84,7 +84,8 @@ def triton_backward(grad: Tensor, x: Tensor, y: Tensor, *, config: Config | None
 
 @torch.library.custom_op("transect::dot", mutates_args=())
 def dot(x: Tensor, y: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernels where they can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernels where they can run, else the
+    reference."""
     return triton_dot(x, y) if runs_triton(x, y) else reference(x, y)
 
 
@@ -119,7 +120,7 @@ dot.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, y: Tensor) -> Cost:
-    """A product and a sum an element."""
+    """Count a product and a sum an element."""
     return Cost(2 * x.numel(), x.nbytes + y.nbytes, x.element_size())
 
 

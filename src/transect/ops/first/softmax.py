@@ -102,7 +102,8 @@ def _parts(x: Tensor, block: int) -> int:
 
 
 def _cleared_words(rows: int, parts: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """A word for every part of every row, on their way to 0, and the options of the kernel that uses them next."""
+    """Return a word for every part of every row, on their way to 0, and the options of the kernel that uses them
+    next."""
     words = torch.empty(rows * parts, device=device, dtype=torch.int64)
     dependent_launch = has_dependent_launch(device)
     clear_kernel[(-(-words.numel() // 1024),)](
@@ -173,7 +174,8 @@ def triton_backward(grad: Tensor, y: Tensor, *, config: Config | None = None) ->
 
 @torch.library.custom_op("transect::softmax", mutates_args=())
 def softmax(x: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_softmax(x) if runs_triton(x) else reference(x)
 
 

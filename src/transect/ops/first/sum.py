@@ -60,7 +60,7 @@ def rule(n: int) -> Config:
 
 
 def combine(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second level: float32 partial sums ``[P]`` -> scalar of ``dtype``."""
+    """Return the second level: float32 partial sums ``[P]`` -> scalar of ``dtype``."""
     out = torch.empty((), device=parts.device, dtype=dtype)
     _combine_kernel[(1,)](parts, out, parts.numel(), BLOCK=next_power_of_2(parts.numel()), num_warps=4)
     return out
@@ -93,7 +93,8 @@ def cuda_sum(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("transect::sum", mutates_args=())
 def total(x: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernels where they can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernels where they can run, else the
+    reference."""
     return triton_sum(x) if runs_triton(x) else reference(x)
 
 

@@ -15,6 +15,7 @@ helps except enough loads in flight.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ from ..lang import cuda
 from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, register
+from ..registry import Case, Implementation, Kernel, Knobs, Op, Trace, register
 from ..tuning import Config, choose, flat_rule
 
 
@@ -71,7 +72,8 @@ def cuda_add(x: Tensor, y: Tensor) -> Tensor:
 
 @torch.library.custom_op("transect::vector_add", mutates_args=())
 def vector_add(x: Tensor, y: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_add(x, y) if runs_triton(x, y) else reference(x, y)
 
 
@@ -116,6 +118,17 @@ def _cases() -> Sequence[Case]:
     return made
 
 
+def _trace() -> Trace:
+    """Five programs with tiles of 8, over 37 elements."""
+    return Trace(
+        lambda: {"x": sample(37), "y": sample(37, seed=1)},
+        functools.partial(triton_add, config={"block": 8, "warps": 1}),
+        watch=("_add_kernel", "index", "inside", "x", "y"),
+        note="Each element has one program. 37 is no multiple of 8: look at the last one (--program 4), whose mask "
+        "leaves 3 elements off.",
+    )
+
+
 def _kernels() -> Sequence[Kernel]:
     arguments = {"x_ptr": "*bf16", "y_ptr": "*bf16", "z_ptr": "*bf16", "n": "i32"}
     return [Kernel("add", _add_kernel, arguments, {"BLOCK": 2048}, divisible=("n",))]
@@ -144,6 +157,7 @@ register(
         differentiable=("x", "y"),
         cases=_cases,
         kernels=_kernels,
+        trace=_trace,
         knobs=lambda: [
             Knobs(
                 "vector_add",

@@ -1,4 +1,4 @@
-"""How kernels are written, compiled and found.
+"""Write, compile and find kernels.
 
 * ``jit.py``         where Triton kernels run: a GPU, the interpreter, or nowhere; dependent launch
 * ``tiles.py``       what Triton kernels on tiles share

@@ -32,12 +32,11 @@ class CollectedKernel(NamedTuple):
 
 @contextmanager
 def collected(found: Callable[[CollectedKernel], None]) -> Iterator[None]:
-    """Inside the block no kernel of this package is launched, neither Triton's nor CUDA C++. ``found`` is called once
-    for each Triton kernel that would have been.
+    """Collect kernels instead of launching them, Triton's and CUDA C++, inside the block.
 
-    What other libraries launch (torch, cuBLAS) does run, on memory that nothing has filled. Other threads, perhaps
-    those of another engine, launch as always; they load their kernels anew meanwhile. A second thread that collects
-    waits.
+    ``found`` is called once for each Triton kernel that would have been launched. Kernels of other libraries (torch,
+    cuBLAS) do run, on uninitialized memory. Other threads, perhaps of another engine, launch as always, but load their
+    kernels again meanwhile. A second collecting thread waits.
     """
     with _HOOK, _hooked(found), cuda.skipped():
         yield

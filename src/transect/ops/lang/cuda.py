@@ -22,8 +22,10 @@ _skipping: ContextVar[bool] = ContextVar("skipping CUDA C++ launches", default=F
 
 @contextmanager
 def skipped() -> Iterator[None]:
-    """Inside the block, what ``bind`` made launches nothing and reports success, so that nobody waits for nvcc. It is
-    built in the background."""
+    """Inside the block, functions from ``bind`` launch nothing and report success, without waiting for nvcc.
+
+    Their libraries are built in the background.
+    """
     token = _skipping.set(True)
     try:
         yield
@@ -54,7 +56,7 @@ def _load(name: str, target: str) -> ctypes.CDLL:
 
 @cache
 def _begin(name: str, target: str) -> None:
-    """Build the library while the caller goes on. ``_load`` waits for it, and raises what went wrong."""
+    """Build the library in the background. ``_load`` waits for it, and raises its errors."""
 
     def work() -> None:
         with suppress(Exception):
@@ -64,7 +66,7 @@ def _begin(name: str, target: str) -> None:
 
 
 def bind(name: str, symbol: str, signature: str) -> Callable[..., int]:
-    """A launcher of ``NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
+    """Return a launcher of ``NAME.cu`` for torch's current GPU; it is built and loaded when it is first called. Its
     arguments by letter: p pointer, i int, l long long, f float.
 
     Raises:

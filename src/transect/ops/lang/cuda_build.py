@@ -39,7 +39,7 @@ def sources() -> list[Path]:
 
 
 def source(name: str) -> Path:
-    """The one file called ``name`` (``gelu.cu``, ``hopper.cuh``).
+    """Return the one file called ``name`` (``gelu.cu``, ``hopper.cuh``).
 
     Raises:
         ValueError: there is none.
@@ -57,7 +57,7 @@ def architecture(target: str) -> str:
 
 
 def find_nvcc() -> str:
-    """The compiler on the PATH, else in ``$CUDA_HOME``, ``$CUDA_PATH`` or where the CUDA toolkit is installed.
+    """Return the compiler on the PATH, else in ``$CUDA_HOME``, ``$CUDA_PATH`` or where the CUDA toolkit is installed.
 
     Raises:
         Unavailable: there is none.
@@ -106,7 +106,10 @@ def _hindrance(nvcc: str, target: str, folder: Path) -> str:
 
 
 def _driver() -> int:
-    """The CUDA version of the GPU driver, 12 for 12.4; 0 where there is none. It runs what an older nvcc has built."""
+    """Return the CUDA version of the GPU driver, 12 for 12.4; 0 where there is none.
+
+    It runs what an older nvcc has built.
+    """
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -180,7 +183,7 @@ def _asks(name: str, parameters: str, parts: int) -> str:
 
 
 def ptx_of(source: Path, target: str) -> str:
-    """The PTX of a source; errors as in ``compile_source``."""
+    """Return the PTX of a source; errors as in ``compile_source``."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.ptx"
         _nvcc(["-ptx", f"-arch=compute_{architecture(target)}", "-o", str(output), str(source)], source, target)
@@ -188,19 +191,20 @@ def ptx_of(source: Path, target: str) -> str:
 
 
 def library_folder() -> Path:
-    """The folder for libraries in the user's cache."""
+    """Return the folder for libraries in the user's cache."""
     return cache_folder() / "cuda"
 
 
 def library_path(name: str, target: str) -> Path:
-    """The place of ``NAME.cu``'s library in the user's cache; its name tells the version of the source."""
+    """Return the place of ``NAME.cu``'s library in the user's cache; its name tells the version of the source."""
     headers = b"".join(path.read_bytes() for path in sorted(SOURCES.rglob("*.cuh")))
     digest = hashlib.sha256(source(f"{name}.cu").read_bytes() + headers).hexdigest()[:16]
     return library_folder() / f"{name}-{digest}-{target}.so"
 
 
 def build(name: str, target: str) -> Path:
-    """The library of ``NAME.cu``, built if it is not there yet. One of several processes builds it; the others wait.
+    """Return the library of ``NAME.cu``, built if it is not there yet. One of several processes builds it; the others
+    wait.
 
     Errors are those of ``check`` and ``compile_source``.
     """

@@ -38,7 +38,7 @@ tensor_descriptor: Any
 
 
 def _first_of(module: Any, *names: str) -> Any:
-    """The first of these names that a module or class has.
+    """Return the first of these names that a module or class has.
 
     Raises:
         AttributeError: it has none of them.

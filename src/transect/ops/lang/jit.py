@@ -65,8 +65,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def kernel_of_numbers(*names: str) -> Callable[[Callable[..., Any]], Any]:
-    """The same as ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is compiled
-    once for all of their values, also for 1 and multiples of 16."""
+    """Return the same as ``kernel``, for one whose whole-number arguments ``names`` change with every launch: it is
+    compiled once for all of their values, also for 1 and multiples of 16."""
 
     def made(function: Callable[..., Any]) -> Any:
         return function if triton is None else triton.jit(function, do_not_specialize=list(names))
@@ -118,7 +118,7 @@ def available_from(module: str, launcher: str) -> Callable[[], Callable[..., Any
 
 
 def runs_triton(*tensors: Tensor) -> bool:
-    """Whether a Triton kernel can take these tensors: on a GPU (or interpreted) and of at most 32 bits."""
+    """Return True if a Triton kernel can take these tensors: on a GPU (or interpreted) and of at most 32 bits."""
     return triton is not None and all(
         (t.is_cuda or (INTERPRETED and t.device.type == "cpu")) and t.dtype in KERNEL_DTYPES for t in tensors
     )
@@ -148,7 +148,7 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``, and at least 1."""
+    """Return the smallest power of two that is at least ``n``, and at least 1."""
     return 1 << max(0, n - 1).bit_length()
 
 
@@ -160,5 +160,5 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Whether a kernel on this device can be launched while the one before it still runs (Hopper and later)."""
+    """Return True if a kernel can be launched while the one before it still runs (Hopper and later)."""
     return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)

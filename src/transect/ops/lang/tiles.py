@@ -1,6 +1,6 @@
-"""What kernels on tiles share: descriptors, and a product of two tiles that also works in the interpreter.
+"""Share parts of kernels on tiles: descriptors, and a product of two tiles that also works in the interpreter.
 
-The interpreter holds bfloat16 as bit patterns and would multiply those, so it gets float32.
+The interpreter holds bfloat16 as bit patterns and would multiply these, so it gets float32.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def dot(a, b, acc):  # type: ignore[no-untyped-def]
 
 
 def fits_descriptor(*matrices: Tensor) -> bool:
-    """Whether each matrix has one dimension of stride 1, the other's stride and the address being multiples of 16
-    bytes."""
+    """Return True if descriptors can address each matrix.
+
+    One dimension must have stride 1; the other's stride and the address must be multiples of 16 bytes.
+    """
     return all(
         min(t.stride()) == 1
         and max(t.stride()) * t.element_size() % 16 == 0
@@ -74,7 +76,7 @@ def fits_descriptor(*matrices: Tensor) -> bool:
 
 
 def describe(matrix: Tensor, rows: int, columns: int, *, transposed: bool = False) -> Any:
-    """A descriptor for bulk copies of ``rows`` x ``columns`` tiles; of the transpose where that is what memory
+    """Return a descriptor for bulk copies of ``rows`` x ``columns`` tiles; of the transpose where that is what memory
     holds."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 

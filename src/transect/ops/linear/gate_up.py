@@ -127,7 +127,7 @@ def triton_fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
-    """The product, and 5 FLOPs for each output."""
+    """Count the product, and 5 FLOPs for each output."""
     tokens, both = x.shape[0], weight.shape[0]
     flops = 2 * tokens * weight.numel() + 5 * tokens * both // 2 + (0 if bias is None else tokens * both)
     read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)

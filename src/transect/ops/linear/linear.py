@@ -59,7 +59,7 @@ def fixed_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each weight and row; the bias is one sum for each output."""
+    """Count a product and a sum for each weight and row; the bias is one sum for each output."""
     tokens, outputs = x.shape[0], weight.shape[0]
     flops = 2 * tokens * weight.numel() + (0 if bias is None else tokens * outputs)
     read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
@@ -95,7 +95,7 @@ def _triton() -> Callable[..., Tensor]:
 
 
 def fixed_tiling(x: Tensor, outputs: int, gated: bool = False) -> ManyRowsTiling:
-    """The tiling of ``triton_fixed_rows`` for x ``[T, I]``.
+    """Return the tiling of ``triton_fixed_rows`` for x ``[T, I]``.
 
     Tilings depend on the number of rows, but no sum does: in every tile an output's products are added in the order of
     k, in steps of 16, by the same tensor-core instruction (Hopper's takes at least 64 rows, hence tiles of 64 even for

@@ -80,7 +80,7 @@ class StreamProducts:
         self._choose = choose or partial(_shipped, device)
 
     def takes(self, x: Tensor, sizes: Iterable[Size]) -> bool:
-        """Whether the products of all these sizes in a step on the stream x ``[M, D]`` run here."""
+        """Return True if the products of all these sizes in a step on the stream x ``[M, D]`` run here."""
         rows = len(x)
         if x.dtype != torch.bfloat16 or not 0 < rows <= choices.MOST_ROWS:
             return False

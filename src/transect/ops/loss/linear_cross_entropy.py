@@ -68,7 +68,7 @@ def _loss_and_gradient(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Rows: the loss of each over ``count``, and in place of the logits the gradient of that.
 
-    Few programs take the rows in turn: what they have in hand together then fits the L2 cache, where the second pass,
+    Few programs take the rows in turn: their rows in progress together then fit the L2 cache, where the second pass,
     backwards, finds it. Maximum and sum are kept for each lane of 8 neighbours (see ``softmax_kernels.py``).
     """
     lane = tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]

@@ -100,7 +100,8 @@ def triton_combine_backward(grad: Tensor, y: Tensor, places: Tensor, weights: Te
 
 @torch.library.custom_op("transect::expert_combine", mutates_args=())
 def expert_combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_combine(y, places, weights) if runs_triton(y, weights) else reference(y, places, weights).contiguous()
 
 
@@ -141,7 +142,7 @@ expert_combine.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(y: Tensor, places: Tensor, weights: Tensor) -> Cost:
-    """A product and a sum for each row's numbers."""
+    """Count a product and a sum for each row's numbers."""
     out = weights.shape[0] * y.shape[1] * y.element_size()
     return Cost(2 * y.numel(), y.nbytes + places.nbytes + weights.nbytes, out)
 

@@ -162,7 +162,8 @@ def expert_gating(
     groups: int = 1,
     groups_kept: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     call = triton_gating if runs_triton(logits) else reference
     weights, experts = call(logits, bias, k, score, renormalize, scale, groups, groups_kept)
     return weights.contiguous(), experts.contiguous()

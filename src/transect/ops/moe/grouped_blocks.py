@@ -45,7 +45,7 @@ GROUPS_OF_4 = "int4"
 
 
 def dense(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """The values ``[outputs, inputs]`` of all experts."""
+    """Return the values ``[outputs, inputs]`` of all experts."""
     kind = UNITS.get(name)
     if kind is None:
         return int4_matmul.dense(arranged, outputs, dtype)[:, :inputs]
@@ -256,7 +256,7 @@ def cost(
     order: Tensor | None = None,
     bias: Tensor | None = None,
 ) -> Cost:
-    """The cost, as ``grouped_linear`` has it: the experts that random routing touches."""
+    """Return the cost, as ``grouped_linear`` has it: the experts that random routing touches."""
     experts = len(starts) - 1
     rows, own = len(x) if order is None else len(order), outputs // experts
     read = x.nbytes + touched(rows, 1, experts) / experts * arranged.nbytes + starts.nbytes

@@ -115,7 +115,7 @@ gate_up.register_autograd(_backward, setup_context=_setup)
 
 
 def with_gradient(x: Tensor, gate: Tensor, up: Tensor, starts: Tensor, order: Tensor | None = None) -> Tensor:
-    """What training calls."""
+    """Compute gate and up with a gradient, for training."""
     y: Tensor = gate_up(x, gate, up, starts, order)[0]
     return y
 

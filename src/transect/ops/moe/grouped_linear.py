@@ -3,8 +3,8 @@ r"""Grouped linear: a matrix product in which each row is multiplied by the matr
     y_r = W_e(r) x_s(r) + b_e(r)                e(r): the expert whose rows, from starts[e] on, hold r
 
 Rows are sorted by expert (``ordering.py``). With ``order``, x holds the tokens and row r reads token ``order[r] // k``,
-so that nothing is copied first; without, x holds the sorted rows themselves. The matrices lie one below the other. Rows
-from starts[E] on belong to no expert, and what comes out for them means nothing; their dL/dx is 0.
+so that nothing is copied first; without, x holds the sorted rows themselves. The matrices are concatenated along rows.
+Rows from starts[E] on belong to no expert, and their outputs are undefined; their dL/dx is 0.
 
 Backward, with g = dL/dy:
 
@@ -119,7 +119,8 @@ def _backward_by_expert(
 
 
 def to_tokens(rows: Tensor, order: Tensor | None, x: Tensor) -> Tensor:
-    """The gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read from."""
+    """Return the gradients of a token's k rows, added up in the order of its choices; ``x``: what the rows were read
+    from."""
     if order is None or not len(x):
         return rows if order is None else torch.zeros_like(x)
     places = torch.empty_like(order, dtype=torch.int64)
@@ -158,7 +159,7 @@ grouped_linear.register_autograd(_backward, setup_context=_setup)
 
 
 def cost(x: Tensor, weight: Tensor, starts: Tensor, order: Tensor | None = None, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each row and weight of its expert; the matrices that random routing touches."""
+    """Count a product and a sum for each row and weight of its expert; the matrices that random routing touches."""
     experts = len(starts) - 1
     rows, outputs = len(x) if order is None else len(order), len(weight) // experts
     share = touched(rows, 1, experts) / experts

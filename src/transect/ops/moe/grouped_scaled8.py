@@ -134,7 +134,7 @@ def cost(
     bias: Tensor | None = None,
     fp8: bool = True,
 ) -> Cost:
-    """The cost, as ``grouped_linear`` has it: the experts that random routing touches."""
+    """Return the cost, as ``grouped_linear`` has it: the experts that random routing touches."""
     experts = len(starts) - 1
     rows, outputs = len(x) if order is None else len(order), len(codes) // experts
     share = touched(rows, 1, experts) / experts

@@ -41,7 +41,7 @@ def reference(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @kernel
 def _count(experts, counts, R, E, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many pairs of a block go to each expert."""
+    """Count the pairs of a block for each expert."""
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     e = tl.arange(0, WIDTH)
     mine = tl.load(experts + r, r < R, -1)
@@ -98,7 +98,7 @@ def triton_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tenso
 
 @torch.library.custom_op("transect::expert_order", mutates_args=())
 def expert_order(experts: Tensor, n_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The operator for ``torch.compile``: the Triton kernels where they can run, else the reference."""
+    """Return the operator for ``torch.compile``: the Triton kernels where they can run, else the reference."""
     return (triton_order if runs_triton(experts) else reference)(experts, n_experts)
 
 

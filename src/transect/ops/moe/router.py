@@ -96,7 +96,7 @@ def triton_router(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, fixe
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each token and weight."""
+    """Count a product and a sum for each token and weight."""
     tokens, experts = len(x), len(weight)
     flops = 2 * tokens * weight.numel() + (0 if bias is None else tokens * experts)
     return Cost(flops, x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes), 4 * tokens * experts)

@@ -42,7 +42,7 @@ def reference(
 def differentiable(
     logits: Tensor, bias: Tensor | None, k: int, first: int = 0, held: int | None = None, **how: Any
 ) -> Routed:
-    """What training calls: the weights have a gradient."""
+    """Route tokens with a gradient for the weights, for training."""
     return _in_two(gating.expert_gating, ordering.expert_order, logits, bias, k, first, held, how)
 
 

@@ -236,8 +236,10 @@ def gate_up_and_sums(
 def triton_input_gradient(
     grad: Tensor, weight: Tensor, starts: Tensor, grad2: Tensor | None = None, weight2: Tensor | None = None
 ) -> Tensor:
-    """dL/dx of the sorted rows, ``[R, I]``; of two products of the same rows where there are two gradients. Rows that
-    belong to no expert have a gradient of zeros: a token's rows are added up, whoever has their experts."""
+    """Compute dL/dx of the sorted rows, ``[R, I]``; for two gradients, of two products of the same rows.
+
+    Rows that belong to no expert get a gradient of zeros: a token's rows are summed, whichever rank has their experts.
+    """
     experts = len(starts) - 1
     outputs, inputs = weight.shape[0] // experts, weight.shape[1]
     return _run(grad, weight.contiguous(), starts, None, None, inputs, outputs, True, grad2, weight2, zeros=True)

@@ -83,7 +83,8 @@ def triton_backward(
 
 @torch.library.custom_op("transect::add_rms_norm", mutates_args=())
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     if runs_triton(x, residual, weight):
         return triton_add_rms_norm(x, residual, weight, eps)
     y, total = reference(x, residual, weight, eps)

@@ -127,7 +127,8 @@ def triton_backward(
 
 @torch.library.custom_op("transect::layer_norm", mutates_args=())
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return (
         triton_layer_norm(x, weight, bias, eps)
         if runs_triton(x, weight)
@@ -144,7 +145,7 @@ def layer_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> 
 
 
 def reference_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The formulas above."""
+    """Compute the formulas above."""
     dtype = compute_dtype(x.dtype)
     width = x.shape[-1]
     wide, dy = x.to(dtype).reshape(-1, width), grad.to(dtype).reshape(-1, width)

@@ -1,4 +1,4 @@
-"""What the norms share: launching their kernels, adding up the gradients of the weights, shapes to measure.
+"""Share parts of the norms: launching their kernels, summing the gradients of the weights, shapes to measure.
 
 Shapes: x and the residual stream ``[..., D]``, weight and bias ``[D]``. The kernels themselves, and the math, are in
 ``rms_norm.py`` and ``layer_norm.py``; with a residual added first, in ``add_rms_norm.py``.
@@ -30,7 +30,7 @@ def _row_stride(x: Tensor) -> int:
 
 
 def _whole_rows(x: Tensor) -> bool:
-    """Whether ``x`` is contiguous, or a matrix whose rows are."""
+    """Return True if ``x`` is contiguous, or a matrix with contiguous rows."""
     return x.is_contiguous() or (x.dim() == 2 and x.stride(1) == 1)
 
 
@@ -189,7 +189,7 @@ TILE_CHOICES = {"rows": (1, 2, 4)}
 
 
 def knobs(name: str, forward: Any, backward: Any, *, tiles: bool = False) -> Sequence[Knobs]:
-    """What can be tuned in the two launchers of the norm ``name``; ``tiles`` as for ``launch_backward``."""
+    """Return the knobs of the two launchers of the norm ``name``; ``tiles`` as for ``launch_backward``."""
     choices, rule = (BACKWARD_CHOICES | TILE_CHOICES, tile_rule) if tiles else (BACKWARD_CHOICES, backward_rule)
     return [
         Knobs(name, FORWARD_CHOICES, row_rule, forward, dict, _width),
@@ -202,7 +202,7 @@ def _width(inputs: Mapping[str, Any]) -> int:
 
 
 def _with_upstream(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a gradient's launcher, from those of the norm."""
+    """Return the arguments of a gradient's launcher, from those of the norm."""
     kept = {key: inputs[key] for key in ("weight", "eps")}
     if "residual" not in inputs:
         return {"grad": torch.randn_like(inputs["x"]), "x": inputs["x"], **kept}
@@ -215,8 +215,9 @@ EAGER = ("triton", "torch")
 
 
 def cases(*, vectors: int, add: bool) -> Sequence[Case]:
-    """Each width's rows: 256 MB of them, a prefill's, a decode step's; of a norm with so many ``vectors`` (the weight,
-    and the bias of LayerNorm), with a residual if ``add``.
+    """List the cases of each width: rows of 256 MB, of a prefill and of a decode step.
+
+    The norm has ``vectors`` vectors (the weight, and the bias of LayerNorm), and a residual if ``add``.
 
     ``torch.compile`` is raced at the largest of the first model, where it takes its time to compile only once.
     """
@@ -244,7 +245,7 @@ def cases(*, vectors: int, add: bool) -> Sequence[Case]:
 
 
 def kernels(forward: Any, backward: Any, *, vectors: int, add: bool, tiles: bool = False) -> Sequence[Kernel]:
-    """The two kernels of a norm at 4096 elements a row, and what adds the shares up; ``tiles`` as for
+    """Return the two kernels of a norm at 4096 elements a row, and what adds the shares up; ``tiles`` as for
     ``launch_backward``."""
     parameters = ("w_ptr", "b_ptr")[:vectors]
     tensors = ("x_ptr", "residual_ptr", *parameters, "y_ptr", "sum_ptr")

@@ -139,7 +139,8 @@ def triton_backward(
 
 @torch.library.custom_op("transect::rms_norm", mutates_args=())
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_rms_norm(x, weight, eps) if runs_triton(x, weight) else reference(x, weight, eps).contiguous()
 
 
@@ -152,7 +153,7 @@ def rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tu
 
 
 def reference_backward(grad: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The formulas above."""
+    """Compute the formulas above."""
     dtype = compute_dtype(x.dtype)
     width = x.shape[-1]
     wide, dy = x.to(dtype).reshape(-1, width), grad.to(dtype).reshape(-1, width)

@@ -35,7 +35,7 @@ from .rounding import block_words, rounded
 
 BLOCK = 4096
 SEEN = 4
-"""How many tensors' tables ``OneTensor`` keeps, and with them the tensors."""
+"""Number of tensors whose tables ``OneTensor`` keeps, and with them the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,8 @@ class FusedAdamW:
         )  # fmt: skip
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The 2-norm of all gradients together, a float32 scalar on the device; the same to the bit in every run."""
+        """Return the 2-norm of all gradients together, a float32 scalar on the device; the same to the bit in every
+        run."""
         gradients = self._point(gradients)
         sums = torch.zeros(len(self._owners), dtype=torch.float32, device=self._owners.device)
         if len(self._owners):
@@ -243,13 +244,13 @@ class FusedAdamW:
 
 
 def _signed(word: int) -> int:
-    """The low 32 bits as an int32, which every launch is given alike."""
+    """Return the low 32 bits as an int32, which every launch is given alike."""
     word &= 0xFFFFFFFF
     return word - 2**32 if word >= 2**31 else word
 
 
 def _kind(x: Tensor) -> Any:
-    """The dtype by Triton's name."""
+    """Return the dtype by Triton's name."""
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
 
 

@@ -63,7 +63,7 @@ def reference(x: Tensor, draws: Draws, first: int = 0, shift: int = WEIGHT) -> T
 
 
 def words(ids: np.ndarray, draws: Draws) -> np.ndarray:
-    """The 32-bit word of each element, uint64."""
+    """Return the 32-bit word of each element, uint64."""
     quarters, lanes = (ids.astype(np.uint64) >> np.uint64(2)), (ids & 3).astype(np.int64)
     one = np.ones_like(quarters)
     counter = (quarters, one * (draws.step & WORD), one * (draws.tensor & WORD), one * ROUND_STREAM)

@@ -53,7 +53,7 @@ def reference(
 
 
 def placed(ids: Tensor, places: Tensor) -> Tensor:
-    """The ids at these places; 0 where a place is below 0."""
+    """Return the ids at these places; 0 where a place is below 0."""
     return ids.index_select(0, places.clamp(min=0)).masked_fill_(places < 0, 0)
 
 

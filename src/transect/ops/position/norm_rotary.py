@@ -212,7 +212,8 @@ def triton_backward(
 def norm_rotary(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     run = triton_norm_rotary if runs_triton(q, k, q_weight, k_weight, cos, sin) else reference
     return run(q, k, q_weight, k_weight, eps, cos, sin)
 

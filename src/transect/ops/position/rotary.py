@@ -166,13 +166,14 @@ def triton_rotary(
 
 
 def _heads_together(x: Tensor) -> bool:
-    """Whether the heads ``[H, d]`` of each token of ``x`` are contiguous."""
+    """Return True if the heads ``[H, d]`` of each token of ``x`` are contiguous."""
     return x.numel() == 0 or x[0].is_contiguous()
 
 
 @torch.library.custom_op("transect::rotary", mutates_args=())
 def rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Run the operator for autograd and ``torch.compile``: the Triton kernel where it can run, else the
+    reference."""
     return triton_rotary(q, k, cos, sin) if runs_triton(q, k, cos, sin) else reference(q, k, cos, sin)
 
 

@@ -86,7 +86,7 @@ class LogitShards:
         away: int64 ``[ranks]``: how many numbers from ``kept`` the part of each rank begins, less the id of its first
             token.
         rank: the own place among them.
-        vocab: how many tokens there are.
+        vocab: number of tokens.
         sum: adds up a float32 tensor over the ranks, in its place. No rank leaves it before all have come to it.
     """
 
@@ -169,7 +169,7 @@ CHOICES = {
 
 
 def rule(size: tuple[int, int]) -> Config:
-    """The knobs for any (rows, vocabulary)."""
+    """Return the knobs for any (rows, vocabulary)."""
     return {"groups": 32, "warps": 4, "collected": 16, "block": 512 if INTERPRETED else 2048, "choose_warps": 8}
 
 
@@ -284,7 +284,7 @@ def sample(
 
 
 def cost(logits: Tensor, **parameters: Tensor) -> Cost:
-    """The logits once: a subtraction, a division, an exponential and an addition for each."""
+    """Count the logits once: a subtraction, a division, an exponential and an addition for each."""
     small = sum(t.nbytes for t in parameters.values())
     return Cost(4 * logits.numel(), logits.nbytes + small, 8 * logits.shape[0])
 
@@ -292,8 +292,8 @@ def cost(logits: Tensor, **parameters: Tensor) -> Cost:
 def _sorting(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, **others: Tensor
 ) -> Tensor:
-    """The usual way in torch: softmax, sort, cumulative sum, mask, and probabilities over exponential noise. The noise
-    is torch's own, whatever the rows' seeds."""
+    """Return the usual way in torch: softmax, sort, cumulative sum, mask, and probabilities over exponential noise. The
+    noise is torch's own, whatever the rows' seeds."""
     greedy = logits.argmax(-1)
     p = torch.softmax(logits.float() / temperature.clamp(min=SMALLEST_TEMPERATURE)[:, None], -1)
     p, order = p.sort(-1, descending=True)

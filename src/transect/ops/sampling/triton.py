@@ -153,7 +153,7 @@ def _groups(  # type: ignore[no-untyped-def]
 
 @kernel
 def _away(away, ids, V, share, SPREAD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How far the part that holds these ids lies from the own one, so that ids of the whole row lead into it."""
+    """Return the offset from this rank's part to the part with these ids, so that ids of the whole row address it."""
     if SPREAD:
         return tl.load(away + ids // share, ids < V, 0)
     else:

@@ -1,4 +1,4 @@
-"""What is derived from the registry, with no operator named anywhere.
+"""Derive tools from the registry, without naming any operator.
 
 * ``accuracy.py``  every implementation against float64, beside the error of torch's own operator
 * ``bench.py``     measured time beside its floor and its peers; ``bench_run.py``, ``bench_worker.py``: in a process

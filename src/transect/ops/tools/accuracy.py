@@ -117,7 +117,7 @@ class _Pool:
 
     @property
     def settled(self) -> bool:
-        """Whether further draws would say nothing new."""
+        """True if further draws would add no information."""
         return self.elements >= FEW or self.elements == 0 or self.whole
 
     def add(self, exact: Tensor, ours: Tensor, theirs: Tensor) -> None:
@@ -285,7 +285,7 @@ def prepared(op: Op, key: str, value: Any, dtype: torch.dtype, device: str, draw
 
 
 def _lay_out(value: Any, layout: str) -> Any:
-    """The same values in other strides."""
+    """Return the same values in other strides."""
     if layout == "contiguous" or not _floating(value) or value.dim() == 0:
         return value
     *front, last = value.shape

@@ -35,7 +35,7 @@ EXPECTED: tuple[type[Exception], ...] = (
     RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError, KeyError, IndexError, OSError,
     *(() if triton is None else (triton.errors.TritonError,)),
 )  # fmt: skip
-"""What a contender that cannot do a case may raise. RuntimeError includes errors of CUDA and of memory, TritonError too
+"""Exceptions of a contender that cannot run a case. RuntimeError includes errors of CUDA and of memory, TritonError too
 much shared memory."""
 
 
@@ -139,7 +139,7 @@ def _takes(dtypes: tuple[str, ...], op: Op, inputs: Mapping[str, Any]) -> bool:
 
 
 def cases_on(op: Op, device: torch.device) -> list[Case]:
-    """The operator's cases; on a processor its non-empty examples in float32, named by their shapes."""
+    """Return the operator's cases; on a processor its non-empty examples in float32, named by their shapes."""
     if device.type != "cpu":
         return list(op.cases())
     cases = []
@@ -160,7 +160,7 @@ def cases_on(op: Op, device: torch.device) -> list[Case]:
 
 
 def directions_of(op: Op, case: Case) -> list[str]:
-    """What is timed at a case."""
+    """List the directions to time at a case."""
     wanted = [d for d in op.directions if not case.directions or d in case.directions]
     return [d for d in wanted if d == "forward" or (op.gradient_cost is not None and op.differentiable)]
 
@@ -265,7 +265,7 @@ def _measure(
 
 
 def _compared(row: Timing, off: float | None, theirs: float | None, allowed: float | None) -> Timing:
-    """A row with the errors that ``accuracy`` found."""
+    """Return a row with the errors that ``accuracy`` found."""
     if off is None or allowed is None:
         return replace(row, note="not compared: float64 at this shape takes more memory than there is")
     return replace(row, error=off, torch_error=theirs, allowed_error=allowed, wrong=not off <= allowed)
@@ -277,7 +277,7 @@ def _with_times(row: Timing, times: list[float], method: str) -> Timing:
 
 
 def run_once(op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str) -> None:
-    """One run that nobody times."""
+    """Run once without timing."""
     with timing.own_stream():
         _call(op, call, inputs, direction, 0)()
     torch.cuda.synchronize()
@@ -331,7 +331,7 @@ def _call(op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, on one line of at most 200 characters."""
+    """Describe an error on one line of at most 200 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     kind = "" if isinstance(error, Unavailable | ValueError) else f"{type(error).__name__}: "
     return (kind + text)[:200]

@@ -46,12 +46,12 @@ class Compiled:
 
     @property
     def access_bytes(self) -> dict[str, dict[int, int]]:
-        """How many global loads and stores of each width in bytes the assembly holds."""
+        """Counts of global loads and stores in the assembly, by width in bytes."""
         return machine_code.access_bytes(self.assembly)
 
     @property
     def matrix_instructions(self) -> dict[str, int]:
-        """How many instructions for the tensor cores the assembly holds, by kind."""
+        """Counts of tensor-core instructions in the assembly, by kind."""
         return machine_code.matrix_instructions(self.assembly)
 
     @property
@@ -142,7 +142,7 @@ def compile_cuda(name: str, target: str) -> list[Compiled]:
 
 
 def readable(symbol: str) -> str:
-    """A mangled name as in the source: by ``cu++filt`` or ``c++filt`` where there is one, else the bare name."""
+    """Return a mangled name as in the source: by ``cu++filt`` or ``c++filt`` where there is one, else the bare name."""
     for program in ("cu++filt", "c++filt"):
         if shutil.which(program):
             done = subprocess.run([program, symbol], capture_output=True, text=True)
@@ -189,7 +189,7 @@ def _entries(ptx: str) -> dict[str, str]:
 
 @cache
 def tool(name: str) -> str | None:
-    """A program of the CUDA toolkit: on the PATH, or the one that Triton brings along."""
+    """Return a program of the CUDA toolkit: on the PATH, or the one that Triton brings along."""
     if triton is not None:
         path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
         if path.exists():

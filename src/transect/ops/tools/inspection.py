@@ -1,4 +1,4 @@
-"""What an operator's kernels compile to on each target: one row for each, or the text of one stage."""
+"""Inspect the compiled kernels of an operator on each target: one row for each, or the text of one stage."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def inspect(op: Op, targets: Sequence[str] = (), kernel: str = "", stage: str = 
 
 
 def stage_text(found: Sequence[Inspected], stage: str) -> str:
-    """The text of ``stage`` for every kernel, each under a line that names it.
+    """Return the text of ``stage`` for every kernel, each under a line that names it.
 
     Raises:
         ValueError: no kernel has this stage.
@@ -86,7 +86,8 @@ def widths(counts: dict[int, int]) -> str:
 
 
 def cells(row: Inspected) -> tuple[str, ...]:
-    """A row of the table: names, target, registers, stack, shared memory, occupancy, accesses, matrix instructions."""
+    """Return a row of the table: names, target, registers, stack, shared memory, occupancy, accesses, matrix
+    instructions."""
     made = row.made
     if made is None:
         return (row.implementation, row.kernel, row.target, row.reason, "", "", "", "", "", "")

@@ -66,7 +66,7 @@ def access_bytes(assembly: str) -> dict[str, dict[int, int]]:
 
 
 def matrix_instructions(assembly: str) -> dict[str, int]:
-    """The number of tensor-core instructions: ``wgmma`` (Hopper), ``mma`` (Ampere), ``mfma`` (AMD)."""
+    """Return the number of tensor-core instructions: ``wgmma`` (Hopper), ``mma`` (Ampere), ``mfma`` (AMD)."""
     counted = {name: len(pattern.findall(assembly)) for name, pattern in _MATRIX.items()}
     return {name: number for name, number in counted.items() if number}
 

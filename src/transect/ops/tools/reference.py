@@ -31,7 +31,7 @@ def markdown(block: str) -> str:
 
 
 def math(docstring: str) -> list[str]:
-    """The title, and the formulas that follow it before the shapes are given."""
+    """Return the title, and the formulas that follow it before the shapes are given."""
     blocks = paragraphs(docstring)
     chosen = [blocks[0]]
     for block in blocks[1:]:
@@ -45,8 +45,8 @@ def math(docstring: str) -> list[str]:
 
 
 def lines_of(docstring: str, word: str) -> str:
-    """The text from a line that begins with ``word`` to the end of its paragraph (or to the next such line); else
-    ''."""
+    """Return the text from a line that begins with ``word`` to the end of its paragraph (or to the next such line);
+    else ''."""
     found = re.search(rf"(?ms)^{word}\w*.*?(?=^(?:Source|Shapes|Bound)\b|\n\s*\n|\Z)", docstring)
     return found.group().strip().replace("``", "`") if found else ""
 
@@ -84,5 +84,5 @@ def entry(op: Op) -> str:
 
 
 def page(ops: Sequence[Op]) -> str:
-    """The entries of all operators, by name."""
+    """Return the entries of all operators, by name."""
     return "\n\n".join(entry(op) for op in ops) + "\n"

@@ -21,12 +21,12 @@ _FIELDS = {field.name for field in fields(Timing)}
 
 
 def timing_of(row: Mapping[str, Any]) -> Timing:
-    """The ``Timing`` of a row of a file."""
+    """Return the ``Timing`` of a row of a file."""
     return Timing(**{key: value for key, value in row.items() if key in _FIELDS})
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A result file.
+    """Return a result file.
 
     Raises:
         ValueError: it is not one.
@@ -110,7 +110,8 @@ def time_text(seconds: float) -> str:
 
 
 def cells(row: Timing) -> tuple[str, ...]:
-    """A row of the table: contender, direction, time, spread, floor, % of floor, rate, error over torch's, remarks."""
+    """Return a row of the table: contender, direction, time, spread, floor, % of floor, rate, error over torch's,
+    remarks."""
     who = f"{row.contender}{' *' if row.is_peer else ''}"
     floor = "" if row.floor_seconds is None else time_text(row.floor_seconds)
     if row.seconds is None or row.fastest is None or row.slowest is None:
@@ -129,7 +130,7 @@ def cells(row: Timing) -> tuple[str, ...]:
 
 
 def error_text(row: Timing) -> str:
-    """The error against float64 as a multiple of torch's, marked where it is above what is allowed."""
+    """Return the error against float64 as a multiple of torch's, marked where it is above what is allowed."""
     if row.error is None or row.torch_error is None:
         return ""
     text = f"{row.error / row.torch_error:.2f}x" if row.torch_error else f"{row.error:.1e}"

@@ -30,11 +30,14 @@ REPEATS = 5
 """Runs whose bits must be equal."""
 REPLAYS = 9
 WORTH = 1.01
-"""What a configuration must gain to be kept. Less is within the spread, and each one kept is one more to compile."""
+"""Least gain of a configuration that is kept.
+
+Smaller gains are within the spread, and each kept one must be compiled.
+"""
 FINALISTS = 3
-"""So many of the fastest are timed again beside the heuristic's and the one in use."""
+"""Number of the fastest that are timed again beside the heuristic's and the one in use."""
 NEAR = 1.25
-"""What takes longer than this many times the heuristic's seconds in a trial is not timed again."""
+"""Ratio to the heuristic's time in a trial above which a configuration is not timed again."""
 ROUNDING = 16
 """Largest difference from the heuristic's result, in units of the result's precision, in the 2-norm."""
 
@@ -76,7 +79,7 @@ class Found:
 
     @property
     def choice(self) -> Mapping[str, Any]:
-        """What to run from now on: the best, or the heuristic's where that is as good."""
+        """Configuration to use: the best, or the heuristic's if it is as good."""
         return self.best.config if self.gain is None or self.gain >= WORTH else self.default
 
     def worth(self) -> dict[str, float | None]:
@@ -120,9 +123,9 @@ def search(
     """Try configurations at ``case`` until all are tried or ``seconds`` are over.
 
     Args:
-        in_use: what a launcher is tuned to at a size so far; tried right after the heuristic's, whatever the limit.
-        timer: seconds of a call in each of so many replays, of a trial.
-        race: seconds of a call of each of the finalists, as ``under_load.race``; None: the median of ``timer``'s in
+        in_use: present configuration of a launcher at a size; tried right after the heuristic's, whatever the limit.
+        timer: measures seconds of a call in each of several replays of a trial.
+        race: measures seconds of a call of each finalist, as ``under_load.race``; None for medians of ``timer`` in
             turns, each after a pause.
 
     Raises:
@@ -187,9 +190,9 @@ def _finals(
     again: Callable[[Sequence[Mapping[str, Any]]], list[float]],
     full_clock: bool,
 ) -> list[Trial]:
-    """The first ``given`` (the heuristic's and the one in use) and the fastest with their times in a second race; none
-    where nothing is near the heuristic's, or that did not run. ``full_clock``: that race is like the trials, so none
-    either where the heuristic's was as fast as any."""
+    """Return the first ``given`` (the heuristic's and the one in use) and the fastest with their times in a second
+    race; none where nothing is near the heuristic's, or that did not run. ``full_clock``: that race is like the trials,
+    so none either where the heuristic's was as fast as any."""
     first = trials[0].seconds
     ran = [trial for trial in trials if trial.seconds is not None]
     fastest = sorted(ran, key=lambda trial: trial.seconds or 0.0)[:FINALISTS]
@@ -239,7 +242,8 @@ def _differs(outputs: list[torch.Tensor], wanted: list[torch.Tensor]) -> str:
 
 
 def cases_of(knobs: Knobs, cases: Sequence[Case], device: str, matching: str = "") -> list[Case]:
-    """The first case of each size bucket that this launcher runs at, of those whose name contains ``matching``."""
+    """Return the first case of each size bucket that this launcher runs at, of those whose name contains
+    ``matching``."""
     chosen: dict[str, Case] = {}
     for case in cases:
         if matching not in case.name:

@@ -1,6 +1,6 @@
-"""How one call is timed: in a CUDA graph of many, eagerly between two events, or on the processor.
+"""Time one call: in a CUDA graph of many, eagerly between two events, or on the CPU.
 
-All of it happens on one stream of its own, so that the launches of autograd (on the stream of its forward pass) are
+All timing happens on a separate stream, so that the launches of autograd (on the stream of its forward pass) are
 captured too.
 """
 

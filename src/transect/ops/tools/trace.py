@@ -56,7 +56,7 @@ class Access:
     elements: np.ndarray
     """Index (flat) in the argument of each element that was accessed; masked ones left out."""
     masked: int
-    """How many elements of the tile the mask left out."""
+    """Number of elements of the tile that the mask excludes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Launch:
         return list(dict.fromkeys(a.argument for a in self.accesses if a.kind != "load" and a.argument != OUTSIDE))
 
     def of(self, program: Program) -> list[Access]:
-        """The accesses of one program, in order."""
+        """Return the accesses of one program, in order."""
         return [access for access in self.accesses if access.program == program]
 
 
@@ -188,7 +188,8 @@ def _note(launch: Launch, kind: str, program: Program, pointers: np.ndarray, mas
 
 
 def _watcher(watch: Sequence[str], launches: list[Launch], builder: Any) -> Callable[..., Any]:
-    """A trace function that notes ``watch[1:]`` in the function ``watch[0]`` whenever the last is assigned anew."""
+    """Return a trace function that notes ``watch[1:]`` in the function ``watch[0]`` whenever the last is assigned
+    again."""
     function, *names = watch
     last = names[-1]
     held: dict[int, Any] = {}  # frame -> the value last seen: kept alive, so that identity means the same value
@@ -222,7 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def trace_of(op: Op) -> Trace:
-    """The trace that ``op`` declares, else its smallest non-empty example through the first of its Triton
+    """Return the trace that ``op`` declares, else its smallest non-empty example through the first of its Triton
     implementations that runs here.
 
     Raises:

@@ -15,7 +15,7 @@ COLORS = ("cyan", "green", "yellow", "magenta", "blue", "red", "bright_cyan", "b
 
 
 def flat_program(launch: Launch, program: Program) -> int:
-    """A program's number with the first axis of the grid fastest, as a GPU starts them."""
+    """Return a program's number with the first axis of the grid fastest, as a GPU starts them."""
     (x, y, z), (nx, ny, _) = program, launch.grid
     return x + nx * (y + ny * z)
 
@@ -38,7 +38,7 @@ def numbers(launch: Launch, argument: str, accesses: Sequence[Access]) -> np.nda
 
 
 def as_matrix(argument: Argument, values: np.ndarray) -> tuple[np.ndarray, str]:
-    """An argument's elements as rows and columns, and a note where dimensions were joined for it."""
+    """Return an argument's elements as rows and columns, and a note where dimensions were joined for it."""
     shape = argument.shape
     if len(shape) == 2:
         return values.reshape(shape), ""
@@ -63,7 +63,7 @@ def _range(run: tuple[int, int]) -> str:
 
 
 def grid(argument: Argument, values: np.ndarray, title: str, most: int = 24) -> Any:
-    """A title, and a table: one cell for each tile, with row and column ranges at its sides."""
+    """Return a title, and a table: one cell for each tile, with row and column ranges at its sides."""
     from rich import box
     from rich.console import Group
     from rich.table import Table
@@ -143,7 +143,8 @@ def _where(argument: Argument, elements: np.ndarray) -> str:
 
 
 def steps(launch: Launch, program: Program, row: int = 0) -> Any | None:
-    """The watched variables of one program, step by step, at one row of its tile; None where nothing was watched."""
+    """Return the watched variables of one program, step by step, at one row of its tile; None where nothing was
+    watched."""
     from rich import box
     from rich.table import Table
 
@@ -168,7 +169,7 @@ def _number(value: Any, row: int) -> str:
 
 
 def busiest(launch: Launch) -> int:
-    """The first of the programs that access memory most often."""
+    """Return the first of the programs that access memory most often."""
     return min((-len(launch.of(program)), flat_program(launch, program)) for program in launch.programs)[1]
 
 

@@ -24,9 +24,9 @@ from .timing import Calls, Replay, own_stream
 
 SLICE_SECONDS = 0.04
 LEAST_SECONDS, MOST_SECONDS = 0.2, 0.6
-"""How long a turn lasts before slices are compared, and at most."""
+"""Seconds of a turn before slices are compared, and at most."""
 STEADY = 0.005
-"""By how much slices differ, relative, at a clock that has settled."""
+"""Relative difference of slices at a clock that has settled."""
 ROUNDS = 3
 BURST_SECONDS = 0.002
 """Replays of a graph between two looks at the device take about as long as this."""
@@ -34,7 +34,7 @@ IN_FLIGHT = 3
 """Bursts that the device has been given, so that it never waits."""
 
 Busy = Callable[[float], float]
-"""Keeps the device busy for so many seconds; seconds of one call meanwhile."""
+"""Function that keeps the device busy for some seconds, and returns seconds of one call."""
 
 
 def settled(busy: Busy) -> float:

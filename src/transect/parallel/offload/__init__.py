@@ -1,6 +1,6 @@
-"""What a run or an engine keeps outside the device's memory.
+"""Keep data of a run or an engine outside the device's memory.
 
-Memory and files are those of ``transect.hardware``; layers of a model that is served so are in
+Memory and files are those of ``transect.hardware``; streamed layers of a served model are in
 ``transect.models.streaming``. For training:
 
 * ``groups.py``: the numbers of many parameters, cut into groups that are moved together

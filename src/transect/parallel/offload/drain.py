@@ -1,4 +1,4 @@
-"""Gradients on their way from a device into host memory, while the backward pass goes on.
+"""Move gradients from a device into host memory during the backward pass.
 
 A gradient is copied, a part at a time, through pinned buffers on a stream of its own, and forgotten on the device as
 soon as that is done. A thread here takes each part in: the first gradient of a step is stored, those of later
@@ -27,7 +27,7 @@ class Drain:
     """Host memory that gradients are added up in.
 
     Args:
-        into: where each gradient goes, by name: contiguous, in host memory, of as many numbers.
+        into: target of each gradient by name: contiguous, in host memory, with as many numbers.
         kernels: used by one thread at a time, while something is on its way.
         part: numbers that are copied together.
     """
@@ -52,7 +52,7 @@ class Drain:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gradients")
 
     def _stream_of(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of copies from a GPU, made with its buffers when the first gradient comes from there."""
+        """Return the stream of copies from a GPU, made with its buffers when the first gradient comes from there."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
             for slot in Ring(SLOTS, 4 * self.part, pin=True).slots:
@@ -100,7 +100,7 @@ class Drain:
             part.result()
 
     def squares(self, counts: Callable[[str], bool] = lambda name: True) -> float:
-        """The sum of the squares of all gradients that count, by their names; waits for all."""
+        """Return the sum of the squares of all gradients that count, by their names; waits for all."""
         self.wait()
         return sum(self._squares[key] for key in sorted(self._squares) if counts(key[0]))
 

@@ -1,6 +1,6 @@
-"""How the numbers of many parameters are cut into groups that are moved and worked on together.
+"""Divide the numbers of many parameters into groups that are moved and processed together.
 
-All numbers lie one behind the other, in the order of the parameters. A group is some small parameters, or a part of a
+All numbers are concatenated in the order of the parameters. A group is some small parameters, or a part of a
 large one: enough for a disk and a link, and few enough for several to be in memory::
 
     group 0   [ embed, numbers 0 .. 2^24 ]

@@ -74,7 +74,7 @@ class FilePieces:
     """In a file, which has no name and goes with this process.
 
     Args:
-        folder: where the file is made, on a fast disk.
+        folder: folder of the file, on a fast disk.
         sizes: bytes of the piece of each unit; the last unit is what is outside the layers.
         device: that they go to.
 
@@ -128,7 +128,7 @@ class FilePieces:
         self._busy(self._held[1], to)
 
     def _taken(self, unit: int) -> Tensor:
-        """The memory that a piece has been read into."""
+        """Return the memory that a piece has been read into."""
         if not self._reading or self._reading[0][0] != unit:
             self._turn_to(unit)
         _, memory, pending = self._reading.popleft()
@@ -142,7 +142,7 @@ class FilePieces:
             slot.busy_until(torch.cuda.current_stream(to.device))
 
     def _read_ahead(self, unit: int) -> None:
-        """What should come after a unit is on its way afterwards."""
+        """Start to fetch the unit that follows ``unit``."""
         layer = unit + 1 < len(self._sizes)
         self._sent = unit if layer else -1
         if layer:
@@ -199,7 +199,7 @@ class FilePieces:
         self._writing[unit] = self.file.write(self._starts[unit], memory[: self._sizes[unit]]), memory
 
     def read(self, unit: int) -> Tensor:
-        """A piece as bytes, in memory of its own."""
+        """Return a piece as bytes, in memory of its own."""
         if unit in self._writing:
             self._writing.pop(unit)[0].wait()
         memory = host_memory(self._sizes[unit])
@@ -232,7 +232,7 @@ class FileUpload:
         """By unit, while parts of it are still to come: memory, and what of it has been made."""
 
     def read(self, name: str) -> Tensor:
-        """The numbers of a parameter, in memory of their own."""
+        """Return the numbers of a parameter, in memory of their own."""
         unit, begin, end = self._places[name]
         return self._pieces.read(unit).view(self._dtype)[begin:end].clone()
 

@@ -31,12 +31,12 @@ class States(Protocol):
     nbytes: int
 
     def walk(self, wanted: Sequence[int]) -> Iterator[tuple[PieceGroup, Tensor]]:
-        """The groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What is
-        changed in them is kept once the next group is asked for."""
+        """Return the groups with these numbers, in this order, each with its states, float32 ``[kinds, count]``. What
+        is changed in them is kept once the next group is asked for."""
         ...
 
     def read(self, kind: int, name: str) -> Tensor:
-        """The states of one parameter as a vector."""
+        """Return the states of one parameter as a vector."""
         ...
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
@@ -53,7 +53,7 @@ class HostStates:
 
     Args:
         sizes: the numbers of each parameter.
-        kinds: how many states each number has.
+        kinds: number of states of each parameter element.
         most: numbers of a group.
 
     Raises:
@@ -73,7 +73,7 @@ class HostStates:
             yield group, self._all[:, group.start : group.start + group.count]
 
     def read(self, kind: int, name: str) -> Tensor:
-        """The memory itself."""
+        """Return the memory itself."""
         return self._of[kind][name]
 
     def write(self, kind: int, name: str, values: Tensor) -> None:
@@ -88,7 +88,7 @@ class DiskStates:
     """States in a file, which is gone when this process ends, however it ends.
 
     Args:
-        folder: where the file is made, on a fast disk.
+        folder: folder of the file, on a fast disk.
         sizes, kinds, most: as in ``HostStates``.
 
     Raises:

@@ -31,7 +31,7 @@ class Upload:
             self._ring = Ring(SLOTS, widest * most, pin=True)
 
     def read(self, name: str) -> Tensor:
-        """The numbers of a parameter, on the host."""
+        """Return the numbers of a parameter, on the host."""
         return self._flat[name].cpu()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""What clients may send to ``/v1/messages`` (Anthropic's API), and the same as a conversation of the chat API."""
+"""Define requests to ``/v1/messages`` (Anthropic's API), and translate them into chats of the chat API."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CountRequest(Body):
 
     @property
     def begins_the_answer(self) -> bool:
-        """The last turn is the assistant's and holds text alone: the answer goes on with it."""
+        """True if the last turn is the assistant's and holds text alone, so that the answer continues it."""
         last = self.messages[-1]
         texts = isinstance(last.content, str) or all(block.get("type") == "text" for block in last.content)
         return last.role == "assistant" and texts

@@ -1,8 +1,8 @@
-"""How much a request may hold, and types that are checked without a Python object for each thing that is wrong.
+"""Bound the size of a request, with types that are checked without a Python object for each fault.
 
-A body of some megabytes can hold millions of values. What is done for each of them stops the event loop for everybody.
-So the values are counted before they are parsed, lists are checked up to their first fault, and a prompt of token ids
-is checked as a whole.
+A body of a few megabytes can hold millions of values, and work on each of them would block the event loop for all
+clients. So values are counted before they are parsed, lists are checked up to their first fault, and a prompt of token
+ids is checked as a whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPT_FORMS = "must be a string, a list of strings, a list of token ids or a li
 
 
 def check_values(body: bytes) -> None:
-    """Refuse a body with so many values that parsing it would stop everybody. Characters within strings count too.
+    """Refuse a body with too many values to parse without blocking other clients. Characters in strings count too.
 
     Raises:
         ApiError: 413.
@@ -77,7 +77,7 @@ FewParts = BeforeValidator(_count_parts)
 
 
 def _check_prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """What ``handler`` would check, one value at a time and in four ways at once."""
+    """Check a prompt as a whole; ``handler`` would check each value, four ways at once."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):

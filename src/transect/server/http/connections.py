@@ -32,17 +32,17 @@ SPARE = 32
 """Connections beyond the limit that may still ask for /health."""
 MOST_DESCRIPTORS = 65536
 BODY_BYTES_PER_S = 16 * 1024
-"""Each so many bytes of a body give its client another second."""
+"""Bytes of a body that give its client one more second."""
 REPEAT_S = 60.0
-"""A shortage that goes on is logged so often."""
+"""Seconds between log lines about a continuing shortage."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may take.
+    """Limits on clients.
 
     Attributes:
-        connections: at the same time.
+        connections: number open at the same time.
         receive_s: seconds for a request's head, and for the beginning of its body.
     """
 
@@ -51,7 +51,7 @@ class Limits:
 
 
 def raise_descriptor_limit() -> int:
-    """Take as many descriptors as this process is allowed, within reason; returns how many."""
+    """Raise the limit of open files as far as allowed, up to ``MOST_DESCRIPTORS``; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -199,7 +199,7 @@ class _Crowded:
 
 
 def refuse_half_sent(connections: set[Any], error: ApiError) -> None:
-    """Answer every client that is still sending a request: nobody needs to wait for it."""
+    """Answer every client that is still sending a request, so that shutdown does not wait for it."""
     for connection in list(connections):
         if isinstance(connection, Connection) and connection.receiving:
             connection.refuse(error)

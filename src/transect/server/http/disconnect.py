@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its answer was complete; nobody is there to be told."""
+    """The client closed the connection before its answer was complete; there is no one to report to."""
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -35,7 +35,7 @@ TYPES = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong and, where one field is to blame, which."""
+    """Description of an error, and the field at fault if there is one."""
 
     message: str
     type: str

@@ -1,6 +1,6 @@
-"""What every HTTP request passes before its handler: counting, draining, API keys, X-Request-Id.
+"""Pass every HTTP request through counting, draining, API keys and X-Request-Id before its handler.
 
-Plain ASGI: no buffering.
+Plain ASGI, without buffering.
 """
 
 from __future__ import annotations

@@ -64,10 +64,10 @@ class Completion:
         self.beams = beam_params(body, self.params, width, COMPLETION_TOKENS)
 
     def _gap(self) -> Gap:
-        """How the model fills in what stands before ``suffix``.
+        """Return the model's tokens for filling in text before ``suffix``.
 
         Raises:
-            ApiError: 400 where it cannot, or the rest of the request does not fit.
+            ApiError: 400 if the model has none, or ``suffix`` does not work with the rest of the request.
         """
         for name in ("echo", "truncate_prompt_tokens"):
             if getattr(self.body, name):
@@ -79,10 +79,10 @@ class Completion:
         return gap
 
     def _draws(self) -> int | None:
-        """How many answers are drawn to choose the ``n`` best from; None where all that are drawn are given.
+        """Return the number of answers to draw and choose the ``n`` best from; None if all drawn answers are returned.
 
         Raises:
-            ApiError: 400 where ``best_of`` does not fit the rest of the request.
+            ApiError: 400 if ``best_of`` does not work with the rest of the request.
         """
         best_of, n = self.body.best_of, self.body.n or 1
         if best_of is None or best_of == n:

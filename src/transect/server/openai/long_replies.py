@@ -1,5 +1,6 @@
-"""Answers with log-probabilities, a few positions at a time: they can be a hundred times as long as their text, and
-whoever makes one in a single go stops every other stream meanwhile.
+"""Build answers with log-probabilities a few positions at a time.
+
+Such an answer can be a hundred times as long as its text, and building it in one step would block every other stream.
 """
 
 from __future__ import annotations

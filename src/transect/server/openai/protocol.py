@@ -1,8 +1,8 @@
-"""What clients may send: OpenAI's request bodies with vLLM's extra sampling fields, as pydantic models.
+"""Define request bodies as pydantic models: OpenAI's fields and vLLM's extra sampling fields.
 
-Types are checked here; ranges are ``SamplingParams``' business, so that each has one source of truth. A field that is
-neither known nor known to be harmless is an error that names the nearest field: a misspelt ``temprature`` must not be
-ignored. Whole numbers are bounded so that they fit the engine's messages.
+Types are checked here and ranges in ``SamplingParams``, so that each has one source of truth. A field that is neither
+known nor known to be harmless is an error that names the nearest field: a misspelt ``temprature`` must not be ignored.
+Whole numbers are bounded so that they fit the engine's messages.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ PASSED_ON = tuple(
     if "log" not in field.name
     and field.name not in ("structured_outputs", "bad_words_token_ids", "truncate_prompt_tokens")
 )
-"""What goes to ``SamplingParams`` under the same name; logit_bias, logprobs and structured outputs differ in form, and
-prompts are cut before they get there."""
+"""Fields passed to ``SamplingParams`` under the same name. logit_bias, logprobs and structured outputs differ in form,
+and prompts are truncated earlier."""
 
 
 class SamplingBody(Body):
@@ -278,13 +278,13 @@ class SamplingBody(Body):
 
 
 def opens_a_turn(add: bool | None, continues: bool | None) -> bool:
-    """Whether a rendered chat ends with what opens the assistant's turn: unless it goes on with its last message.
+    """Return True if a rendered chat ends by opening the assistant's turn, and False if it continues the last message.
 
     Raises:
-        ValueError: both are asked for.
+        ValueError: both are requested.
     """
     if add and continues:
-        raise ValueError("continue_final_message goes on with the last message: leave add_generation_prompt out")
+        raise ValueError("continue_final_message continues the last message: leave add_generation_prompt out")
     return add is not False and not continues
 
 

@@ -1,4 +1,4 @@
-"""What the server answers: OpenAI's response bodies as pydantic models. Absent optional fields are sent as null."""
+"""Define OpenAI's response bodies as pydantic models. Absent optional fields are sent as null."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptDetails(BaseModel):
-    """How many of the prompt tokens came from the prefix cache."""
+    """Number of prompt tokens that came from the prefix cache."""
 
     cached_tokens: int
 
 
 class CompletionDetails(BaseModel):
-    """How many of the completion tokens are thoughts."""
+    """Number of completion tokens that are thoughts."""
 
     reasoning_tokens: int
 
@@ -173,7 +173,7 @@ class ChatResponse(BaseModel):
 
 
 class Delta(Brief):
-    """What is new in a message; what is not new is left out."""
+    """New parts of a message; unchanged fields are left out."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -183,7 +183,7 @@ class Delta(Brief):
 
 
 class ChunkChoice(BaseModel):
-    """What is new in one choice."""
+    """New parts of one choice."""
 
     index: int
     delta: Delta
@@ -250,7 +250,7 @@ class Load(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """How text becomes tokens here."""
+    """Description of the tokenizer."""
 
     tokenizer_class: str
     vocab_size: int

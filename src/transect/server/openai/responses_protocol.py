@@ -1,4 +1,4 @@
-"""What clients may send to ``/v1/responses``, and the same as a conversation of the chat API."""
+"""Define requests to ``/v1/responses``, and translate them into chats of the chat API."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ResponsesRequest(Body):
 
     @property
     def effort(self) -> str | None:
-        """How long the model shall think, if that is said."""
+        """Requested effort of thinking; None if unset."""
         effort = (self.reasoning or {}).get("effort")
         return effort if isinstance(effort, str) else None
 

@@ -1,7 +1,7 @@
-"""What clients send that this server does not have, in the words of those who use it.
+"""Refuse fields that this server does not support, and name each by its purpose.
 
-Many clients write down every field that their API knows, most of them empty. An empty one asks for nothing and is let
-through; one that would change the answer is refused, because an answer that ignores it would be wrong in silence.
+Many clients send every field of their API, most of them empty. An empty field changes nothing and is accepted. A field
+that would change the answer is refused, because an answer that ignores it would be wrong without notice.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ WORDS = {
     "verbosity": "setting the length of answers",
     "web_search_options": "web search",
 }
-"""What a field is for."""
+"""Purpose of each field, for error messages."""
 
 
 def asks_for_nothing(value: Any, nothings: Iterable[Any]) -> bool:
-    """Whether a value is null, or one of those; 1 and 1.0 are the same, true is not 1."""
+    """Return True if a value is null or one of ``nothings``; 1 equals 1.0, but true is not 1."""
     if value is None:
         return True
     return any(value == nothing and isinstance(value, bool) == isinstance(nothing, bool) for nothing in nothings)
 
 
 def sentence(name: str) -> str:
-    """The complaint about a field that asks for something."""
+    """Return the error message for a field that is set."""
     what = WORDS.get(name)
     subject = f"{what} ({name})" if what else name
     return f"{subject} is not supported by this server: leave it out"

@@ -1,6 +1,7 @@
 """Routes and records for operators.
 
 * ``routes``: prefix cache, tokenization and other operators' routes. ``health``: liveness.
-* ``metrics``, ``metric_names``: Prometheus metrics. ``bills``: the time of each request by cause.
+* ``metrics``, ``metric_names``: Prometheus metrics. ``drift``: the alarm StepTimeDrift.
+* ``bills``: the time of each request by cause.
 * ``request_log``: a log line per request. ``tracing``: OpenTelemetry spans.
 """

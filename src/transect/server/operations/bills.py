@@ -58,7 +58,8 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
 async def decisions(request: Request, engine: int = 0) -> Response:
     """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines.
 
-    Headers: whether no record has been dropped since the start, seconds since the newest one, and how many engines.
+    Headers: a flag that no record was dropped since the start, seconds since the newest record, and the number of
+    engines.
     """
     rings = _rings(request)
     if not 0 <= engine < len(rings):

@@ -1,4 +1,4 @@
-"""What /health and /metrics say about the engine. Neither waits long: a hung engine must not hang its own alarm."""
+"""Report the engine's state in /health and /metrics. Neither waits long: a hung engine must not hang its own alarm."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def scrape(serving: Serving) -> bytes:
     collector = serving.metrics.engine
     try:
         async with asyncio.timeout(PROBE_S):
-            collector.stats = await serving.engine.stats()
+            collector.take(await serving.engine.stats())
         collector.up = True
     except Exception:
         collector.up = False

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.utils import floatToGoString
 
+from .drift import NAME as DRIFT_ALARM
+from .drift import DriftWatch
 from .metric_names import shown
 
 if TYPE_CHECKING:
@@ -31,7 +33,13 @@ class EngineCollector:
 
     def __init__(self) -> None:
         self.stats: SchedulerStats | None = None
+        self.drift = DriftWatch()
         self.up = False
+
+    def take(self, stats: SchedulerStats) -> None:
+        """Take the engine's newest numbers."""
+        self.stats = stats
+        self.drift.look(stats)
 
     def collect(self) -> Iterator[Metric]:
         """Called by prometheus-client for each scrape."""
@@ -45,6 +53,11 @@ class EngineCollector:
         yield _gauge("transect_kv_blocks", "KV blocks of the pool", stats.kv_blocks_total)
         yield _gauge("transect_kv_blocks_used", "KV blocks that a running sequence refers to", stats.kv_blocks_used)
         yield _gauge("transect_kv_blocks_cached", "Free KV blocks kept for the prefix cache", stats.kv_blocks_cached)
+        text = "Measured over predicted time of the last steps; far from 1, StepTimeDrift is raised"
+        yield _gauge("transect_step_time_ratio", text, self.drift.ratio)
+        alarm = GaugeMetricFamily("transect_alarm", "1 while an alarm is raised", labels=["name"])
+        alarm.add_metric([DRIFT_ALARM], float(self.drift.raised))
+        yield alarm
         usage = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
         yield _gauge("transect_kv_cache_usage_ratio", "Share of the KV pool in use, 0 to 1", usage)
         hit_rate = stats.prefix_hit_tokens / max(stats.prefix_query_tokens, 1)
@@ -196,7 +209,7 @@ class RequestTimer:
         metrics: of the server.
         arrival: when the request came.
         prompt_tokens: its length.
-        choices, max_tokens: what it asked for.
+        choices, max_tokens: values of the request.
     """
 
     def __init__(
@@ -228,21 +241,21 @@ class RequestTimer:
         self._last[choice] = now
 
     def engine_times(self, times: RequestTimes | None) -> None:
-        """What the engine says of a choice; the last to come is of the choice that ends last."""
+        """Keep the engine's times of a choice; the last call is for the choice that ends last."""
         self._times = times if times is not None else self._times
 
     def choice_finished(self, reason: str) -> None:
-        """A choice had its terminal event."""
+        """Count a choice that ended."""
         self._running -= 1
         self._metrics.finished.labels(reason).inc()
 
     def left(self) -> None:
-        """Nobody waits for the choices that still run: their client is gone, or their time was over."""
+        """Count the running choices as aborted: their client is gone, or their time limit has passed."""
         if self._running:
             self._metrics.finished.labels("abort").inc(self._running)
 
     def request_finished(self, now: float) -> None:
-        """The last choice ended."""
+        """Record the times of a request whose last choice ended."""
         metrics, times = self._metrics, self._times
         metrics.whole.observe(now - self._arrival)
         metrics.prompt_length.observe(self._prompt_tokens)

@@ -35,13 +35,13 @@ async def ping(request: Request) -> Response:
 
 @operations.get("/load", response_model=Load)
 async def load(request: Request) -> Load:
-    """How many requests are in flight."""
+    """Return the number of requests in flight."""
     return Load(server_load=_serving(request).in_flight - 1)  # without this one
 
 
 @operations.get("/tokenizer_info", response_model=TokenizerInfo)
 async def tokenizer_info(request: Request) -> TokenizerInfo:
-    """What a client needs to know to encode as the server does."""
+    """Return the facts a client needs to encode text as the server does."""
     engine = _serving(request).engine
     tokenizer, template = engine.tokenizer, engine.chat_template
     bos, ends = tokenizer.bos_token_id, list(tokenizer.eos_token_ids)

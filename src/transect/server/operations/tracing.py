@@ -36,11 +36,12 @@ _parent: ContextVar[Any] = ContextVar("transect_parent_span", default=None)
 
 
 def exporter_for(endpoint: str) -> Any:
-    """What sends spans to a collector: over gRPC to ``grpc://`` or port 4317, else as protobuf over HTTP.
-    ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` (``grpc``, ``http/protobuf``) goes over that.
+    """Build the exporter of spans to a collector: over gRPC to ``grpc://`` or port 4317, else as protobuf over HTTP.
+
+    ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` (``grpc``, ``http/protobuf``) overrides this choice.
 
     Raises:
-        ValueError: the address or the protocol is none, or the packages are not installed.
+        ValueError: the address or the protocol is invalid, or the packages are not installed.
     """
     parts = urlsplit(endpoint)
     try:

@@ -140,7 +140,7 @@ async def _embeddings(work: _Work, body: EmbeddingRequest) -> Response:
 @retrieval.post("/v1/score", response_model=ScoreResponse)
 @retrieval.post("/score", response_model=ScoreResponse, include_in_schema=False)
 async def score(request: Request, body: ScoreRequest) -> ScoreResponse | Response:
-    """How likely each query is after its document, between 0 and 1."""
+    """Score how likely each query is after its document, between 0 and 1."""
     work = _Work(request, body.model, body.priority)
     try:
         pairs = scoring.pairs(body.text_1, body.text_2)

@@ -150,7 +150,7 @@ def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, lin
     """Run a schedule on a virtual clock.
 
     Args:
-        forward, backward: how long a pass through one run of layers takes. link: how long its result travels.
+        forward, backward: time of a pass through one run of layers. link: time to send its result.
 
     Raises:
         ValueError: a rank waits for what will never come; the message names it.

@@ -9,18 +9,18 @@ from .schedule import Name
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """The layout of a training run. The sizes of the axes multiply to the number of ranks.
+    """Layout of a training run. The sizes of the axes multiply to the number of ranks.
 
     Attributes:
         data: ranks that compute other micro-batches.
-        zero: what is cut over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
+        zero: level of sharding over ``data`` and ``context`` ranks, which have the same weights; see ``replicas.py``.
         tensor: ranks that share each layer. sequence: they share the tokens of norms too.
         pipeline: stages of layers.
-        schedule, chunks: how micro-batches pass through them, see ``schedule.py``.
+        schedule, chunks: pipeline schedule, see ``schedule.py``.
         context: ranks that share the tokens of a sequence.
         expert: the data ranks share the experts.
         reduce: bytes of a number while gradients are summed: 4 or 2.
-        tiles: matrices of sharded layers come to the device in so many parts (``tiled.py``).
+        tiles: number of parts in which matrices of sharded layers come to the device (``tiled.py``).
         copies: gradients may be summed by copy engines, in memory that GPUs share (``peer_copies.py``). fused: and the
             gradient of a table that the head shares travels in two parts (``table_rows.py``).
         host_state: master weights and the optimizer's state are in the memory of the host. host_weights: the weights

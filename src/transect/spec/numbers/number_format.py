@@ -139,7 +139,7 @@ class NumberFormat:
     """A format, by the name that users type. There is one object for each: compare with ``is``.
 
     Attributes:
-        summary: how a number is stored, in a phrase.
+        summary: storage of a number, in a phrase.
         bits: bits of a number, scales of groups included; those of whole rows, a rounding error, are left out.
         accuracy: the cost in accuracy, in a phrase, and what else sets the format apart.
         other_names: names that are read as ``name``.

@@ -30,7 +30,7 @@ class WithoutSequences:
 
     Args:
         sequences: token ids that must not follow each other in the output.
-        inner: what else the answer keeps to; this object owns it.
+        inner: further constraint on the answer; this object owns it.
     """
 
     __slots__ = ("_ends", "_longest", "_recent", "_sequences", "inner")
@@ -57,7 +57,7 @@ class WithoutSequences:
         return None if self.inner is None else self.inner.accept(token)
 
     def forced(self) -> list[int]:
-        """None: a forced token could complete a bad word."""
+        """Return no tokens: a forced token could complete a bad word."""
         return []
 
     def banned(self) -> set[int]:

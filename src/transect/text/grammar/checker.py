@@ -1,9 +1,11 @@
-"""A process that compiles grammars on trial. A grammar from a request can keep the compiler busy for minutes and take
-gigabytes; here that can be ended, and nobody else waits for it.
+"""Compile grammars on trial in a separate process.
+
+A grammar from a request can keep the compiler busy for minutes and take gigabytes; a separate process can be ended, and
+no other request waits for it.
 
 ``Checker`` is the near side. EBNF is translated here too. The far side is ``python -m transect.text.grammar.checker``:
-it reads a vocabulary, then grammars, and answers each with what is wrong with it. It draws some tokens under a grammar,
-too: one whose masks take long would hold up the steps of everybody.
+it reads a vocabulary, then grammars, and answers each with what is wrong with it. It also
+draws some tokens under a grammar, because slow masks would delay the steps of all requests.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ PATIENCE_S = 30.0
 """For the process to start and take in the vocabulary."""
 POLL_S = 0.02
 BUSY = 6
-"""How much longer than its processor time compiling may take."""
+"""Largest ratio of wall time to CPU time of compiling."""
 LENGTH_BYTES = 8
 _CHECK, _TRANSLATE, _RIGHT, _WRONG = b"c", b"t", b"+", b"-"
-"""How messages and answers begin."""
+"""First bytes of messages and answers."""
 
 
 def limits() -> Any:
-    """What a grammar may cost: symbols, states and time, in llguidance's units."""
+    """Return the limits on a grammar: symbols, states and time, in llguidance's units."""
     import llguidance
 
     return llguidance.LLParserLimits(
@@ -63,7 +65,7 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 def explain(error: str) -> str:
-    """The library's complaint in one line, with advice where there is some."""
+    """Return the library's complaint in one line, with advice where there is some."""
     line = " ".join(error.split())[:300]
     if "Unimplemented keys" in line:
         return f"the schema uses keywords that cannot be kept to ({line.partition(':')[2].strip()}): leave them out"
@@ -94,10 +96,10 @@ class Checker:
         self._resting = 0
 
     def check(self, grammar: str) -> str | None:
-        """What is wrong with a grammar, or None.
+        """Return the error of a grammar, or None if it is valid.
 
         Raises:
-            Busy: nobody knows.
+            Busy: the check took too long to decide.
         """
         try:
             self._ask(_CHECK, grammar)
@@ -111,7 +113,7 @@ class Checker:
         """EBNF in Lark.
 
         Raises:
-            ValueError: what is wrong with it.
+            ValueError: the grammar is invalid; the message gives the reason.
         """
         return self._ask(_TRANSLATE, grammar)
 
@@ -189,7 +191,7 @@ def _memory(pid: int) -> int:
 
 
 def _processor_seconds(pid: int) -> float:
-    """What a process has used; 0 where that is not told."""
+    """Return the CPU seconds that a process has used; 0 if the system does not report them."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

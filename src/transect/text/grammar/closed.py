@@ -23,7 +23,7 @@ _PLACES = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties", "co
 
 
 def closed(schema: Any) -> Any:
-    """A copy of a schema in which objects are closed where that forbids no property that the schema names.
+    """Return a copy of a schema in which objects are closed where that forbids no property that the schema names.
 
     A schema that puts an object together of parts with ``$ref`` is left as it is: a part would forbid what another
     names. So is one that is nested too deeply, which the compiler refuses.
@@ -63,7 +63,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _joins(schema: Any) -> bool:
-    """Whether a ``$ref`` is a part of an object beside others, somewhere in the schema."""
+    """Return True if a ``$ref`` anywhere in the schema is one of several parts of an object."""
     if isinstance(schema, list):
         return any(map(_joins, schema))
     if not isinstance(schema, dict):

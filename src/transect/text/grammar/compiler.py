@@ -51,7 +51,7 @@ class GrammarCompiler:
         return self._pool.submit(self.compile, params)
 
     def compile(self, params: StructuredOutputsParams) -> GrammarConstraint:
-        """The constraint at the beginning of an answer.
+        """Return the constraint at the beginning of an answer.
 
         Raises:
             ValueError: the grammar is at fault; the message begins with ``params.field`` and says what to change.

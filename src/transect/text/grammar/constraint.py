@@ -17,11 +17,11 @@ some grammars take a hundred times as long."""
 
 
 class GrammarConstraint:
-    """What may come next in one answer; ``engine.constraint.Constraint`` says what an engine expects of it.
+    """Grammar state of one answer; implements ``engine.constraint.Constraint``.
 
     Args:
         matcher: llguidance's, at the beginning of an answer; this object owns it.
-        field: what to call the grammar in complaints.
+        field: name of the grammar in error messages.
     """
 
     __slots__ = ("_field", "_matcher")
@@ -45,7 +45,7 @@ class GrammarConstraint:
         return self._matcher.is_accepting()
 
     def accept(self, token: int) -> str | None:
-        """The next token of the answer. Returns what is wrong with it, or None."""
+        """Return the next token of the answer. Returns what is wrong with it, or None."""
         if self._matcher.is_stopped() and not self._matcher.is_error():
             return None  # the end itself, or a token that nobody will see
         return None if self._matcher.consume_token(token) else self._complaint()

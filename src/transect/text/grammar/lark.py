@@ -14,7 +14,7 @@ ANY_TEXT = r"/(?s:.*)/"
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """What an answer begins with before its form begins: thoughts.
+    """Beginning of an answer before its form: thoughts.
 
     Attributes:
         rules: Lark rules that define ``lead``.
@@ -26,7 +26,7 @@ class Lead:
 
 
 def literal(text: str, special_ids: Mapping[str, int] | None = None) -> str:
-    """An expression for exactly this text. Tokens of ``special_ids`` (by their spelling) in it are those tokens.
+    """Return an expression for exactly this text. Tokens of ``special_ids`` (by their spelling) in it are those tokens.
 
     Text and special tokens are different things to a grammar, even if they are spelled alike.
     """
@@ -39,12 +39,13 @@ def literal(text: str, special_ids: Mapping[str, int] | None = None) -> str:
 
 
 def schema(value: Any) -> str:
-    """An expression for JSON of a schema."""
+    """Return an expression for JSON of a schema."""
     return f"%json {json.dumps(value, ensure_ascii=False)}"
 
 
 def regex(pattern: str) -> str:
-    """A terminal for a regular expression: its slashes are escaped as Lark wants them, and line breaks written out."""
+    """Return a terminal for a regular expression: its slashes are escaped as Lark wants them, and line breaks written
+    out."""
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
     return "/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/"
 

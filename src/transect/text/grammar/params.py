@@ -1,4 +1,4 @@
-"""What a caller asks of the form of an answer. The names are those of vLLM's ``StructuredOutputsParams``."""
+"""Define a request for the form of an answer, with the names of vLLM's ``StructuredOutputsParams``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """The form of an answer: exactly one of the first six.
+    """Form of an answer: exactly one of the first six fields is set.
 
     Attributes:
         json: a JSON Schema (draft 2020-12), as an object or as text.
@@ -29,9 +29,9 @@ class StructuredOutputsParams:
             {...}, "end": "</f>"}], "triggers": ["<f"]}``.
         disable_any_whitespace: JSON without spaces and line breaks.
         disable_additional_properties: objects of the schema have no properties but those that it names.
-        whitespace_pattern: a regular expression of the white space between parts of JSON; None: at most a space, or a
-            line break with its indentation, so that a model cannot go on with blanks for ever.
-        lenient: what a grammar cannot keep to in a schema is left to the model, not refused.
+        whitespace_pattern: a regular expression of the white space between parts of JSON; None for at most a space, or
+            a line break with its indentation, so that a model cannot write blanks for ever.
+        lenient: leave parts of a schema that a grammar cannot enforce to the model, instead of refusing the schema.
         lark: a grammar that this project has written itself; it may speak of one of the first six as ``@answer``.
         lead: Lark rules that define ``lead``, which the answer begins with, before the form that is asked for; ours
             too.

@@ -23,13 +23,13 @@ _VALUES = frozenset(("const", "enum", "default", "examples", "required", "x-guid
 
 
 def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] | None = None) -> str:
-    """The grammar of an answer; ``params.grammar`` must be Lark.
+    """Return the grammar of an answer; ``params.grammar`` must be Lark.
 
     Args:
         special_ids: special tokens by their spelling, for tags.
 
     Raises:
-        ValueError: what is asked for cannot be read; the message begins with ``params.field``.
+        ValueError: the request cannot be read; the message begins with ``params.field``.
     """
     first = params.lark
     if first is None and params.lead is not None:
@@ -69,7 +69,7 @@ def _json(schema: dict[str, Any]) -> str:
 
 
 def json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
-    """The schema of ``params.json`` with what makes it work here.
+    """Return the schema of ``params.json`` with what makes it work here.
 
     Raises:
         ValueError: it is no schema.
@@ -97,8 +97,8 @@ def with_options(schema: dict[str, Any], space: str = SHORT_SPACE, *, lenient: b
 
 
 def tidy(schema: Any, *, close: bool = False) -> Any:
-    """A copy of a schema without formats that a grammar cannot keep to; ``close``: objects with the properties that
-    they name, and no others."""
+    """Return a copy of a schema without formats that a grammar cannot keep to; ``close``: objects with the properties
+    that they name, and no others."""
     if isinstance(schema, list):
         return [tidy(each, close=close) for each in schema]
     if not isinstance(schema, dict):
@@ -128,7 +128,7 @@ def _without_anchors(pattern: str) -> str:
 
 
 def is_ebnf(grammar: str) -> bool:
-    """Whether a grammar must be translated (``from_ebnf``) before ``grammar_of``."""
+    """Return True if a grammar must be translated (``from_ebnf``) before ``grammar_of``."""
     return "::=" in grammar
 
 
@@ -174,7 +174,7 @@ def structural_tag(params: StructuredOutputsParams, special_ids: Mapping[str, in
 def tagged_text(
     options: list[tuple[str, str]], special_ids: Mapping[str, int], literal: Callable[..., str] = lark.literal
 ) -> str:
-    """A grammar of free text in which a trigger is always followed by one of the expressions that go with it.
+    """Return a grammar of free text in which a trigger is always followed by one of the expressions that go with it.
 
     Args:
         options: (trigger, expression of what follows).

@@ -11,7 +11,7 @@ LONGEST_GREEDY = 32
 
 
 class TokenizerLike(Protocol):
-    """What is needed of a tokenizer (``text.tokenizer.Tokenizer``)."""
+    """Part of ``text.tokenizer.Tokenizer`` that grammars use."""
 
     @property
     def special_ids(self) -> frozenset[int]: ...
@@ -30,7 +30,7 @@ class Vocabulary:
         special_ids: tokens that are no text.
         eos_ids: tokens that end an answer; where the model has none, the last of ``tokens`` is made up for it.
         size: ids that the model's logits have.
-        encode: a text as the model would write it; None: greedily.
+        encode: function that tokenizes a text as the model would; None for greedy tokenization.
     """
 
     tokens: list[bytes]
@@ -42,7 +42,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: TokenizerLike, eos_ids: Sequence[int], size: int) -> Vocabulary:
-        """The vocabulary of a tokenizer and the model that it belongs to.
+        """Return the vocabulary of a tokenizer and the model that it belongs to.
 
         Args:
             eos_ids: may be empty.

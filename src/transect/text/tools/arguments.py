@@ -1,4 +1,4 @@
-"""How the arguments of a call are written, and how they become JSON piece by piece: ``JSON``, the plain way.
+"""Define styles of call arguments, which become JSON piece by piece; ``JSON`` is the plain style.
 
 A style is a grammar, a reader and a writer. ``tagged.py`` and ``pythonic.py`` have the others.
 """
@@ -27,11 +27,11 @@ class ArgumentReader(Protocol):
 
 
 class ArgumentStyle(Protocol):
-    """How a family writes arguments."""
+    """Style in which a family writes arguments."""
 
     @property
     def begin(self) -> str:
-        """What all arguments begin with; empty where they need not begin with anything."""
+        """Common beginning of all arguments; empty if there is none."""
 
     def grammar(self, name: str, tool: Tool, fixed: Fixed) -> tuple[str, list[str]]:
         """(expression, rules that it needs; their names begin with ``name``).
@@ -41,10 +41,10 @@ class ArgumentStyle(Protocol):
         """
 
     def reader(self, tool: Tool | None) -> ArgumentReader:
-        """For one call of this tool; None: of one that nobody knows."""
+        """Return a reader for one call of this tool; None for an unknown tool."""
 
     def write(self, arguments: Mapping[str, Any]) -> str:
-        """The text of these arguments."""
+        """Return the text of these arguments."""
 
 
 class JsonArguments:
@@ -157,7 +157,7 @@ def check_strict(tool: Tool, *, of_strings: bool) -> None:
 
 
 def value_schema(parameter: Parameter, tool: Tool) -> str:
-    """An expression for the parameter's value as JSON."""
+    """Return an expression for the parameter's value as JSON."""
     return lark.schema(with_options(tidy(parameter.schema), lenient=not tool.strict))
 
 

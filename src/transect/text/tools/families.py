@@ -1,7 +1,7 @@
-r"""The table of families: how each writes its calls, and which texts of a chat template tell that it does.
+r"""List the families: the form of each one's calls, and the texts of a chat template that identify it.
 
-``shape_of`` takes the first row whose ``told_by`` a template has, so a row that is told by more stands before one that
-is told by less.
+``shape_of`` takes the first row whose ``told_by`` texts a template has, so a row with more such texts precedes a row
+with fewer.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _RULES = {
 def taught(
     messages: Sequence[Mapping[str, Any]], use: ToolUse | None, shape: CallShape = SHAPE
 ) -> list[dict[str, Any]]:
-    """The conversation for a template without tools."""
+    """Return the conversation for a template without tools."""
     plain = [dict(message) if shape.shows_calls else _plain(message, shape) for message in messages]
     if use is None:
         return plain
@@ -48,8 +48,8 @@ def taught(
 def in_system(
     shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None
 ) -> Sequence[Mapping[str, Any]]:
-    """The conversation for a template that prints the ``tools`` of the system message, and neither calls nor results as
-    such."""
+    """Return the conversation for a template that prints the ``tools`` of the system message, and neither calls nor
+    results as such."""
     plain = [_plain(message, shape) for message in messages]
     if use is None:
         return plain

@@ -18,10 +18,11 @@ _NUMBERED = re.compile(r"functions\.[^:]+:[0-9]+")
 def with_history(
     shape: CallShape, messages: Sequence[Mapping[str, Any]], *, apart: bool = True
 ) -> Sequence[Mapping[str, Any]]:
-    """The conversation; ids may be those of another server, and several calls may have been made at once.
+    """Return the conversation; ids may be those of another server, and several calls may have been made at once.
 
     Args:
-        apart: where a message shows one call, several become messages of their own; else they are left together.
+        apart: split several calls into separate messages, if the template shows one call a message; else keep them
+            together.
     """
     if not any(message.get("tool_calls") for message in messages):
         return messages
@@ -76,5 +77,5 @@ def _one_by_one(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]
 
 
 def single(shape: CallShape, template: str) -> CallShape:
-    """The form, and whether the template refuses several calls in a message, as Llama's do."""
+    """Return the form, and whether the template refuses several calls in a message, as Llama's do."""
     return replace(shape, single=True) if "only supports single tool-calls" in template else shape

@@ -40,7 +40,7 @@ class ToolParser:
         self._shape = shape
         self._tools = {tool.name: tool for tool in tools}
         self._held = self._raw = ""
-        """What has not been read; what has been read of a call that may turn out to be none."""
+        """Unread text, and the read part of a call that may turn out not to be one."""
         self._last = self._cut = False
         self._index = -1
         self._name = ""
@@ -195,7 +195,7 @@ class ToolParser:
             self._text += text
 
     def _fits(self, literal: str) -> bool | None:
-        """Whether ``held`` begins with this text; None: so far it may."""
+        """Return True if ``held`` begins with this text; None if more text must decide."""
         return _end_of(literal, self._held)[1]
 
     def _take(self, literal: str) -> bool | None:
@@ -207,7 +207,10 @@ class ToolParser:
 
 
 def _end_of(literal: str, held: str) -> tuple[int, bool | None]:
-    """(letters of ``held`` that are ``literal`` but for blanks, whether all of it is there; None: so far)."""
+    """Match ``literal`` with the start of ``held``, ignoring blanks.
+
+    Returns the number of matched letters, and True if all of ``literal`` is there, None if more text must decide.
+    """
     at = 0
     for letter in literal:
         if letter.isspace():

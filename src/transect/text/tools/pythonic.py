@@ -55,14 +55,14 @@ class PythonArguments:
 
 
 def _value(parameter: Parameter, tool: Tool) -> str:
-    """An expression for a value: JSON, but for the words that Python spells otherwise."""
+    """Return an expression for a value: JSON, but for the words that Python spells otherwise."""
     types = _types(parameter.schema)
     words = [word for kind, word in _WORDS.items() if kind in types]
     return " | ".join([*words, value_schema(parameter, tool)] if types - _WORDS.keys() or not types else words)
 
 
 def _types(schema: Any) -> set[str]:
-    """The types that a schema names at its top."""
+    """Return the types that a schema names at its top."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type", ())

@@ -16,12 +16,12 @@ SHAPES: dict[str, CallShape] = {shape.name: shape for shape in (*FAMILIES, gener
 
 
 def names() -> list[str]:
-    """What ``--tool-call-parser`` takes, beside ``auto``."""
+    """List the values of ``--tool-call-parser``, beside ``auto``."""
     return sorted({*SHAPES, *ALIASES})
 
 
 def shape_of(template: str | None, name: str = "auto") -> CallShape:
-    """The form that a model's calls have.
+    """Return the form that a model's calls have.
 
     Args:
         template: the source of its chat template, or None.
@@ -45,7 +45,8 @@ def shape_of(template: str | None, name: str = "auto") -> CallShape:
 def with_tools(
     shape: CallShape, messages: Sequence[Mapping[str, Any]], use: ToolUse | None, *, apart: bool = True
 ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
-    """A conversation, and variables of its template, so that the model learns of tools and of calls. ``apart``: see
+    """Return a conversation, and variables of its template, so that the model learns of tools and of calls. ``apart``:
+    see
     ``with_history``."""
     messages = with_history(shape, messages, apart=apart)
     if shape.taught:
@@ -59,12 +60,11 @@ def with_tools(
 def for_template(
     template: str | None, messages: Any, variables: Mapping[str, Any], *, apart: bool = True
 ) -> tuple[Any, Mapping[str, Any]]:
-    """A conversation and its variables so that tools reach the model: where its template never mentions them, messages
-    do, as they do when it serves.
+    """Make tools visible to the model: if its template never mentions them, put them into messages, as in serving.
 
     Args:
         template: the source of the chat template.
-        messages: a list of messages; anything else is left to whoever checks it.
+        messages: a list of messages; anything else is returned unchecked.
         variables: of the template, ``tools`` among them.
         apart: see ``with_history``; without it messages are added at the beginning alone.
 

@@ -39,8 +39,8 @@ class CallShape:
         begins_each: every call has its own ``begin``.
         close: after the last call.
         id_mark, id_pattern: the model may write ``id_mark`` and an id of this regular expression after a name.
-        ids: what ids of calls look like: ``call_...``; nine letters and digits; or ``functions.NAME:NUMBER``.
-        arguments: how arguments are written.
+        ids: form of call ids: ``call_...``; nine letters and digits; or ``functions.NAME:NUMBER``.
+        arguments: style of arguments.
         taught: the model's template says nothing of tools; the prompt does (``generic.py``).
         shows_calls: such a template prints calls and results of earlier turns, though.
         single: the template shows one call in a message, and no more.
@@ -76,14 +76,14 @@ class CallShape:
                 self.separator, self.close)  # fmt: skip
 
     def call_id(self, name: str, index: int, written: str | None) -> str:
-        """The id of a call; ``written``: the one that the model has given it."""
+        """Return the id of a call; ``written``: the one that the model has given it."""
         if self.ids == "numbered":
             return f"functions.{name}:{index if written is None else written}"
         unique = uuid.uuid4().hex
         return f"call_{unique[:24]}" if self.ids == "call" else written or unique[:9]
 
     def write(self, calls: Iterable[tuple[str, Mapping[str, Any] | str]]) -> str:
-        """The text of calls, each a name and arguments: an object, or text that is left as it is."""
+        """Return the text of calls, each a name and arguments: an object, or text that is left as it is."""
         texts = []
         for number, (name, arguments) in enumerate(calls):
             identity = f"{self.id_mark}{number}" if self.ids == "numbered" else ""
@@ -96,14 +96,14 @@ class CallShape:
     def grammar(
         self, use: ToolUse, special_ids: Mapping[str, int], lead: Lead | None = None, *, form: bool = False
     ) -> str:
-        """A grammar in Lark of answers that use tools so.
+        """Return a grammar in Lark of answers that use tools so.
 
         Where several calls are allowed, the answer may end after each of them. Another call begins only if the model
         draws the whole mark that opens one; anything else that it draws ends the answer.
 
         Args:
             special_ids: special tokens by their spelling: the form may have some.
-            lead: what the answer begins with.
+            lead: beginning of the answer.
             form: an answer in text has a form, the grammar called ``@answer``.
 
         Raises:
@@ -182,5 +182,5 @@ class CallShape:
 
 
 def _spaced(*texts: str) -> str:
-    """A terminal for these texts, each after at most four blanks."""
+    """Return a terminal for these texts, each after at most four blanks."""
     return f"/{''.join(f'{_BLANK}{{0,4}}{lark.escaped(text)}' for text in texts if text)}/"

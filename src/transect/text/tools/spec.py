@@ -28,20 +28,20 @@ class Tool:
     strict: bool = False
 
     def as_openai(self) -> dict[str, Any]:
-        """The form that chat templates expect."""
+        """Return the form that chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": self.parameters}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a request wants of tools.
+    """Use of tools in a request.
 
     Attributes:
-        tools: those that may be called; the model is told of all of them.
+        tools: tools that may be called; the model sees all of them.
         mode: ``auto``: text, or text and then calls; ``required``: calls; ``named``: one call of ``name``.
         parallel: several calls may follow each other.
-        allowed: names of those that may be called; None: all.
+        allowed: names of the tools that may be called; None for all.
     """
 
     tools: tuple[Tool, ...]
@@ -96,7 +96,7 @@ def tools_of(values: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
 def tool_use(
     tools: Sequence[Mapping[str, Any]] | None, choice: Any = None, parallel: bool | None = None
 ) -> ToolUse | None:
-    """What the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls`` ask for; None: no calls.
+    """Read the fields ``tools``, ``tool_choice`` and ``parallel_tool_calls``; None for no calls.
 
     Raises:
         ValueError: they are malformed or do not fit each other; the message begins with the field's name.
@@ -123,13 +123,13 @@ def tool_use(
 
 
 def _name_in(value: Any) -> Any:
-    """The function's name in ``{"function": {"name": ...}}`` or ``{"name": ...}``; None where there is none."""
+    """Return the function's name in ``{"function": {"name": ...}}`` or ``{"name": ...}``; None where there is none."""
     function = (value.get("function") or value) if isinstance(value, Mapping) else None
     return function.get("name") if isinstance(function, Mapping) else None
 
 
 def _some(found: tuple[Tool, ...], asked: Any, several: bool) -> ToolUse:
-    """``tool_choice`` of type ``allowed_tools``: the model is told of all tools, and may call some."""
+    """Read ``tool_choice`` of type ``allowed_tools``: the model sees all tools, and may call some."""
     mode, listed = (asked.get("mode", "auto"), asked.get("tools")) if isinstance(asked, Mapping) else (None, None)
     if mode not in ("auto", "required") or not isinstance(listed, list) or not listed:
         raise ValueError(

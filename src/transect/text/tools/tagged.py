@@ -94,7 +94,7 @@ class _TaggedReader:
                 self._inside = None
 
     def _name(self, held: str) -> tuple[str, str, bool] | None:
-        """Up to a value, or to the end of the arguments; None: more is needed."""
+        """Read up to a value, or to the end of the arguments; None if more text is needed."""
         style, rest = self._style, held.lstrip()
         before, after = style.before_name, style.after_name.strip()
         if not rest or (before.startswith(rest) and rest != before):
@@ -130,7 +130,7 @@ class _TaggedReader:
 
 
 def _as_json(text: str, parameter: Parameter) -> str:
-    """A value that need not be a string: JSON if it is that, a word of Python's, or else a string after all."""
+    """Return a value that need not be a string: JSON if it is that, a word of Python's, or else a string after all."""
     written = _WORDS.get(text.strip(), text.strip())
     try:
         value = json.loads(written)

@@ -67,20 +67,21 @@ def selected(entries: Iterable[str], names: Iterable[str], config: ModelConfig, 
 
 
 def _means(entry: str, name: str) -> bool:
-    """Whether a name is this, or ends with it, or this is a regular expression for it."""
+    """Return True if ``entry`` is the name, ends it, or is a regular expression for it."""
     return name == entry or name.endswith(f".{entry}") or re.fullmatch(entry, name) is not None
 
 
 def matrices(config: ModelConfig) -> list[str]:
-    """What can have an adapter: the matrices of the layers but for those of experts, embedding and head."""
+    """List the matrices that can have an adapter: those of the layers except experts, the embedding and the head."""
     inner = [f"layers.{layer}.{name}" for layer in range(config.n_layers) for name in linear_shapes(config, layer)]
     modules = module_names(config)
     return [*(name for name in inner if name in modules), "embed", "head"]
 
 
 def adapted(lora: LoRAConfig, config: ModelConfig) -> dict[str, int]:
-    """What has an adapter, as ``selected``. The default targets mean those of them that the model has: GPT-2 has no
-    gate, and experts have no adapters.
+    """List the matrices that have an adapter, as ``selected``.
+
+    Default targets that a model lacks are ignored: GPT-2 has no gate, and experts have no adapters.
 
     Raises:
         ValueError: targets that were chosen name what the model does not have.

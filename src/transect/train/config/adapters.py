@@ -24,7 +24,7 @@ NORMS = ("norm", "input_layernorm", "post_attention_layernorm", "attention_norm"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoRAConfig:
     """Low-rank adapters (Hu et al. 2021, arXiv:2106.09685): W x + s B A x with W frozen. PEFT's names of these settings
-    are understood too.
+    are accepted too.
 
     Attributes:
         rank, alpha: s is alpha / rank.
@@ -34,8 +34,8 @@ class LoRAConfig:
         targets: which matrices have one, by our names (q, k, v, o, gate, up, down, embed, head), PEFT's (q_proj, ...,
             embed_tokens, lm_head), ``all-linear`` (all matrices of the layers), or regular expressions for whole names
             (``model.layers.0.self_attn.q_proj``); by default those of the seven that the model has outside its experts.
-        modules_to_save: what is trained whole and saved with the adapter, such as embed_tokens, lm_head, norm.
-        start: the directory of an adapter in PEFT's layout, or of a run, to go on from. Its rank, alpha, targets and
+        modules_to_save: modules trained in full and saved with the adapter, such as embed_tokens, lm_head, norm.
+        start: the directory of an adapter in PEFT's layout, or of a run, to continue. Its rank, alpha, targets and
             kind take the place of these.
         base_format: of the frozen base of ``qlora``: ``int4`` (groups with a scale and a zero) or ``nf4`` (the 4-bit
             NormalFloat with double quantization, as bitsandbytes has it).
@@ -76,7 +76,7 @@ class LoRAConfig:
         _check_names("modules_to_save", self.modules_to_save, (*TABLES, "norm"), (*MATRICES, *PEFT_NAMES, *NORMS))
 
     def refuses_merging(self) -> bool:
-        """Whether merged layers cannot compute such adapters; why, ``Adapted.refuses_merging`` says."""
+        """True if merged layers cannot compute such adapters; ``Adapted.refuses_merging`` gives the reason."""
         return self.dora or self.dropout > 0
 
 

@@ -1,4 +1,4 @@
-"""What a run trains on."""
+"""Configure the training data of a run."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ class DataConfig:
             tokens are trained on.
         columns: the names that the files have for columns of ``train/data/layouts.py``, such as ``{question =
             "Frage"}``.
-        on_bad_row: what a row does that cannot be used: ``stop`` the run before its first step, or be left out
+        on_bad_row: action for a row that cannot be used: ``stop`` the run before its first step, or leave the row out
             (``skip``) and counted.
-        chat_template: ``auto``: the model's own, or where that renders earlier turns anew with every answer, what it
-            says with every turn kept (``train/data/chat.py``); ``model``: the model's own; else a file with a Jinja
+        chat_template: ``auto``: the model's own, or, if that template changes earlier turns with every answer, a
+            version that keeps every turn (``train/data/chat.py``); ``model``: the model's own; else a file with a Jinja
             template, or the template itself.
         turns: documents of a chat with several answers. ``together``: one; ``apart``: one for each answer, after the
             prompt that a server would give the model at that turn, which any template can render; ``auto``: one where
             the template renders a conversation as the continuation of its beginning, else one for each answer.
         date: the day, such as ``2026-01-31``, that chat templates take for today; empty: the one on which the run
-            begins. A run that goes on keeps it.
+            begins. A resumed run keeps it.
         weights: for each entry of ``train`` its share of the tokens of an epoch; empty: each document once. Shares are
             of all tokens together, so a small file comes several times and of a large one a part, another one in every
             epoch.
-        streaming: read and tokenize ``train`` while the run goes on, for data that is larger than memory; a run is then
+        streaming: read and tokenize ``train`` during the run, for data that is larger than memory; a run is then
             as long as ``steps`` says. A token file needs none of it: it is mapped.
         buffer_mib: MiB of files whose documents are shuffled together when they are streamed. A single text, a
             compressed file and a row group of parquet are read whole, however large.
         seq_len: longest document, in tokens. Text is cut into pieces of that length.
-        too_long: what happens to longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens (pairs and
-            judged answers are left out), ``stop`` is an error; what was done is told with a count.
+        too_long: action for longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens (pairs and
+            judged answers are left out), ``stop`` is an error; the run reports their number.
         micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
     """
 

@@ -1,4 +1,4 @@
-"""What a configuration leaves out and the task decides: learning rate, warm-up, weight decay."""
+"""Choose values that a configuration leaves to the task: learning rate, warm-up, weight decay."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEANT_BY_OBJECTIVE = {
     **{name: f'a task: set task to "{name}", and objective to what is minimised' for name in TASKS},
     **dict.fromkeys(("sft", "clm", "ce", "cross_entropy", "lm"), 'objective = "next_token" here'),
 }
-"""What somebody meant who gave one of these as ``task`` or ``objective``."""
+"""Suggestions for values of ``task`` or ``objective`` that other programs use."""
 
 MEANT = {
     "lr": "optimizer.learning_rate",
@@ -91,7 +91,7 @@ MEANT = {
 
 
 def hint(where: str, key: str, names: list[str]) -> str:
-    """What somebody meant who wrote ``key`` in the table ``where`` (``""`` or ``"data."``)."""
+    """Suggest a setting for the unknown ``key`` in the table ``where`` (``""`` or ``"data."``)."""
     near = difflib.get_close_matches(key, names, 1, 0.8)
     if near:
         return f"did you mean {where}{near[0]}?"

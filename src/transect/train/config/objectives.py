@@ -65,7 +65,7 @@ class DPOConfig:
     """Preference pairs.
 
     Attributes:
-        beta: how strongly the model is held to where it began.
+        beta: strength of the pull towards the initial model.
         loss: ``sigmoid`` (DPO), ``hinge`` (SLiC), ``ipo`` (a margin of 1 / (2 beta) for each token), or ``robust``
             (unbiased under labels of which ``label_smoothing`` are wrong).
         label_smoothing: the share of pairs whose sides are thought to be swapped; for ``sigmoid`` and ``robust``.
@@ -90,8 +90,8 @@ class KTOConfig:
     """Answers that are good or bad, each on its own.
 
     Attributes:
-        beta: how strongly the model is held to where it began.
-        desirable_weight, undesirable_weight: how much a good and a bad answer count.
+        beta: strength of the pull towards the initial model.
+        desirable_weight, undesirable_weight: weights of good and bad answers.
     """
 
     beta: float = 0.1
@@ -155,13 +155,13 @@ class GRPOConfig:
             and says nothing of rows without one.
             ``module:function`` or ``path/to/file.py:function`` is called as ``function(answer_text, record)``;
             ``record`` is the prompt's row of the data. It returns a number, or None where it has nothing to say.
-        reward_weights: what each function's reward is multiplied by in the sum; empty: 1.
+        reward_weights: factor of each function's reward in the sum; empty for 1.
         prompts, group: prompts of a rollout, and answers to each.
         minibatches: optimizer steps in which the answers of a rollout are used once.
-        iterations: how often they are used in all: a rollout lasts ``iterations * minibatches`` steps.
+        iterations: number of passes over a rollout, which lasts ``iterations * minibatches`` steps.
         max_tokens: of each answer.
-        temperature, top_p, top_k, min_p: how answers are drawn; the log-probabilities are those of that distribution.
-        clip: how far below 1 the ratio to the model that drew the answer may fall before it counts no more.
+        temperature, top_p, top_k, min_p: sampling of answers; the log-probabilities are those of that distribution.
+        clip: distance below 1 at which the ratio to the model that drew the answer is clipped.
         clip_high: the same above 1; 0: as ``clip``.
         beta: weight of the KL divergence from the model as it was when the run began; 0: none, and nothing is kept.
         unbiased_kl: weigh that divergence by the ratio, so that it is right also after the first step of a rollout.
@@ -228,7 +228,7 @@ class GRPOConfig:
 
     @property
     def truncated(self) -> bool:
-        """Whether answers are drawn from a part of the vocabulary."""
+        """True if answers are drawn from a part of the vocabulary."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 

@@ -1,4 +1,4 @@
-"""How a run changes weights, and how fast."""
+"""Configure the optimizer and the learning-rate schedule of a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerConfig:
-    """How gradients change weights.
+    """Optimizer of a run.
 
     Where a file leaves them out, ``learning_rate`` and ``weight_decay`` are those of the task (``defaults.py``).
 
@@ -22,7 +22,7 @@ class OptimizerConfig:
             ranks: ``onebit_adam``, ``onebit_lamb`` and ``zero_one_adam``, which exchange one bit a number.
         freeze_step: of those: the step from which on the variance stays as it is (1-bit: and compression begins).
             15 to 25% of a run is usual.
-        sync_every: of ``zero_one_adam``: from ``freeze_step`` on the ranks agree every so many steps.
+        sync_every: of ``zero_one_adam``: steps between synchronizations of the ranks, from ``freeze_step`` on.
         rounding: of weights and moments in bfloat16: ``stochastic`` keeps small steps on average; ``nearest`` loses
             those of less than a 512th of a weight.
         weight_decay: decoupled, on matrices only; norms and biases have none. 0.1 to pretrain, 0.01 to fine-tune all

@@ -1,4 +1,4 @@
-"""How a run is spread over several devices."""
+"""Configure how a run is distributed over several devices."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .parse import positive
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """How a run is spread over ranks, each with a device of its own. A step is the same, to rounding, however it is
-    spread. There are ``data * tensor * pipeline * context`` ranks.
+    """Distribution of a run over ranks, each with its own device. A step is the same for any distribution, up to
+    rounding. There are ``data * tensor * pipeline * context`` ranks.
 
     Attributes:
         data: ranks that share the ``accumulate`` micro-batches of a step.
-        zero: what is cut over these: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
+        zero: sharding over these: 0 nothing; 1 the optimizer's state; 2 gradients too; 3 weights too, which are
             gathered layer by layer. Each needs less memory and sends more.
-        reduce: what gradients are summed in over these: ``float32`` or ``bfloat16``.
-        sums: what carries gradients, and with ``zero`` 3 weights, between these: ``auto``, between GPUs of one host the
-            copy engines, beside the passes and without their multiprocessors, where that works; ``fused``, the same,
-            and a sum, its copy for the other rank and the norm are one launch, and the gradient of a table that the
-            head shares travels in two parts, the head's as soon as it is there (not yet run on a GPU); ``nccl``.
+        reduce: data type in which gradients are summed over these: ``float32`` or ``bfloat16``.
+        sums: transport of gradients, and with ``zero`` 3 of weights, between these: ``auto``, between GPUs of one host
+            the copy engines, beside the passes and without their multiprocessors, where that works; ``fused``, the
+            same, and a sum, its copy for the other rank and the norm are one launch, and the gradient of a table that
+            the head shares travels in two parts, the head's as soon as it is there (not yet run on a GPU); ``nccl``.
             ``zero`` 2 and offloaded runs always take NCCL.
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
         sequence: these share the tokens too where no matrix is, so that norms and additions are not computed by each of
@@ -36,13 +36,14 @@ class ParallelConfig:
         context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         expert: ranks that share the experts of a mixture and have some of them each: as many as ``data``, or 1: every
             rank has all.
-        expert_way: how tokens come to the experts of other ranks: ``gather``, all ranks gather all tokens;
+        expert_way: transport of tokens to the experts of other ranks: ``gather``, all ranks gather all tokens;
             ``all_to_all``, a token goes to the ranks that have its experts alone; ``auto``: the second where it sends
             at most three quarters of the first, with many ranks and few experts to a token.
-        tiles: with ``zero`` 3 or ``offload = "all"``, each matrix of a layer comes to the device in so many parts, one
-            after the other, and its gradients leave part by part: a device never has a whole layer. It is for the
+        tiles: with ``zero`` 3 or ``offload = "all"``, number of parts in which each matrix of a layer comes to the
+            device, one after the other, and its gradients leave part by part: a device never has a whole layer. It is
+                for the
             largest models, and slower.
-        offload: what is kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
+        offload: state kept in host memory, with any ``zero`` and on one device too: ``none``; ``optimizer``, whose
             states and float32 weights are there, and whose steps the processor takes (ZeRO-Offload); ``all``: the
             weights to compute with too, which come to the device a layer at a time: on one device, or with ``zero`` 3
             on several, each of which brings its piece of every layer over its own link.
@@ -119,7 +120,7 @@ class ParallelConfig:
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are whole on a device only while their layer runs."""
+        """True if a device holds whole weights of a layer only while the layer runs."""
         return self.zero == 3 or self.offload == "all"
 
     @property

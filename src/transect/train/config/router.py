@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig:
-    """How strongly experts are kept equally busy, and router logits small (``train/objectives/balance.py``).
+    """Strength of load balancing between experts, and of the penalty on router logits
+    (``train/objectives/balance.py``).
 
     Attributes:
-        balance: factor of the load-balancing loss; 0: none.
-        z_loss: factor of the z-loss; 0: none.
+        balance: factor of the load-balancing loss; 0 for none.
+        z_loss: factor of the z-loss; 0 for none.
     """
 
     balance: float = 0.001

@@ -1,4 +1,4 @@
-"""What a run shows of itself while it trains."""
+"""Configure the metrics, samples and logs of a run in progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class SamplesConfig:
     """Answers of the model in training, for the log.
 
     Attributes:
-        prompts: what it is asked: a user's message, or the beginning of a text for a model without a chat template.
+        prompts: questions: a user's message, or the beginning of a text for a model without a chat template.
         every: steps between answers (0: at the end only).
         max_tokens, temperature: for each answer; temperature 0 takes the likeliest token.
     """

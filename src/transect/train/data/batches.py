@@ -28,7 +28,7 @@ from .tokens import TokenStream
 IGNORE = -100
 """A label that takes no part in the loss."""
 GROUP = 512
-"""How many documents are packed together: enough to fill every gap, few enough that a batch stays a random mixture."""
+"""Number of documents packed together: enough to fill every gap, few enough that a batch stays a random mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,7 @@ class Batch:
 
 
 def padded(batch: Batch, multiple: int) -> Batch:
-    """The batch with so many tokens more, in a document of their own and without labels, that their number is a
-    multiple."""
+    """Pad a batch to a multiple of ``multiple`` tokens, with a document of its own and without labels."""
     more = -batch.num_tokens % multiple
     if not more:
         return batch
@@ -85,7 +84,7 @@ def padded(batch: Batch, multiple: int) -> Batch:
 
 
 def pack(stream: TokenStream, spans: list[tuple[int, int, bool]]) -> Batch:
-    """One document for each (first token, token after the last, whether the stream goes on in the same document).
+    """Pack one document for each (first token, token after the last, True if the document continues in the stream).
 
     Where a document continues after its span, its last token has a label too: the token after the span.
     """
@@ -117,7 +116,7 @@ class EpochPlan(Protocol):
     """The micro-batches of one epoch.
 
     Attributes:
-        often: how often what each source has comes in an epoch, where weights say so.
+        often: repetitions of each source in an epoch, if weights set them.
         sources: the source of each window or document then.
     """
 

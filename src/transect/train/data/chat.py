@@ -1,7 +1,7 @@
-"""The chat template of a run: one that renders a conversation as a continuation of its beginning, where there is one.
+"""Choose the chat template of a run, one that only appends to a conversation as it grows if possible.
 
-Training packs a chat into one document, so the text before an answer must stay the same when the chat goes on. The
-templates of models that think leave the thoughts out of earlier turns, and Phi-3's closes every conversation with a
+Training packs a chat into one document, so the text before an answer must not change when the chat grows. The
+templates of reasoning models drop the thoughts of earlier turns, and Phi-3's closes every conversation with a
 token. ``REWRITES`` are the conditions by which the stock templates of such families do so, and their replacements, so
 that each answer is written as the last one would be. A template without a rewrite (gpt-oss ends only the last answer
 with ``<|return|>``) gives a document for each answer: ``data.turns``.
@@ -42,7 +42,7 @@ REWRITES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
         ((r"\{%-?\s*else\s*-?%\}\s*\{\{-?\s*eos_token\s*-?\}\}(\s*\{%-?\s*endif\s*-?%\}\s*)$", r"\1"),),
     ),
 )
-"""By family: the line that a user is told, and patterns of a stock template with their replacements."""
+"""By family: a line for the log, and patterns of a stock template with their replacements."""
 PROBE = [
     {"role": "user", "content": "a"},
     {"role": "assistant", "content": "<think>\nb\n</think>\n\nc"},
@@ -57,10 +57,10 @@ def run_template(
     config: DataConfig,
     tell: Callable[[str], None] = lambda said: None,
 ) -> ChatTemplate | None:
-    """The template that ``config`` asks for, with its date; None if the model brings none.
+    """Return the template that ``config`` asks for, with its date; None if the model has none.
 
     Args:
-        tell: is told where the template is not the model's own.
+        tell: receives a message if the template is not the model's own.
 
     Raises:
         ValueError: a template cannot be read or is not valid Jinja.

@@ -40,7 +40,7 @@ class Tally:
     ignored: Counter[str] = field(default_factory=Counter)
     """Rows by keys that they have and that nothing reads."""
     absent: dict[str, str] = field(default_factory=dict)
-    """Entries of ``data.columns`` that no row so far has."""
+    """Entries of ``data.columns`` that no row so far contains."""
     apart: int = 0
     """Chats that became a document for each answer, because the template renders earlier turns differently."""
 
@@ -76,7 +76,7 @@ class Tally:
         what = "no row that can be used" if self.left_out and not self.read else what
         parts = [f"{self.name}: {what}", *(f"left out {problem}" for problem in self.problems()), self.unread()]
         if self.apart:
-            why = "since the chat template renders earlier turns anew"
+            why = "since the chat template changes earlier turns"
             parts.append(f"{self.apart} chats become a document for each answer, {why}")
         return "; ".join(filter(None, parts))
 
@@ -86,7 +86,7 @@ class Forms:
 
     Args:
         skip: leave rows out that cannot be used, and count them; False: the first one is an error.
-        some: where rows are left out, some of them must be usable; False: they may be a bad stretch of a file.
+        some: require a usable row if rows are left out; False if the rows may be a bad stretch of a file.
         columns: a file's name of a column by the name that layouts know.
         template: that will render chats; keys of messages that it does not mention count as ignored.
 
@@ -281,11 +281,11 @@ def chat_tokens(
     first: int = 0,
     masked: Collection[int] = (),
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of a chat as a server renders it, and a mask of the tokens that are trained on: those of the
-    assistant's messages from ``first`` on that are not among the ``masked``.
+    """Tokenize a chat as a server renders it; also return a mask of the trained tokens.
 
-    Each answer is tokenized on its own after the text that opens it, as it is when a server renders the prompt and the
-    model goes on. As there, only the template writes special tokens: their spellings in messages are text.
+    Trained are the assistant's messages from ``first`` on that are not among the ``masked``. Each answer is tokenized
+    on its own after the text that opens it, as when a server renders the prompt and the model continues. As there, only
+    the template writes special tokens: their spellings in messages are text.
 
     Raises:
         ValueError: malformed messages, or none of the assistant's.
@@ -299,7 +299,7 @@ def chat_tokens(
         opened, answered = chat.opened(turn), chat.answered(turn)
         if not (opened.startswith(done) and answered.startswith(opened)):
             raise RenderedAnewError(
-                "the chat template renders earlier turns anew with every answer, so answers cannot be told apart: set "
+                "the chat template changes earlier turns with every answer, so answers cannot be told apart: set "
                 'data.turns = "auto" or "apart", or data.chat_template to a training template'
             )
         before, answer = chat.encode(opened[len(done) :]), chat.encode(answered[len(opened) :])

@@ -44,7 +44,7 @@ class DataFile:
     Attributes:
         kind: ``tokens``, ``text``, ``lines``, ``json``, ``table``, ``parquet`` or ``datasets``.
         zipped: its content is compressed with gzip.
-        groups: the row groups of a parquet file that are read; None: all.
+        groups: row groups to read of a Parquet file; None for all.
     """
 
     path: Path

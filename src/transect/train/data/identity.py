@@ -1,8 +1,7 @@
-"""Identity of a run: its data, the mask of trained tokens, the base under its adapters or behind its reference, and its
-teacher.
+"""Identify a run by its data, its mask of trained tokens, the base of its adapters or its reference, and its teacher.
 
-A checkpoint keeps a digest of each. A run that goes on compares them and names what has changed, so that a file that
-was replaced meanwhile does not change a run in silence.
+A checkpoint keeps a digest of each. A resumed run compares them and names what has changed, so that a replaced file
+does not change a run unnoticed.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ def base_identity(source: ModelSource) -> str:
 
 
 FIXED = ("task", "objective", "precision", "new_tokens", "optimizer.name", "lora")
-"""Settings that say what a checkpoint holds; others may change when a run goes on."""
+"""Settings that determine the contents of a checkpoint; others may change when a run is resumed."""
 FREE = ("dropout", "start")
-"""Settings of adapters that may."""
+"""Settings of adapters that may change."""
 BASE = ("group", "base_format")
 """Settings of adapters that say what the frozen base of ``qlora`` is rounded to."""
 
@@ -103,8 +102,8 @@ def compare(kept: Mapping[str, str], now: Mapping[str, str], allowed: Collection
     """Check that a run may resume from a checkpoint.
 
     Args:
-        kept: what the checkpoint at ``where`` was made of; a part that it does not know is not compared.
-        now: what is there.
+        kept: identity of the checkpoint at ``where``; missing parts are not compared.
+        now: present identity.
         allowed: parts that may have changed.
 
     Raises:
@@ -117,5 +116,5 @@ def compare(kept: Mapping[str, str], now: Mapping[str, str], allowed: Collection
         words = " and ".join(WORDS[part] for part in refused)
         raise ValueError(
             f"{where} is of a run with other data or another base: {words} changed since. Put the files and settings "
-            f"of that run back, or go on all the same with --allow-changed {','.join(refused)}"
+            f"of that run back, or resume all the same with --allow-changed {','.join(refused)}"
         )

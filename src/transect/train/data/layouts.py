@@ -55,7 +55,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two ways to go on after the same messages."""
+    """Two continuations of the same messages."""
 
     prompt: Messages
     chosen: Messages
@@ -348,10 +348,10 @@ def form_of(row: Mapping[str, Any]) -> tuple[Layout, Form]:
 
 
 def detect(row: Mapping[str, Any]) -> Layout:
-    """The layout of a row.
+    """Find the layout of a row by its keys.
 
     Raises:
-        ValueError: none is known by these keys; the message names them and what would be.
+        ValueError: no layout has these keys; the message names the keys and the known layouts.
     """
     for layout in LAYOUTS:
         if layout.matches(row):
@@ -362,4 +362,7 @@ def detect(row: Mapping[str, Any]) -> Layout:
     hint = f" ({'; '.join(near)})" if near else ""
     known = "; ".join(layout.name for layout in LAYOUTS)
     keys = ", ".join(names) or "of an empty row"
-    raise ValueError(f"no layout is known with the keys {keys}{hint}; known are {known}")
+    raise ValueError(
+        f"no layout is known with the keys {keys}{hint}: name the columns by data.columns (--columns question=HEADER "
+        f"--columns answer=HEADER), or use one of these layouts: {known}"
+    )

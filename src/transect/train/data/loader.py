@@ -34,14 +34,14 @@ def load_stream(
     columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = log.info,
 ) -> TokenStream:
-    """Every document of the files; text and rows are tokenized in memory, token files are mapped.
+    """Read every document of the files; text and rows are tokenized in memory, token files are mapped.
 
     Args:
         tokenizer: needed for anything but token files.
         template: needed for chats.
         skip: leave out rows that cannot be used.
         turns, columns: as in ``DataConfig``.
-        tell: is told of each file what was found in it.
+        tell: receives a summary of each file.
 
     Raises:
         ValueError: no file, one that cannot be read, chats mixed with text, or something missing to read them with.
@@ -120,14 +120,14 @@ class Position:
 
 
 class Loader:
-    """An endless run of micro-batches over a stream, in epochs.
+    """Endless sequence of micro-batches over a stream, in epochs.
 
-    ``position`` can be read at any time and set to what was read: batches go on as if nothing had happened.
+    ``position`` can be read at any time and set again later: batches then continue from there.
 
     Args:
         ahead: make the next micro-batch in a thread while this one is in use, for a device that would wait for it.
         held_out: the stream is for ``one_epoch``: ``config.weights`` are not of it, and it may be short.
-        tell: is told of documents that are left out or shortened.
+        tell: receives messages about documents that are left out or shortened.
 
     Raises:
         ValueError: the stream is too short for the sizes in ``config``.

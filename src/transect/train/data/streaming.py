@@ -1,12 +1,12 @@
-"""Data that is read and tokenized while the run goes on: nothing but a section of it is in memory.
+"""Read and tokenize data during the run, with only a section of it in memory.
 
 The files are cut into chunks (``chunks.py``). In every epoch the chunks are shuffled and dealt into sections of about
 ``data.buffer_mib``. A section is tokenized in a thread while the one before it is trained on; then its documents are
 shuffled and packed as those of a whole run are (``batches.py``). So order is mixed twice: chunks over all the data, and
 documents within a section.
 
-A section is a pure function of files, seed and its number. So a position is three numbers, and a run that goes on reads
-one section again and sees exactly the batches that it would have seen.
+A section is a pure function of files, seed and its number. So a position is three numbers, and a resumed run
+reads one section again and sees exactly the batches that it would have seen.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ SECTIONS = 2**32
 
 
 class StreamingLoader:
-    """An endless run of micro-batches over files; see ``data.Loader``, which has all data in memory.
+    """Endless sequence of micro-batches over files; see ``data.Loader``, which has all data in memory.
 
     Args:
-        tell: is told what is read, and which documents are left out or shortened.
+        tell: receives messages about the files read, and documents left out or shortened.
 
     Raises:
         ValueError: no file, one that is missing or tokenized already, or no text in them.

@@ -55,9 +55,9 @@ def tokenize(
     Args:
         model: whose tokenizer and chat template to use; what ``resolve`` takes.
         workers: processes; one for each core if None.
-        chats: how rows are read and rendered: ``columns``, ``chat_template``, ``turns`` and ``date``.
-        progress: is told how many bytes of how many are done.
-        tell: is told of keys that nothing reads, in one line.
+        chats: settings for reading and rendering rows: ``columns``, ``chat_template``, ``turns`` and ``date``.
+        progress: called with the bytes done and the bytes in all.
+        tell: receives one line about keys that are not read.
 
     Returns:
         Tokens and documents.
@@ -98,8 +98,8 @@ def tokenize(
         if error.filename is not None and not Path(error.filename).is_relative_to(output):
             raise
         raise ValueError(
-            f"cannot write to {output} ({error.strerror}): free some space and run this again, it goes on where it "
-            "stopped; or name another output"
+            f"cannot write to {output} ({error.strerror}): free some space and run this again (it resumes where "
+            "it stopped), or name another output"
         ) from None
 
 
@@ -139,7 +139,7 @@ def _here(work: Iterable[_Work]) -> Generator[Chunk]:
 
 
 def _by_workers(work: Iterable[_Work], count: int) -> Generator[Chunk]:
-    """The chunks that are done, each when it is, by so many processes."""
+    """Tokenize chunks in ``count`` processes; yield each when it is done."""
     with ProcessPoolExecutor(count, mp_context=get_context("spawn"), initializer=_single) as pool:
         futures = {pool.submit(_tokenize_chunk, *each): each[2] for each in work}
         try:

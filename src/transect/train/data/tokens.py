@@ -109,7 +109,7 @@ def open_tokens(directory: str | Path, vocab_size: int, tokenizer: str | None = 
 
     Args:
         vocab_size: of the model that is to read it.
-        tokenizer: what ``write_meta`` was given, to refuse a file that another tokenizer made; None: do not check.
+        tokenizer: fingerprint given to ``write_meta``, to refuse a file of another tokenizer; None for no check.
 
     Raises:
         ValueError: missing, unfinished or damaged, made by another tokenizer, or with ids beyond the model's.
@@ -126,7 +126,8 @@ def open_tokens(directory: str | Path, vocab_size: int, tokenizer: str | None = 
         )
     except FileNotFoundError:
         raise ValueError(
-            f"{directory} is not a finished token file: run transect data tokenize again, it goes on where it stopped"
+            f"{directory} is not a finished token file: run transect data tokenize again, which resumes "
+            "where it stopped"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{directory}/meta.json is damaged ({error}): tokenize the data again") from None

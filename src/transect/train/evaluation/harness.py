@@ -74,7 +74,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         return self._tokens.encode(string, add_special_tokens=bool(add_special_tokens), parse_special=True)
 
     def chat_template(self, chat_template: bool | str = False) -> str:
-        """What tells the templates of two models apart in the harness's cache."""
+        """Return a name that distinguishes templates of models in the harness's cache."""
         return self.name
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -185,12 +185,12 @@ def run_tasks(
     limit: int | None = None,
     chat: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """The metrics of each task (or group of tasks) by name.
+    """Evaluate tasks or groups of tasks; return the metrics of each by name.
 
     Args:
-        include: a folder with task files of one's own; None: the harness's own tasks alone.
-        few_shot: examples before each question; None: as the task says.
-        limit: questions of each task; None: all.
+        include: a folder with further task files; None for the harness's own tasks alone.
+        few_shot: examples before each question; None for the task's own number.
+        limit: questions of each task; None for all.
         chat: put the questions into the model's chat template.
 
     Raises:

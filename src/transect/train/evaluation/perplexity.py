@@ -1,4 +1,4 @@
-r"""How well a model predicts a text: perplexity and bits per byte, through the engine's prompt log-probabilities.
+r"""Score a model's predictions of a text by perplexity and bits per byte, from the engine's prompt log-probabilities.
 
 A text longer than the context is read in windows of W tokens that begin every S tokens; the last one ends with the
 text, so it overlaps the one before it by more. Each token is predicted once, in the first window that holds it, so all
@@ -99,11 +99,11 @@ def score_tokens(llm: LLM, tokens: Sequence[int], size: int, *, window: int, str
 
 
 def score_file(llm: LLM, path: str | Path, *, window: int | None = None, stride: int | None = None) -> TextScore:
-    """The score of a text file.
+    """Score a text file.
 
     Args:
-        window: tokens of a window; None: all the context that the engine has, less the one token it must generate.
-        stride: None: half a window.
+        window: tokens of a window; None for the engine's whole context, less the one token it must generate.
+        stride: tokens between the starts of windows; None for half a window.
 
     Raises:
         ValueError: the file cannot be read, is too short, or a size is out of range.

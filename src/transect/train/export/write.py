@@ -40,13 +40,13 @@ EXPORT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 @dataclass(frozen=True)
 class Opened:
-    """What is to be exported.
+    """Model or adapter to be exported.
 
     Attributes:
-        adapter: the directory of an adapter; None: a plain model.
-        base: what rounds a matrix of the layers as the base of the run was, if it was.
-        dtype: of the run; None: there is none, or it had float32.
-        notes: what a user should know.
+        adapter: the directory of an adapter; None for a plain model.
+        base: function that rounds a matrix of the layers as the run's base was rounded; None if it was not.
+        dtype: data type of the run; None if there is no run, or for float32.
+        notes: messages for the user.
     """
 
     source: ModelSource
@@ -142,8 +142,8 @@ def export_model(
 
     Args:
         dtype: ``auto``: ``export_dtype``.
-        quantization: of the layers' matrices, as ``checkpoints/quantized_out.py`` says; None: none.
-        group: neighbours that share a scale in 4 bits; None: as many as fit.
+        quantization: of the layers' matrices, see ``checkpoints/quantized_out.py``; None for none.
+        group: neighbours that share a scale in 4 bits; None for as many as fit.
         kv_scales: of a KV cache in fp8, as ``checkpoints/quantized_out.py`` takes them.
 
     Raises:

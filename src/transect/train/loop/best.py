@@ -9,9 +9,9 @@ from typing import Any
 
 @dataclass(slots=True)
 class Best:
-    """What a run remembers of its evaluations.
+    """Record of a run's evaluations.
 
-    ``loss`` and ``step`` are those of the best one (step 0: none yet); ``since`` counts the evaluations after it.
+    ``loss`` and ``step`` belong to the best evaluation (step 0: none yet); ``since`` counts the evaluations after it.
     """
 
     loss: float = float("inf")
@@ -34,5 +34,5 @@ class Best:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Best:
-        """What ``state`` gave."""
+        """Rebuild the record from ``state``."""
         return cls(**state)

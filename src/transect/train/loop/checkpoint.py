@@ -59,11 +59,11 @@ class Snapshot:
     best: int = 0
     """The step of the best checkpoint so far, which is kept; 0: none."""
     rank: int = 0
-    """Whose snapshot it is. ``tensors`` are this rank's; only the first one writes the rest."""
+    """Rank that took the snapshot. ``tensors`` are this rank's; only the first rank writes the rest."""
     ranks: int = 1
-    """How many of them have tensors; with 1, ranks but the first write nothing."""
+    """Number of ranks with tensors; with 1, only the first rank writes."""
     written: Callable[[], None] = lambda: None
-    """Called when nothing of the snapshot is needed any more, in the thread that writes it."""
+    """Called in the writing thread when the snapshot is not needed any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Writer:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise NotWritten(
                 f"the checkpoint could not be written to {self.run_dir} ({reason}): free some space or correct "
-                "run_dir, then go on with --resume; earlier checkpoints are whole"
+                "run_dir, then continue with --resume; earlier checkpoints are whole"
             ) from error
 
     def point(self, best: int) -> None:
@@ -207,8 +207,10 @@ class Writer:
 
 
 def write(snapshot: Snapshot, partial: Path, final: Path, ended: threading.Event | None = None) -> None:
-    """Write a snapshot to ``partial``, with the parts of all other ranks, and rename it to ``final``, which is replaced
-    if it is there. ``ended`` is set where nobody waits for it any more."""
+    """Write a snapshot to ``partial``, with the parts of all other ranks, and rename it to ``final``.
+
+    An existing ``final`` is replaced. ``ended`` is set when the result is not needed any more.
+    """
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     snapshot.write_model(partial)
@@ -240,7 +242,7 @@ def list_steps(run_dir: str | Path) -> list[Path]:
 
 
 def set_aside_after(checkpoint: Checkpoint) -> list[Path]:
-    """Give checkpoints of later steps another name: a run that goes on from an earlier one makes them anew."""
+    """Rename checkpoints of later steps, because a run resumed from an earlier step writes them again."""
     moved = []
     best = checkpoint.path.parent / "best"
     if best.is_symlink() and int(best.readlink().name.removeprefix("step-")) > checkpoint.step:
@@ -302,8 +304,8 @@ def newest(run_dir: str | Path, *, check: bool = True) -> Checkpoint:
     if not steps:
         others = [path.name for path in list_steps(Path(run_dir).parent)]
         if _NAME.fullmatch(Path(run_dir).name) and others:
-            raise ValueError(f"there is no {run_dir}: go on from {' or '.join(others)}")
-        raise ValueError(f"{run_dir} has no checkpoint to go on from: start the run without --resume")
+            raise ValueError(f"there is no {run_dir}: resume from {' or '.join(others)}")
+        raise ValueError(f"{run_dir} has no checkpoint to resume from: start the run without --resume")
     return read(steps[-1], check=check)
 
 
@@ -316,7 +318,7 @@ def _sum(stored: Mapping[str, Any]) -> str:
 def _advice(path: Path) -> str:
     others = [other.name for other in list_steps(path.parent) if other != path]
     if others:
-        return f"move {path.name} away to go on from {others[-1]}"
+        return f"move {path.name} away to resume from {others[-1]}"
     return "there is no other checkpoint; start the run again"
 
 

@@ -104,7 +104,8 @@ class Crew:
         """The result of ``make`` here, if it succeeds on every rank; every rank must call it.
 
         Raises:
-            StepFailed: it failed on a rank, whose reason all raise. A rank on which it had not has called ``undo``.
+            StepFailed: ``make`` failed on a rank; all ranks raise its reason. Ranks on which it succeeded call
+                ``undo``.
         """
         found, failure = None, None
         try:
@@ -173,7 +174,7 @@ def check(config: TrainConfig) -> None:
 
 
 def asked(parallel: ParallelConfig) -> Spread:
-    """How a configuration spreads a run, wherever what is offloaded then is."""
+    """Return the distribution that a configuration asks for, wherever offloaded state is kept."""
     streams = parallel.offload == "all"
     return Spread(
         data=parallel.data,

@@ -1,5 +1,4 @@
-"""What every rank but the first does in a run: the same steps, with nothing shown, and only its part of checkpoints
-written."""
+"""Follow a run on every rank but the first: take the same steps, show nothing, and write only a part of checkpoints."""
 
 from __future__ import annotations
 
@@ -55,12 +54,13 @@ class Run:
 
 
 def started_again(config: TrainConfig) -> bool:
-    """Whether ``torchrun`` has started this command before. A host counts only the restarts that its own ranks have
-    caused, so all ranks ask each other.
+    """Return True if ``torchrun`` has started this command before.
+
+    A host counts only the restarts that its own ranks have caused, so all ranks exchange their counts.
 
     Raises:
         ValueError: there are fewer devices than ranks.
-        RankFailure: a rank has not come.
+        RankFailure: a rank did not arrive.
     """
     here = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if not under_torchrun():
@@ -71,11 +71,11 @@ def started_again(config: TrainConfig) -> bool:
 
 @contextlib.contextmanager
 def crew(run: Run) -> Iterator[World | None]:
-    """The ranks that a run asks for: None where it is one, those of ``torchrun``, or children of this process.
+    """Provide the ranks of a run: None for a single rank, those of ``torchrun``, or children of this process.
 
     Raises:
         ValueError: there are not as many devices, or ``torchrun`` has started another number of ranks.
-        TrainingStopped: a rank has ended, and the others cannot go on without it.
+        TrainingStopped: a rank has ended, and the others cannot continue without it.
     """
     config = TrainConfig.from_dict(run.config)
     check(config)

@@ -39,7 +39,7 @@ class Fitted:
     estimate: Estimate
     why: str
     whole: int = 0
-    """How many layers, counted from the last, keep everything all the same."""
+    """Number of last layers that keep everything despite the plan."""
 
 
 def check_length(config: TrainConfig, model: ModelConfig) -> None:
@@ -93,7 +93,10 @@ def plan_of(config: TrainConfig, model: ModelConfig, device: torch.device) -> Tr
 
 
 def spread_of(config: TrainConfig, device: torch.device) -> Spread:
-    """How a configuration spreads a run. On a CPU, offloaded states are in its own memory, or on a disk."""
+    """Return the distribution of a run on this device.
+
+    On a CPU, offloaded states are in its own memory, or on a disk.
+    """
     parallel = config.parallel
     elsewhere = parallel.offload != "none" and (device.type == "cuda" or bool(parallel.offload_path))
     streams = elsewhere and parallel.offload == "all"
@@ -132,7 +135,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
     """Choose the checkpointing of a run, before its model is built.
 
     Args:
-        free: bytes to stay within; None: what the device has.
+        free: bytes to stay within; None for the device's free memory.
 
     Raises:
         ValueError: the run does not fit; the message names the smallest change with which it does.

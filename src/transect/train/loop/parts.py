@@ -1,8 +1,8 @@
-"""A checkpoint that several ranks write: each its part of the state, at the same time, in the background.
+"""Write a checkpoint from several ranks: each writes its part of the state, in parallel, in the background.
 
 Every rank but the first writes its part into a folder of its own beside the checkpoint that the first one makes. When
 all of it is on the disk, ``part.json`` says so with its size and sum. The first rank waits for every part, moves the
-files into its own unfinished checkpoint, and goes on as if it had written them: the list of all files last, then the
+files into its own unfinished checkpoint, and continues as if it had written them: the list of all files last, then the
 name. So a checkpoint is whole on all ranks or not there, whichever of them is killed, and when. The ranks talk through
 the disk alone; no collective runs beside those of the training.
 """
@@ -24,7 +24,7 @@ from .stored_state import digest, write_json, write_tensors
 
 PART = "part.json"
 WAIT_S = 1800.0
-"""How long the first rank waits for a part after its own is written."""
+"""Seconds that the first rank waits for a part after its own is written."""
 POLL_S = 0.02
 
 
@@ -47,7 +47,7 @@ def flush(path: Path) -> None:
 
 
 def entry(path: Path) -> dict[str, Any]:
-    """What a checkpoint's list says of a file."""
+    """Return the entry of a file in a checkpoint's list."""
     return {"bytes": path.stat().st_size, "sha256": digest(path)}
 
 

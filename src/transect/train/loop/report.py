@@ -25,7 +25,7 @@ LOG = "log.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class MatrixRate:
-    """What MFU is a share of: FLOP/s of matrix products in ``dtype``, and how that is known."""
+    """Rate that MFU is a share of: FLOP/s of matrix products in ``dtype``, and its origin."""
 
     flops_per_second: float
     dtype: str

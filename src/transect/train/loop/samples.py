@@ -1,4 +1,4 @@
-"""What the model in training answers to the same prompts again and again, drawn by the serving engine."""
+"""Sample answers of the model in training to fixed prompts, with the serving engine."""
 
 from __future__ import annotations
 

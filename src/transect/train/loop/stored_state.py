@@ -1,7 +1,7 @@
-"""Tensors of a training checkpoint, in one file or one of each rank, read when they are asked for.
+"""Read tensors of a training checkpoint on demand, from one file or from one file of each rank.
 
-Where ranks have parts of a tensor (``parallel/part_names.py``), they are one tensor again here, whatever ranks there
-were. So a run can go on with any number of them.
+Parts of a tensor from several ranks (``parallel/part_names.py``) become one tensor again, whatever the number of ranks
+was. So a run can be resumed with any number of ranks.
 
 Files are written tensor by tensor: safetensors' own function first makes a copy of all of them, which for states in
 host memory would be a second time that memory.
@@ -66,7 +66,7 @@ class _Part:
     key: str
     begin: int
     shape: tuple[int, ...] | None
-    """None: it is the whole tensor."""
+    """Shape of the part; None for the whole tensor."""
 
 
 class StoredTensors(Mapping[str, Tensor]):

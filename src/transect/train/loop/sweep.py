@@ -1,4 +1,4 @@
-"""Runs over a grid of settings, one after another.
+"""Train runs over a grid of settings, one after another.
 
 ```toml
 base = "run.toml"            # what all runs share
@@ -8,9 +8,9 @@ base = "run.toml"            # what all runs share
 "lora.rank" = [8, 32]
 ```
 
-Each run has a directory of its own below ``run_dir`` of the base (or ``sweep_dir``), named by its settings. So a sweep
-that was interrupted goes on: finished runs are not trained again, and one that has a checkpoint is taken up there. A
-directory with a run of other settings is left alone, and said to be one.
+Each run has a directory of its own below ``run_dir`` of the base (or ``sweep_dir``), named by its settings. So an
+interrupted sweep resumes: finished runs are not trained again, and a run with a checkpoint resumes there. A directory
+with a run of other settings is left alone and reported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a run: its last loss, its best validation loss, or why it stopped."""
+    """Outcome of a run: its last loss, its best validation loss, or the reason that it stopped."""
 
     point: Point
     loss: float | None = None
@@ -136,7 +136,7 @@ def sweep(
 
 
 def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
-    """Whether the run has come to its end."""
+    """Train or resume a run; return True if it has finished."""
     found = newest(point.config.run_dir) if list_steps(point.config.run_dir) else None
     asked = config = point.config
     if found is not None:
@@ -191,7 +191,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
 
 
 def outcome(point: Point) -> Outcome:
-    """What the log of a finished run says."""
+    """Read the outcome of a finished run from its log."""
     lines = read_log(point.config.run_dir)
     steps = [line for line in lines if line["kind"] == "step"]
     checks = [line["loss"] for line in lines if line["kind"] == "evaluation"]

@@ -1,7 +1,7 @@
-"""Weights & Biases and MLflow, for runs that ask for them by ``log_to``.
+"""Log runs to Weights & Biases and MLflow, if ``log_to`` asks for them.
 
-Both are listeners of a run, as its log file is. ``RUN/tracking.json`` keeps under which names they know the run, so
-that a run that goes on continues its record there. Where either is told to work offline (``WANDB_MODE=offline``, a
+Both are listeners of a run, as its log file is. ``RUN/tracking.json`` keeps their names of the run, so that a resumed
+run continues its record there. If either is set to work offline (``WANDB_MODE=offline``, a
 folder as ``MLFLOW_TRACKING_URI``) nothing leaves the machine.
 """
 

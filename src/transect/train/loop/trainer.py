@@ -76,7 +76,7 @@ class StepRecord:
     peak_bytes: int
     """Peak memory of the GPU's allocator so far; 0 on the CPU."""
     flops: float = 0.0
-    """Useful FLOPs of the step (``flops.py``); 0 where nobody counted."""
+    """Useful FLOPs of the step (``flops.py``); 0 if they were not counted."""
     extra: Mapping[str, float] = field(default_factory=dict)
     """Further numbers of the objective, such as margins and rewards."""
 
@@ -125,7 +125,7 @@ class _Reading:
 
 
 def _dated(config: TrainConfig, checkpoint: Checkpoint | None, world: World | None) -> TrainConfig:
-    """With the day that chat templates take for today: a run's own, wherever it goes on, and that of the first rank."""
+    """Set the date that chat templates use: the run's own date, also when it is resumed, as known to the first rank."""
     kept = {} if checkpoint is None else checkpoint.state["config"]["data"]
     day = config.data.date or kept.get("date") or datetime.date.today().isoformat()
     if world is not None:
@@ -134,13 +134,13 @@ def _dated(config: TrainConfig, checkpoint: Checkpoint | None, world: World | No
 
 
 class Trainer:
-    """A run that can take steps, measure itself, and be stopped and taken up again at any step.
+    """Training run that can take steps, evaluate, and be stopped and resumed at any step.
 
     Args:
         config: the run.
-        checkpoint: where to resume; None to start.
+        checkpoint: checkpoint to resume; None to start.
         allow_changed: parts of ``data/identity.py`` that may differ from the checkpoint's.
-        world: the ranks that train together, each with a ``Trainer`` of the same run; None: this process alone.
+        world: the ranks that train together, each with a ``Trainer`` of the same run; None for this process alone.
 
     Raises:
         ValueError: the model, the data or a setting is at fault, the run does not fit in memory, or the checkpoint is
@@ -158,7 +158,7 @@ class Trainer:
         config = self.config = _dated(config, checkpoint, world)
         self.crew = Crew(config, world)
         self.told: list[str] = []
-        """What a person should know of the run before it starts."""
+        """Notices for the user, shown before the run starts."""
         for table in config.unused():
             need = 'task = "lora" or "qlora"' if table == "lora" else f'objective = "{table}"'
             self.told.append(f"the settings of [{table}] mean nothing to this run: they are for {need}")
@@ -343,12 +343,12 @@ class Trainer:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether ``patience`` has come to its end."""
+        """True if ``patience`` has run out."""
         return bool(self.config.patience) and self.best.since >= self.config.patience
 
     @property
     def finished(self) -> bool:
-        """Whether there is no further step."""
+        """True if there is no further step."""
         return self.steps_done >= self.config.steps or self.stopped_early
 
     def snapshot(self) -> Snapshot:
@@ -396,7 +396,7 @@ class Trainer:
         self.steps_done = checkpoint.step
 
     def _check(self, losses: list[float], norm: float, position: Position, batches: list[Batch], labels: int) -> bool:
-        """Whether the step is to be taken.
+        """Return True if the optimizer step should be taken.
 
         Raises:
             TrainingStopped: a number is not finite, or the model has gone wrong and ``on_spike`` says to stop.
@@ -422,7 +422,7 @@ class Trainer:
         if self.config.on_spike == "stop":
             raise TrainingStopped(
                 f"the loss jumped at {where}, and a batch of a moment ago jumped with it, so the model has gone wrong: "
-                f'lower the learning rate, or go on with --resume --set on_spike="skip"; {self._whole()}'
+                f'lower the learning rate, or continue with --resume --set on_spike="skip"; {self._whole()}'
             )
         log.warning("%s. The model has gone wrong%s", where, self._consequence("wrong"))
         self.watch.losses.append(loss)  # this is its level now
@@ -435,14 +435,14 @@ class Trainer:
 
     @torch.no_grad()
     def _model_has_jumped(self) -> bool:
-        """Whether a batch that was calm a step ago has a loss far above what it had."""
+        """Return True if a batch with a normal loss a step ago now has a much higher loss."""
         if self._calm is None:
             return True
         batch, before = self._calm
         return self.watch.has_jumped(before, float(self.objective.loss(batch)))
 
     def _whole(self) -> str:
-        """The checkpoint that the run can go on from, as a clause; waits for one that is being written."""
+        """Name the checkpoint to resume from, as a clause; wait for one that is being written."""
         self.crew.at("a checkpoint", alone=True)
         try:
             self._written()
@@ -469,11 +469,11 @@ class Trainer:
         raise AssertionError("a step has a micro-batch")
 
     def _due(self, every: int, last: bool) -> bool:
-        """Whether something happens after this step that happens every so many steps, and after the last one."""
+        """Return True if an action of period ``every`` is due after this step; it is always due after the last one."""
         return last or bool(every and self.steps_done % every == 0)
 
     def _evaluated(self, listeners: Sequence[Listener]) -> bool:
-        """Whether a measurement was the best so far."""
+        """Evaluate, and return True if the result is the best so far."""
         self.crew.at("the evaluation", alone=True)
         record = self.evaluate()
         if record is None:

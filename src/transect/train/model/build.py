@@ -66,7 +66,7 @@ class Trainable:
 
     @property
     def adapted(self) -> bool:
-        """Whether adapters are trained."""
+        """True if adapters are trained."""
         return self.lora is not None
 
     def snapshot(self, weights: Mapping[str, Tensor] | None = None) -> Callable[[Path], None]:
@@ -120,7 +120,7 @@ def training_ops(device: torch.device) -> OpSet:
 
 
 def from_scratch(config: TrainConfig) -> bool:
-    """Whether a run starts from random weights."""
+    """Return True if a run starts from random weights."""
     return config.task == "pretrain" or config.load_format == "dummy"
 
 
@@ -135,7 +135,7 @@ def source_of(config: TrainConfig) -> ModelSource:
         return source
     if source.adapter is not None:
         raise ValueError(
-            f"{config.model} is an adapter: to go on with it set model to {source.adapter.base.path} and lora.start to "
+            f"{config.model} is an adapter: to continue it set model to {source.adapter.base.path} and lora.start to "
             f"{source.adapter.path}; to train another one over it, merge it first (transect export --merge)"
         )
     return with_adapter(source, str(adapter_folder(config.lora.start))) if config.lora.start else source
@@ -158,7 +158,7 @@ def _begun(source: ModelSource, start: StoredAdapter) -> StoredWeights:
 
 
 def _check_cap(config: TrainConfig) -> None:
-    """Whether what the run asks for knows a model's cap on logits.
+    """Check that the run's objective supports a model's cap on logits.
 
     Raises:
         ValueError: it does not.
@@ -191,10 +191,9 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: 
     """Build the model that ``config`` describes; adapters are attached, frozen parts frozen.
 
     Args:
-        tell: is told what a person should know about it.
-        lean: give the model memory on the host that nobody has written, and its weights to be read
-            (``Trainable.weights``): the system gives memory when it is written. For all weights of a decoder without
-            experts.
+        tell: receives notices for the user.
+        lean: give the model unwritten host memory, and its weights to be read later (``Trainable.weights``): the system
+            provides memory when it is written. For all weights of a decoder without experts.
 
     Raises:
         ValueError: the model cannot be found or loaded, or does not suit the task.
@@ -245,7 +244,7 @@ def build(config: TrainConfig, tell: Callable[[str], None] = log.info, *, lean: 
 
 
 def _weights_of(source: ModelSource, shape: ModelConfig, config: TrainConfig, device: torch.device) -> StoredWeights:
-    """What ``build`` would fill a model of this shape with, to be read."""
+    """Return the weights, to be read later, with which ``build`` would fill a model of this shape."""
     if not from_scratch(config):
         return grown_tables(stored_weights(source), shape.vocab_size)
     model = Decoder(shape, device="meta", dtype=DTYPES[config.precision], ops=training_ops(device))

@@ -1,4 +1,4 @@
-r"""Progressive layer dropping (Zhang & He 2020, arXiv:2010.13369): fewer and fewer layers run as training goes on.
+r"""Progressive layer dropping (Zhang & He 2020, arXiv:2010.13369): fewer and fewer layers run as training proceeds.
 
 Step t of T keeps layer l of L (both from 0) with probability p, and adds what it computes, f, that much larger:
 
@@ -6,7 +6,7 @@ Step t of T keeps layer l of L (both from 0) with probability p, and adds what i
 
 k is ``layer_keep``. The first layer always runs, later ones are dropped more often; on average a step of a long run
 has 1 - (1 - k) / 2 of its layers. Which ones is a function of the seed and the step, so all micro-batches and ranks
-drop the same, and a run that is taken up again goes on as it would have. A layer that is dropped gets no gradient.
+drop the same, and a resumed run continues as it would have. A dropped layer gets no gradient.
 Without gradients (evaluation, samples) all layers run.
 """
 

@@ -81,9 +81,9 @@ class Packed:
 
 @dataclass(slots=True)
 class MergedStep:
-    """What all layers of a pass share: cos and sin ``[T, d/2]``, and how tokens attend.
+    """Inputs shared by all layers of a pass: cos and sin ``[T, d/2]``, and the form of attention.
 
-    ``passed``: the matrix in which the gradient that goes down to the next layer lies, with columns to spare.
+    ``passed``: matrix that holds the gradient for the next lower layer, with spare columns.
     """
 
     cos: Tensor
@@ -110,8 +110,10 @@ class MergedStep:
 
 @dataclass(slots=True)
 class KeptTensors:
-    """What a layer keeps for its backward pass; names as above, ``sums`` the softmax's, ``low`` what the adapters of
-    each product keep. None: to be computed again."""
+    """Tensors that a layer keeps for its backward pass; None for those to be recomputed.
+
+    Names are as above; ``sums`` are the softmax's, ``low`` the kept tensors of the adapters of each product.
+    """
 
     s: Tensor
     n: Tensor | None = None
@@ -154,8 +156,11 @@ class Units(Protocol):
 
 
 class MergedLayer:
-    """One layer of a model. ``plan``: which activations are kept; ``units``: what makes it whole, as layer ``number``;
-    None: it always is."""
+    """One layer of a model.
+
+    ``plan``: the activations to keep; ``units``: gathers the weights of the layer with index ``number``; None if they
+    are always whole.
+    """
 
     def __init__(
         self, layer: Layer, plan: Checkpointing, scratch: Scratch, number: int = 0, units: Units | None = None
@@ -256,7 +261,7 @@ class MergedLayer:
         return g if self.seams is None else self.seams.enter_back(g)
 
     def forward(self, x_TD: Tensor, d_TD: Tensor | None, step: MergedStep) -> tuple[KeptTensors, Tensor, Tensor]:
-        """What is kept, then t and d of the next layer."""
+        """Return the kept tensors, then t and d of the next layer."""
         n, s = self._normed(self.first, self.qkv, x_TD, d_TD)
         n = self._enter(n)
         qkv, o, sums, low_qkv = self._attend(n, step)
@@ -375,7 +380,7 @@ class _Node(torch.autograd.Function):
 
 
 def attending(context: AttentionContext) -> Attending | None:
-    """How tokens attend in a context; None: not in a way that merged layers know."""
+    """Return the form of attention in a context; None if merged layers do not support it."""
     if isinstance(context, RingContext):
         return context.kernels
     return Packed(context.cu_seqlens) if isinstance(context, VarlenContext) else None
@@ -386,9 +391,9 @@ class MergedLayers:
 
     Args:
         model: on its device; ``refusal(model.config)`` must be None.
-        plan: which activations are kept.
-        whole: so many layers, the last ones, keep everything whatever the plan.
-        units: what makes layers whole, and takes their gradients; None: they always are.
+        plan: the activations to keep.
+        whole: number of last layers that keep everything whatever the plan.
+        units: gathers weights of layers, and takes their gradients; None if weights are always whole.
     """
 
     def __init__(self, model: Decoder, plan: Checkpointing, whole: int = 0, units: Units | None = None) -> None:

@@ -16,8 +16,8 @@ In this form the adapters are a few more columns of one matrix
 and the large products, forward and backward, also do the additions of the adapters: y and dx are not read and written
 again for them. For this, x and g lie in matrices with R spare columns, which hold z and dz.
 
-A frozen base that is packed, as in 4 bits (``adapters/qlora.py``), has no W to keep: E is made anew for each product,
-in memory that all share. What a kind of weight brings to a product it says itself (``Weight.training_part``).
+A frozen base that is packed, as in 4 bits (``adapters/qlora.py``), has no W to keep: E is rebuilt for each product,
+in memory that all share. Each kind of weight defines its part of a product (``Weight.training_part``).
 
 Shapes: T tokens, I inputs, O outputs of all matrices, R spare columns (0 without adapters).
 """

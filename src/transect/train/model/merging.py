@@ -25,7 +25,7 @@ def refusal(config: ModelConfig) -> str | None:
 
 
 def can_merge(model: Decoder) -> bool:
-    """Whether the layers of a model can be merged, on a GPU; if not, why is logged."""
+    """Return True if the layers of a model can be merged, on a GPU; log the reason if not."""
     if not model.norm.weight.is_cuda:
         return False
     refused = (weight.refuses_merging() for name, weight in model.weights() if name != "head")

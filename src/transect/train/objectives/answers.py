@@ -67,7 +67,7 @@ class Rollout:
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> Rollout:
-        """What ``state`` gave. ValueError if something is missing."""
+        """Rebuild the rollout from ``state``. ValueError if something is missing."""
         names = [item.name for item in fields(cls)]
         if missing := [name for name in names if name not in tensors]:
             raise ValueError(f"the checkpoint's rollout has no {', '.join(missing)}: it is of another run")
@@ -83,10 +83,10 @@ class Rollout:
     def pack(
         self, chosen: Sequence[int], prompts: Sequence[Sequence[int]], weight_A: Mapping[int, float] | None = None
     ) -> AnswerBatch:
-        """A micro-batch of some answers after their prompts.
+        """Build a micro-batch of the chosen answers after their prompts.
 
         Args:
-            weight_A: what each token of an answer counts, by answer; None: nothing.
+            weight_A: weight of each token of an answer, by answer; None for no weights.
         """
         sizes = self.sizes(prompts)[list(chosen)]
         total = int(sizes.sum())
@@ -128,7 +128,7 @@ class Rollout:
 
 
 def advantages(rewards_AG: np.ndarray, scale: str) -> np.ndarray:
-    """How much better each answer is than its group, ``[prompts, group]`` float64.
+    """Compute the advantage of each answer over its group, ``[prompts, group]`` float64.
 
     Args:
         rewards_AG: NaN for an answer that no function judged; its advantage is 0.
@@ -149,13 +149,13 @@ def advantages(rewards_AG: np.ndarray, scale: str) -> np.ndarray:
 def token_weights(
     loss: str, groups: Sequence[Sequence[int]], length_A: np.ndarray, *, answers: int, tokens: float, max_tokens: int
 ) -> dict[int, float]:
-    """What each token of an answer counts in the loss of a step, by answer.
+    """Compute the weight of each token of an answer in the loss of a step, by answer.
 
     Args:
         loss: ``dapo``, ``grpo``, ``dr_grpo`` or ``bnpo``.
         groups: the answers of each micro-batch.
         length_A: tokens of every answer.
-        answers: how many the step has, with those that are masked.
+        answers: number of answers in the step, including masked ones.
         tokens: trained tokens of a step of the rollout, on average.
         max_tokens: of an answer.
     """

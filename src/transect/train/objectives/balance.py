@@ -64,7 +64,7 @@ class Balance:
         self._seen.append((logits_TE, experts_Tk))
 
     def loss(self, labels: int = 1) -> Tensor | float:
-        """What is added to the loss of the batch that was watched, of so many labels."""
+        """Return the term to add to the loss of the watched batch with ``labels`` labels."""
         if not self._seen:
             return 0.0
         balance = torch.stack([balance_loss(*seen, self._layers[0].moe.score) for seen in self._seen]).mean()

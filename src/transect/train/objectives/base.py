@@ -1,4 +1,4 @@
-"""What the training loop asks of an objective."""
+"""Define the interface between the training loop and an objective."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Objective:
 
     position: Position
     outside = False
-    """Whether micro-batches are made of what can fail on one rank alone while a run goes on, such as files."""
+    """True if micro-batches come from sources that can fail on one rank alone during a run, such as files."""
 
     def described(self) -> Sequence[str]:
-        """What was read from each file, for the start of a run."""
+        """Describe the data read from each file, for the start of a run."""
         raise NotImplementedError
 
     def batches(self, step: int) -> Sequence[Batch]:
@@ -72,11 +72,11 @@ class Objective:
         raise NotImplementedError
 
     def micro_batches(self, epoch: int) -> int:
-        """How many micro-batches an epoch has."""
+        """Return the number of micro-batches in an epoch."""
         raise ValueError("epochs are not known for this data: set steps")
 
     def steps_of(self, epochs: float, accumulate: int) -> int:
-        """How many optimizer steps so many epochs are, the last one begun included."""
+        """Return the number of optimizer steps in ``epochs`` epochs, counting a last one that is only begun."""
         whole = int(epochs)
         count = float(sum(self.micro_batches(epoch) for epoch in range(whole)))
         if epochs > whole:
@@ -88,8 +88,10 @@ class Objective:
         raise NotImplementedError
 
     def state(self) -> Mapping[str, Tensor]:
-        """What the next steps need beside the position, as tensors on the CPU: answers that were drawn before the last
-        step, say. Copies that later steps do not change."""
+        """Return the state that the next steps need beside the position, as tensors on the CPU.
+
+        An example: answers drawn before the last step. The tensors are copies that later steps do not change.
+        """
         return {}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:

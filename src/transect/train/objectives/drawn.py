@@ -1,9 +1,9 @@
-"""The distribution that answers were drawn from, as the trainer computes it: temperature, then min-p, top-k and top-p.
+"""Compute the distribution that answers were drawn from: temperature, then min-p, top-k and top-p.
 
 An answer's token was drawn from ``softmax(z / temperature)`` over the tokens that these settings left, and its
 log-probability is the one in that distribution. The optimizer compares it with the same distribution under changed
-weights, so the set of tokens is kept from when the answer was drawn: were it cut anew, a token could fall out of it and
-its ratio would mean nothing (DeepSeek-AI 2025, arXiv:2512.02556, "keep sampling mask").
+weights, so the set of tokens is kept from the time of the draw: with a new set, a token could fall out of it, and its
+ratio would be meaningless (DeepSeek-AI 2025, arXiv:2512.02556, "keep sampling mask").
 
 Shapes: T tokens, D model dim, V vocabulary, R rows at a time.
 """
@@ -22,7 +22,7 @@ from .logprobs import CHUNK_ELEMENTS, KeptTokens
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the vocabulary is cut before a draw; the meanings are those of ``SamplingParams``."""
+    """Truncation of the vocabulary before a draw, with the meanings of ``SamplingParams``."""
 
     top_k: int = 0
     top_p: float = 1.0
@@ -54,7 +54,7 @@ def drawn_from(z_RV: Tensor, labels_R: Tensor, cut: Cut) -> Tensor:
 
 @torch.no_grad()
 def kept_tokens(hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, temperature: float, cut: Cut) -> KeptTokens:
-    """What could be drawn at every place with a label. Logits exist a few rows at a time."""
+    """Return the tokens that could be drawn at every labelled position. Logits exist a few rows at a time."""
     counts = torch.zeros(len(labels_T), dtype=torch.int64, device=labels_T.device)
     used = (labels_T != IGNORE).nonzero()[:, 0]
     found = []

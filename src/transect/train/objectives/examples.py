@@ -49,7 +49,7 @@ class ExampleBatch(Batch):
 
 
 class Examples:
-    """The examples of a stream, packed best-fit.
+    """Examples of a stream, packed best-fit.
 
     Args:
         good: ``[examples]``; all are if None.
@@ -120,12 +120,12 @@ def read_pairs(
     columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> TokenStream:
-    """The pairs of files as documents: chosen, rejected, chosen, rejected, ...
+    """Read the pairs of files as documents: chosen, rejected, chosen, rejected, ...
 
     Args:
         skip: leave out rows that cannot be used.
         columns: as ``data.columns``.
-        tell: is told of each file what was found in it.
+        tell: receives a summary of each file.
 
     Raises:
         ValueError: no file, or a row that is no pair; its place is named.

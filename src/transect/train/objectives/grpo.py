@@ -260,7 +260,7 @@ class GRPO(Objective):
         return roll_out(self._trainable.model, prompts, params, eos_token_ids=ends, seed=seed)
 
     def _rewards(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """What each function says to each answer, ``[answers, functions]``."""
+        """Compute each function's reward for each answer, ``[answers, functions]``."""
         texts = [self._tokenizer.decode(answer.token_ids) for answer in answers]
         return np.array([self._judge(text, records[a.prompt]) for text, a in zip(texts, answers, strict=True)])
 

@@ -64,7 +64,7 @@ def _shared_loss(model: Decoder, batch: Batch, loss: TokenLoss, parallel: Parall
 
 
 def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0) -> StagedBatch:
-    """What this rank computes of a micro-batch, whose mean loss is multiplied by ``share``."""
+    """Compute this rank's part of a micro-batch, with its mean loss multiplied by ``share``."""
     whole = padded(batch, parallel.token_multiple)
     parallel.meet(whole.num_tokens)
     tokens, positions, labels = map(parallel.own_tokens, (whole.tokens_T, whole.positions_T, whole.labels_T))

@@ -1,7 +1,7 @@
-"""What ``dpo``, ``orpo`` and ``kto`` share: examples of two documents, their epochs, the reference and validation.
+"""Share parts of ``dpo``, ``orpo`` and ``kto``: examples of two documents, their epochs, the reference and validation.
 
-The frozen model that a run begins from is needed only for its log-probabilities of the answers, so these are taken
-once, before the first step, and no second model is kept. Logits exist a few rows at a time (``logprobs.py``).
+The frozen reference model is needed only for its log-probabilities of the answers, so these are computed once, before
+the first step, and no second model is kept. Logits exist a few rows at a time (``logprobs.py``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Preferences(Objective):
 
     NAME = "dpo"
     REFERENCE = True
-    """Whether the loss compares with the frozen model."""
+    """True if the loss compares with the frozen model."""
 
     def __init__(self, config: TrainConfig, trainable: Trainable) -> None:
         if trainable.tokenizer is None or trainable.template is None:
@@ -55,13 +55,13 @@ class Preferences(Objective):
         raise NotImplementedError
 
     def gains(self, batch: ExampleBatch) -> Tensor:
-        """How much likelier each document's answer is than under the reference, ``[examples, 2]`` nats."""
+        """Return the gain in log-probability of each answer over the reference, ``[examples, 2]`` nats."""
         answers = document_sums(batch_logprobs(self._trainable.model, batch), batch.cu_seqlens)
         return (answers - batch.reference).view(-1, 2)
 
     @staticmethod
     def answer_tokens(batch: ExampleBatch) -> Tensor:
-        """How many tokens each document's answer has, ``[examples, 2]`` float32."""
+        """Return the number of tokens of each document's answer, ``[examples, 2]`` float32."""
         return document_sums((batch.labels_T != IGNORE).float(), batch.cu_seqlens).view(-1, 2)
 
     def described(self) -> Sequence[str]:

@@ -94,7 +94,7 @@ class Judge:
         self.weights = np.array(weights or [1.0] * len(self.names))
 
     def __call__(self, answer: str, record: Mapping[str, Any]) -> list[float]:
-        """What each function says; NaN where that is None.
+        """Call each function; return its reward, or NaN for None.
 
         Raises:
             StepFailed: a function raises, or returns no finite number; the message names it and the record.
@@ -131,13 +131,13 @@ def read_prompts(
     columns: Mapping[str, str] | None = None,
     tell: Callable[[str], None] = lambda said: None,
 ) -> list[Prompt]:
-    """Rows with a ``prompt``: a string or messages.
+    """Read rows with a ``prompt``: a string or messages.
 
     Args:
         encode: the tokens of a prompt's messages and tools; ValueError for one that cannot be answered.
         skip: leave out rows that cannot be used.
         columns: as ``data.columns``.
-        tell: is told of each file with such rows.
+        tell: receives a summary of each file with such rows.
 
     Raises:
         ValueError: no file, no prompt in any, or a row that cannot be used; its place is named.

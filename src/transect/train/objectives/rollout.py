@@ -19,7 +19,7 @@ from ...models.decoder import Decoder
 
 BLOCK_SIZE = 16
 MOST_RUNNING = 64
-"""How many answers are drawn at the same time."""
+"""Number of answers drawn at the same time."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ Measured = TypeVar("Measured")
 
 
 class Share:
-    """One rank's part; without arguments all of it.
+    """One rank's share of a rollout; without arguments, all of it.
 
     Args:
         rank, ranks: this one's place among those that share, and how many there are.
-        everybody: gives what each of them has, in their order; all call it.
-        at: is told which batch is measured, from 1.
+        everybody: gathers a value from all ranks, in their order; every rank must call it.
+        at: called with the number of the measured batch, from 1.
     """
 
     def __init__(

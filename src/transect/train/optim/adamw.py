@@ -25,7 +25,7 @@ class AdamW(Optimizer):
     """State: ``m`` and ``v`` like the parameter. On a GPU a step is one launch over all parameters."""
 
     WIDE = 2**22
-    """How many elements of a 16-bit parameter a step on the CPU holds in float32 at a time."""
+    """Number of elements of a 16-bit parameter that a step on the CPU holds in float32 at a time."""
     _fused: tuple[tuple[str, ...], FusedAdamW] | None = None
 
     @property

@@ -22,7 +22,7 @@ from .base import Optimizer
 BLOCK = 256
 SMALL = 4096
 CHUNK = 2**14
-"""How many blocks of a parameter are in float32 at the same time."""
+"""Number of blocks of a parameter that are in float32 at the same time."""
 
 
 class AdamW8bit(Optimizer):

@@ -13,12 +13,12 @@ from ..config import OptimizerConfig
 
 
 class Optimizer:
-    """Changes parameters in place, each by its gradient.
+    """Update parameters in place, each by its gradient.
 
-    ``state[name][kind]`` is a tensor; with it, the number of steps and the parameters a run can go on to the last bit.
+    ``state[name][kind]`` is a tensor. From the state, the number of steps and the parameters, a run resumes to the bit.
     A parameter without a gradient is left alone. With ``master_weights`` the update is made on a float32 copy, kept in
-    ``state[name]["master"]``, and the parameter is that copy rounded. What is kept in bfloat16 is computed in float32
-    and rounded once, at the end of the step, as ``config.rounding`` says; ``seed`` decides how chance falls.
+    ``state[name]["master"]``, and the parameter is that copy rounded. Values kept in bfloat16 are computed in float32
+    and rounded once, at the end of the step, by ``config.rounding``; ``seed`` determines stochastic rounding.
 
     Where a process updates only some of a run's parameters, or parts of them as vectors, ``shapes`` has those of all
     the run's parameters, whole; there may then be no parameters here.
@@ -99,7 +99,7 @@ class Optimizer:
 
     @property
     def skips(self) -> bool:
-        """Whether a ``scale`` that is not a number makes ``step`` change no parameter and no state."""
+        """True if ``step`` changes no parameter and no state when ``scale`` is not a number."""
         return False
 
     @torch.no_grad()
@@ -126,7 +126,7 @@ class Optimizer:
 
     @property
     def sink(self) -> Sink | None:
-        """Takes gradients as they are made, and adds them up elsewhere; None: there is nothing of the kind."""
+        """Receiver that accumulates gradients elsewhere as they are made; None if there is no such receiver."""
         return None
 
     def sunk_square(self, counts: Callable[[str], bool]) -> Tensor:
@@ -162,7 +162,7 @@ class Optimizer:
         return (most / (norm + 1e-6)).clamp(max=1.0)
 
     def is_matrix(self, name: str) -> bool:
-        """Whether a parameter has two dimensions or more."""
+        """Return True if a parameter has two dimensions or more."""
         return name in self._matrices
 
     def decay(self, name: str) -> float:
@@ -187,10 +187,10 @@ class Optimizer:
         return {name: own[name].detach().to("cpu", copy=True) for name in own if wanted(name.rpartition("/")[0])}
 
     def taken(self) -> None:
-        """Whoever asked for ``lent`` needs it no more. Any thread may call it."""
+        """Return what ``lent`` provided. Any thread may call this."""
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """Put back what ``state_tensors`` gave.
+        """Restore the tensors that ``state_tensors`` returned.
 
         Raises:
             ValueError: other names, shapes or dtypes than this run's.

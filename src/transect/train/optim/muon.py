@@ -27,7 +27,7 @@ class Muon(Optimizer):
 
     @staticmethod
     def takes(name: str, parameter: Tensor) -> bool:
-        """Whether a parameter is updated by Muon."""
+        """Return True if a parameter is updated by Muon."""
         return parameter.ndim == 2 and "layers." in name and "router" not in name and "experts_" not in name
 
     def new_state(self, name: str, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -1,12 +1,12 @@
-"""AdamW whose states are in host memory or on a disk, and whose steps the processor takes (ZeRO-Offload, -Infinity).
+"""Run AdamW on the CPU with states in host memory or on a disk (ZeRO-Offload, -Infinity).
 
     device   forward, backward ── gradients ─┐                       ┌── new weights ── forward ...
     host                                     └─ taken in │ norm │ AdamW, group by group
     disk                                                  read ahead ┴ written behind
 
 The device keeps weights to compute with; float32 weights and both moments, 12 bytes for each number, are the host's.
-Gradients are copied while the backward pass goes on and forgotten on the device; new weights go back while the next
-ones are computed. Since the norm of all gradients scales each of them, the processor begins when the last one is there.
+Gradients are copied during the backward pass and freed on the device; new weights are sent back while the next ones
+are computed. Since the norm of all gradients scales each of them, the CPU begins after the last gradient has arrived.
 
 ``delay`` hides its step behind the device's next one: step t + 1 computes its gradients at the weights that step t - 1
 made. That is another method, which converges a little differently; it is off unless asked for.
@@ -40,23 +40,24 @@ from .base import Optimizer
 
 WEIGHT, FIRST, SECOND = 0, 1, 2
 DRAINS = 6
-"""With ``delay`` one core of so many takes gradients in (4 bytes a number); the others make the step (28 bytes)."""
+"""Cores for each core that receives gradients (4 bytes a number) with ``delay``; the others compute the step (28
+bytes)."""
 KINDS = {"m": FIRST, "v": SECOND, "master": WEIGHT}
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """How states are offloaded.
+    """Offloading of optimizer states.
 
     Attributes:
-        folder: on a disk; empty: host memory.
+        folder: folder on a disk; empty for host memory.
         delay: take a step while the device computes the next one.
         watch: take each parameter's gradient as soon as the backward pass has made it. False where gradients are given
             (``Optimizer.give``), as they are where ranks sum them.
         wide: a step's gradients are sums, and kept in float32.
-        threads: of the processor, for this process; 0: all.
+        threads: CPU threads for this process; 0 for all.
         most: numbers that are moved together.
-        upload: puts new weights in their place; None: into the parameters.
+        upload: stores new weights; None to write them into the parameters.
     """
 
     folder: str = ""
@@ -121,10 +122,10 @@ class OffloadedAdamW(Optimizer):
         self._team = ThreadPoolExecutor(1, thread_name_prefix="optimizer") if offload.delay else None
         self._step: Future[None] | None = None
         self._free = threading.Event()
-        """Nobody reads the states."""
+        """Set while no reader uses the states."""
         self._free.set()
         self._stale: set[str] = set()
-        """What a delayed step has changed, before it has reached the parameters."""
+        """Names changed by a delayed step whose new weights have not reached the parameters."""
         if offload.watch:
             for name, parameter in parameters.items():
                 parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._arrived(name, p))  # type: ignore[misc]
@@ -264,7 +265,7 @@ class OffloadedAdamW(Optimizer):
         self._free.set()
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
-        """See ``Optimizer``; a run that is not offloaded can go on with them, and the other way round."""
+        """Restore states, see ``Optimizer``; offloaded and other runs can resume from each other's states."""
         self.settle()
         kinds = {f"{name}/{kind}": (name, n) for name in self.parameters for kind, n in self._kinds(name).items()}
         own = {key: torch.empty(self.parameters[name].shape, device="meta") for key, (name, _) in kinds.items()}

@@ -36,9 +36,9 @@ class OneBitAdam(Optimizer):
     when a run is taken up again."""
 
     sums: SignSums | None = None
-    """What momentum is summed by, from the first compressed step on."""
+    """Compressed sum of momentum over ranks, set at the first compressed step."""
     _momentum: Tensor | None = None
-    """z of all parameters one behind the other, float32, the same on every rank."""
+    """z of all parameters, concatenated, float32, the same on every rank."""
     _root: Tensor | None = None
     """d, in the same order."""
     _group = Group.alone()
@@ -55,7 +55,7 @@ class OneBitAdam(Optimizer):
 
     @property
     def compresses(self) -> bool:
-        """Whether the next step is given each rank's own gradients, and sums momentum itself."""
+        """True if the next step takes each rank's local gradients and sums momentum itself."""
         return self.steps >= self.config.freeze_step
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class OneBitAdam(Optimizer):
         self._put(name, kept, weight)
 
     def direction(self, name: str, z: Tensor, correction: float | None = None) -> Tensor:
-        """What a step is in proportion to, like the parameter; ``correction``: 1 - b1^t if None."""
+        """Return the direction of a step, shaped like the parameter; ``correction``: None for 1 - b1^t."""
         v = self.state[name]["v"]
         found = z.view_as(v) / (1 - self.config.beta1**self.steps if correction is None else correction)
         return found.masked_fill_(v == 0, 0.0)
@@ -137,7 +137,7 @@ class OneBitAdam(Optimizer):
 
     @property
     def variance_steps(self) -> int:
-        """How many steps have gone into v."""
+        """Number of steps that have updated v."""
         return self.config.freeze_step
 
     def _flat(self, kind: str) -> Tensor:

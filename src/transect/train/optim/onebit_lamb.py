@@ -7,7 +7,7 @@ variance that steps are divided by stays as it is (f), m is summed as in 1-bit A
     s <- clip(max(sqrt(f) / sqrt(v)), 0.9 s, 1.1 s), between 0.5 and 4
     w <- w - lr c_a s (m / (sqrt(f) + eps) + decay w)
 
-The ratio cannot be computed anew from compressed numbers, so s follows how the variance would have changed. Vectors
+The ratio cannot be recomputed from compressed numbers, so s follows how the variance would have changed. Vectors
 take the steps of 1-bit Adam, as those of LAMB take AdamW's.
 """
 
@@ -20,7 +20,7 @@ from .lamb import lamb_update
 from .onebit import OneBitAdam
 
 AVERAGE = 0.9
-"""How much of the average ratio stays in a step."""
+"""Share of the average ratio that a step keeps."""
 LEAST, MOST, CHANGE = 0.5, 4.0, 0.1
 
 

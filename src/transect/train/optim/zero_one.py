@@ -28,7 +28,7 @@ VARIANCE_STEPS = 16
 
 
 def learns_variance(step: int) -> bool:
-    """Whether step ``step``, from 0, takes in a gradient that is summed in full."""
+    """Return True if step ``step``, from 0, uses a gradient summed in full precision."""
     first, interval = 0, 1
     while step >= first + VARIANCE_STEPS * interval:
         first += VARIANCE_STEPS * interval
@@ -57,7 +57,7 @@ class ZeroOneAdam(OneBitAdam):
 
     @property
     def frozen(self) -> bool:
-        """Whether the variance stays as it is from now on."""
+        """True if the variance no longer changes."""
         return self.steps >= self.config.freeze_step
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""What the engine needs on a GPU, beyond what it needs everywhere.
+"""Run the engine on a GPU: the executor, its CUDA graphs and its start-up.
 
-* ``options.py``: ``GPUOptions``, switches of what makes it fast
+* ``options.py``: ``GPUOptions``, switches of the GPU optimizations
 * ``build.py``: start-up, as a recipe; its parts, in order: ``setup.py`` decides what the engine does, ``load.py`` loads
   the model and its kernels, ``measure.py`` runs the largest step, ``size.py`` sizes the KV cache, ``capture.py`` makes
   the runner and its graphs (``startup_times.py`` times each)

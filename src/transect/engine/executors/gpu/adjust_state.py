@@ -1,9 +1,8 @@
-"""What adjusts the logits of requests with a bias, allowed tokens, penalties or min_tokens, kept on the device from
-step to step.
+"""Keep the state of logit adjustments (bias, allowed tokens, penalties, min_tokens) on the device between steps.
 
-Each such choice has a line in two tables of ``ops/sampling/adjust_logits.py``: how often it has used each token, and
-its bias (-inf where a token must not be drawn now). The device adds a step's tokens to the counts itself, so nothing is
-sent in a steady step. A line is written when a choice first draws, when it returns after others have taken its line,
+Each such choice has a row in two tables of ``ops/sampling/adjust_logits.py``: counts of the tokens it has used, and
+its bias (-inf for a token that must not be drawn now). The device adds a step's tokens to the counts itself, so nothing
+is sent in a steady step. A row is written when a choice first draws, when it returns after others have taken its row,
 and when ``min_tokens`` is reached.
 """
 
@@ -30,12 +29,12 @@ class _Line:
 
 
 class AdjustState:
-    """Lines for choices; grows when a step needs more.
+    """Rows of the tables, by choice; the tables grow when a step needs more.
 
     ``generation`` changes with the addresses of ``counts`` int16 and ``bias`` float32 ``[lines, V]``.
 
     Args:
-        depth: stages of the pipeline: so many groups of sequences draw in turns, and all of them have lines.
+        depth: stages of the pipeline, which is also the number of groups that draw in turns; each group has rows.
     """
 
     def __init__(self, vocab_size: int, device: torch.device, lines: int = 16, depth: int = 1) -> None:

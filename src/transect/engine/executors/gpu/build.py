@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class GPUParts:
-    """What ``build_engine`` needs to know of an engine on a GPU."""
+    """Parts of a GPU engine that ``build_engine`` uses."""
 
     runner: GPURunner
     size: KVSize

@@ -51,15 +51,15 @@ PIPE_BYTES = 2**20
 END = None
 """The engine's last message."""
 ANSWER = b'{"done": '
-"""How a line of their answers begins."""
+"""First bytes of an answer from the compiler processes."""
 MOST_BYTES = 2**17
 """The longest message of one job; a kernel's description is 3 KB."""
 CUDA_SOURCES = {"small_matmul": 80, "small_matmul_hopper": 90, "paged_decode_hopper": 90}
-"""What nvcc compiles, and the compute capability from which on it runs (90: there alone)."""
+"""Sources for nvcc, and the least compute capability of each (90: that one alone)."""
 
 
 class Compilers:
-    """The processes, as the engine sees them."""
+    """Handle on the compiler processes."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
@@ -111,8 +111,10 @@ class Compilers:
             self._process.stdin.flush()
 
     def finish(self, compiled: Callable[[Any], object]) -> int:
-        """Wait until what is needed is compiled, and the libraries are built; report each kernel as soon as it is.
-        Returns how many. The rest is compiled while nobody waits."""
+        """Wait until the needed kernels are compiled and the libraries built; report each kernel when it is ready.
+
+        Returns their number. The other kernels are compiled in the background.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._send(END)
         with contextlib.suppress(BrokenPipeError):

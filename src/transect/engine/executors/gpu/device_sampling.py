@@ -26,7 +26,7 @@ OUTPUT_BYTES = 10
 
 
 class Drawn(NamedTuple):
-    """What a step leaves for the next step and for the host; each tensor has room for the most draws of a step."""
+    """Results of a step for the next step and for the host; each tensor has room for the most draws of a step."""
 
     token: Any
     """int64; 0 where ``finite`` is 0."""

@@ -39,11 +39,11 @@ class GraphCache:
 
     stream: torch.cuda.Stream
     most_rare: int = 64
-    """How many graphs are kept of work that is captured only when it comes a second time."""
+    """Largest number of graphs kept for work that is captured only at its second occurrence."""
     seconds: float = 0.0
     """Time spent on capturing so far."""
     started: bool = False
-    """The start-up is over: what is captured from now on is captured while requests wait."""
+    """True after start-up; captures from then on delay requests."""
     late: int = 0
     """Captures since then."""
     _pool: Any = None
@@ -103,8 +103,11 @@ class GraphCache:
         return result
 
     def _tried(self, key: Hashable, work: Callable[[], Any]) -> bool:
-        """Capture ``work``; whether it has a graph then. Work that has none goes on kernel by kernel, and the log says
-        so: an error on one rank of several would leave the others waiting for the rest of its step."""
+        """Capture ``work``; return True if it has a graph afterwards.
+
+        Work without a graph runs kernel by kernel, and the log reports it: an error on one rank of several would leave
+        the others waiting for the rest of the step.
+        """
         if key in self._refused:
             return False
         try:

@@ -1,8 +1,8 @@
-"""Steps that are too large for a graph, run once before requests come.
+"""Warm up steps that are too large for a CUDA graph, before requests arrive.
 
-Their kernels are launched one by one, and each is read from Triton's cache when it is met for the first time. So the
-kinds of such steps are run on the block of the cache that belongs to nobody: prompts from their first token on, and
-chunks of prompts that have begun, each alone and beside several numbers of sequences that decode.
+Kernels of such steps are launched one by one, and each is loaded from Triton's cache at its first launch. So each kind
+of step runs once on the padding block of the KV cache: prompts from their first token on, and later chunks of prompts,
+each alone and beside several numbers of decoding sequences.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def large_steps(
 
     Args:
         graph_tokens: tokens of the largest step that has a graph.
-        padding_block: what all rows write to, one over the other.
+        padding_block: block that all rows write to, overwriting each other.
         max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
     """
     blocks = [padding_block] * max_model_len

@@ -50,11 +50,11 @@ from .step_ring import RING, StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
 
 Sampled = LogprobTensors | Tensor | None
-"""What ``_compute`` returns beside the hidden states."""
+"""Sampling part of the result of ``_compute``."""
 
 
 class GPURunner:
-    """Runs batches on the device of the caches, each within ``submit`` as far as the host is concerned.
+    """Run batches on the device of the caches; the host's work for a batch is done within ``submit``.
 
     Args:
         model: computes hidden states and logits.
@@ -64,20 +64,20 @@ class GPURunner:
         sample_on_device: False draws on the host from the step's logits, within ``submit``: there to compare with.
         whole_prompts: (tokens in all, tokens a row) from which prompts that a step holds from their first token on
             attend to their keys where the projection left them, not through the cache: another kernel, of other
-            rounding. None: never.
-        graph_tokens: steps with prefill chunks of up to so many tokens are captured too, when one of their size comes
-            for the second time; their prompts go through the cache.
+            rounding. None for never.
+        graph_tokens: most tokens of a step with prefill chunks that is captured too, when a step of its size occurs
+            for the second time; its prompts go through the cache.
         fine_rows: see ``step_sizes.row_bucket``.
         prune_last_layer: steps with prefill chunks compute the last layer for those tokens only that something is drawn
             from (keys and values for all).
-        copy_kernels: the copies of inputs and results are kernels of the step, not copies before and after it; None: on
-            a GPU.
+        copy_kernels: copies of inputs and results are kernels of the step, not copies before and after it; None for
+            True on a GPU.
         fill_masks: makes the masks of draws under a grammar.
-        pad_tokens: steps with prefill chunks are filled up to a multiple of so many tokens, so that kernels meet few
-            kinds of sizes and are not compiled while requests wait; None: 16 on a GPU, else 1.
-        stages: of the pipeline that this is a part of: so many steps are under way, and so many groups of sequences
-            decode in turns.
-        anyone: whether any rank of the engine says so, asked of all of them at the same place.
+        pad_tokens: steps with prefill chunks are padded to a multiple of this number of tokens, so that kernels meet
+            few sizes and none is compiled while requests wait; None for 16 on a GPU, else 1.
+        stages: stages of the pipeline that this runner belongs to, which is also the number of steps in flight and of
+            groups of sequences that decode in turns.
+        anyone: logical OR of a flag over all ranks; every rank must call it.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GPURunner:
         self._adjust = AdjustState(model.config.vocab_size, self._device, lines=4, depth=stages)
         self._sampler = device_sampler(self._device)
         self._part = model.head.ungathered() if sample_on_device else None
-        """The head's product where ranks read each other's logits; None: it has all of them."""
+        """Head projection if ranks read each other's logits; None if this rank has all logits."""
         self._host_sampler = None if sample_on_device else Sampler(fill_masks)
         self._masks = MaskTable(model.config.vocab_size, self._max_draws, self._device, fill_masks, stages)
         self._host_tokens: dict[int, int] = {}
@@ -121,9 +121,9 @@ class GPURunner:
             "multiple": pad_tokens,
             "fine_rows": int(fine_rows),
         }
-        """What steps are filled up to, for who predicts their times: see ``step_sizes.py``."""
+        """Padded step sizes, used by the step-time model; see ``step_sizes.py``."""
         self.launched = ""
-        """See ``Executor``: the newest step, without its draws."""
+        """Way in which the newest step was launched, without its draws; see ``Executor``."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
         # A step with prefill chunks is filled up in two places (see StepPlanner).
@@ -140,7 +140,7 @@ class GPURunner:
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
         nbytes = self._inputs_at + whole_lines(largest.nbytes)
         self._arena = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        """What steps draw, then what they read."""
+        """Memory of the steps: their draws, then their inputs."""
         self._drawn = Drawn.tensors(self._arena, self._max_draws)
         cuda = self._device.type == "cuda"
         kernels = cuda if copy_kernels is None else copy_kernels
@@ -273,7 +273,7 @@ class GPURunner:
         self._compiled_before = self._compilations()
 
     def late_work(self) -> LateWork:
-        """What was captured and compiled since ``started``; nothing before."""
+        """Return counts of graphs captured and kernels compiled since ``started``; zeros before it."""
         captures = 0 if self.graphs is None else self.graphs.late
         return LateWork(captures, self._compilations() - self._compiled_before)
 
@@ -349,8 +349,10 @@ class GPURunner:
     # ---- on the device
 
     def _run(self, plan: StepPlan, eager: bool = False) -> tuple[int | None, Tensor, Sampled]:
-        """Launch a step whose numbers are in the ring's memory; its turn there, and what ``_compute`` returns. Where
-        draws need more than their logits the turn is None, and goes on with ``_second_part``."""
+        """Launch a step whose inputs are in the ring's memory; return its turn there and the result of ``_compute``.
+
+        The turn is None if draws need more than logits; ``_second_part`` then completes the step.
+        """
         waits = plan.variant != Variant() and self._host_sampler is None
         self._ring.send(plan.layout.nbytes)
         key = self._key(plan, waits)
@@ -362,11 +364,11 @@ class GPURunner:
         return None if waits else self._ring.ended(), hidden, sampled
 
     def _key(self, plan: StepPlan, waits: bool) -> Hashable:
-        """What steps that can replay one graph have in common. ``waits``: it ends with logits."""
+        """Return the key shared by all steps that can replay one graph; ``waits``: the step ends with logits."""
         return plan.layout, waits, plan.prune, plan.chunk_rows
 
     def _launch(self, key: Hashable, work: Callable[[], Any], plan: StepPlan, eager: bool = False) -> Any:
-        """Run work of a step, by a graph if it is of a kind that comes again."""
+        """Run the work of a step, by a graph if steps of its kind recur."""
         try:
             if self.graphs is None or eager or not (plan.decode or plan.graph):
                 return work()

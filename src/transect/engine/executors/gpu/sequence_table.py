@@ -1,8 +1,8 @@
-"""What a runner remembers about the sequences of recent steps, by slot, so that a step's inputs are array operations.
+"""Keep the sequences of recent steps in slots, so that a step's inputs are built by array operations.
 
-A sequence (a row, or a choice that draws) gets a slot when it is first seen: a line in a host copy of its block table,
-in its sampling parameters, and in the note of where its last token was drawn. Slots are only a cache of what batches
-contain anyway: slots that the last steps did not use go to others when room is needed.
+A sequence (a row, or a choice that draws) gets a slot when it is first seen: a row in the host copies of block tables
+and sampling parameters, and in the record of where its last token was drawn. Slots only cache what batches contain:
+slots that the last steps did not use are reassigned when room is needed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ...scheduling.batch import Draw, ScheduledRow
 
 
 class SequenceTable:
-    """Slots for sequences.
+    """Table of slots for sequences.
 
     Args:
         max_num_seqs: sequences of one step at the most.
         max_blocks: blocks of one sequence at the most.
         block_size: tokens of a block.
-        depth: stages of the pipeline: a step may go on where that of so many steps before has ended.
+        depth: stages of the pipeline: a step may continue the sequences of the step this many steps before.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, depth: int = 1) -> None:

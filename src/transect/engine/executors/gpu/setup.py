@@ -58,7 +58,7 @@ class Setup:
     dtype: torch.dtype
     storage: Storage
     layouts: Layouts
-    """How the checkpoint packs the matrices that stay so."""
+    """Layouts of the matrices that stay packed as in the checkpoint."""
     device: torch.device
     ops: OpSet
     limits: dict[str, Any]
@@ -78,7 +78,7 @@ class Setup:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """What the KV cache holds."""
+        """Data type of the KV cache."""
         return cache_dtype(self.config.dtype, self.config.kv_cache_dtype)
 
     @property
@@ -159,8 +159,10 @@ def set_up(
 
 
 def plan_of(config: EngineConfig, model: ModelConfig, storage: Storage, dtype: torch.dtype) -> ServingPlan:
-    """What a GPU is to hold of a whole model. Where nobody asks for a context it is one step's tokens: an engine takes
-    what its cache holds."""
+    """Plan the memory of a GPU for a whole model.
+
+    Without ``max_model_len`` the planned context is one step's tokens: the engine takes what its cache holds.
+    """
     max_seqs, max_tokens = config.limits("cuda")
     return ServingPlan(
         weights=int(weight_bytes(model, storage)),
@@ -204,14 +206,16 @@ def gpu_ops(
 
 
 def by_torch(ops: OpSet) -> bool:
-    """Whether paged attention is torch's: on a GPU that the kernels here are not made for."""
+    """Return True if paged attention runs in torch, on a GPU that our kernels do not support."""
     return get("paged_attention").implementations[dict(ops.chosen)["paged_attention"]].backend == "torch"
 
 
 def without_graphs(config: EngineConfig, ops: OpSet, stream: StreamPlan | None = None) -> EngineConfig:
-    """The configuration, with CUDA graphs off where torch's paged attention runs, which reads lengths on the host, and
-    where layers stream: their copies go on from one step to the next, which a graph of a step cannot say, and launching
-    kernels one by one takes less time than they do."""
+    """Return the configuration, with CUDA graphs turned off where they cannot be used.
+
+    Torch's paged attention reads lengths on the host. If layers stream, their copies continue from one step into the
+    next, which the graph of one step cannot express, and launching kernels one by one takes less time than the copies.
+    """
     if stream is not None and config.cuda_graphs != "off":
         log.info("CUDA graphs are off: %s", stream)
         config = replace(config, cuda_graphs="off")

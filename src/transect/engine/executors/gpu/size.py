@@ -1,4 +1,4 @@
-"""How large the KV cache of a GPU engine is: what the weights, the largest step and CUDA graphs leave of its memory."""
+"""Size the KV cache of a GPU engine: the memory left by the weights, the largest step and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def size(setup: Setup, loaded: Loaded, measured: Measured) -> tuple[MemoryAccoun
     """The account of the GPU's memory, and the KV cache that it leaves room for.
 
     Raises:
-        ValueError: what is left, or was asked for, holds not even one sequence; the message says what to change.
+        ValueError: the remaining or requested memory does not hold one sequence; the message says what to change.
     """
     account = MemoryAccount(
         total=setup.total,

@@ -40,7 +40,7 @@ class _Telling:
         self.inner.draw()
 
     def result(self) -> StepResult:
-        """What was drawn, which the other stages now know too."""
+        """Return the drawn tokens, after sending them to the other stages."""
         if self._result is None:
             self._result = self.inner.result()
             for rank in self.mesh.pipeline.ranks[:-1]:

@@ -1,4 +1,4 @@
-"""How long each part of an engine's start takes."""
+"""Time the parts of an engine's start."""
 
 from __future__ import annotations
 

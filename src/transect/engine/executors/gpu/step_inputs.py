@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 16
-"""Bytes. Triton compiles a kernel anew for a pointer that is aligned otherwise."""
+"""Alignment in bytes. Triton recompiles a kernel for a pointer with another alignment."""
 
 
 class Fields(NamedTuple):
-    """One step's numbers: numpy arrays, or tensors."""
+    """Inputs of one step: numpy arrays, or tensors."""
 
     seed: Any
     """int64 ``[D]``; the bits of the unsigned seed."""

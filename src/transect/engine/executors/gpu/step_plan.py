@@ -1,7 +1,7 @@
-"""A batch of the scheduler as a step of ``GPURunner``: which rows and tokens come where, with every number of it.
+"""Lay out a batch of the scheduler as a step of ``GPURunner``: positions of rows and tokens, and all inputs.
 
-There are three layouts. In each, rows and tokens that belong to nobody (``-``) fill a step up to one of the few sizes
-that kernels and CUDA graphs are made for (``step_sizes.py``).
+There are three layouts. In each, padding rows and tokens (``-``) extend a step to one of the few sizes that kernels and
+CUDA graphs are made for (``step_sizes.py``).
 
 1. Steps that only decode. One token and one draw a row, the longest sequence first; a graph for each number of rows.
 
@@ -52,8 +52,8 @@ from .step_sizes import FEWEST_ROWS, mixed_size, ragged_rows, row_bucket, width_
 
 
 class Variant(NamedTuple):
-    """What a step's sampling includes beside the draws. With any of these a step is two graphs; that of the draws is
-    another one for each combination."""
+    """Extra sampling work in a step. If any is set, the step runs as two CUDA graphs; each combination has its own
+    graph of the draws."""
 
     adjust: bool = False
     logprobs: bool = False
@@ -82,26 +82,26 @@ class StepPlan(NamedTuple):
     prune: bool = False
     """The last layer computes only what the draws need."""
     chunk_rows: int | None = None
-    """Rows of the layout for prompts, before those of one token; None: they stand anywhere."""
+    """Rows of the layout for prompts, before the rows of one token; None if the two kinds are mixed."""
 
 
 class _RaggedShape(NamedTuple):
-    """How a step with prefill chunks is laid out."""
+    """Layout of a step with prefill chunks."""
 
     tokens: int
     rows: int
     places: list[int]
     """The row of the layout that each row takes."""
     first_whole: int
-    """How many rows come before the whole prompts."""
+    """Number of rows before the whole prompts."""
     whole_row: int
     whole_from: int
     """Row and token of the layout at which the whole prompts begin."""
     width: int
     """Columns of the block table."""
     padding: list[tuple[int, int]]
-    """Rows that belong to nobody, and their tokens: with whole prompts every token has a row, so that what is computed
-    of it is finite. (A tile of values that reaches past the end of a prompt is multiplied with zeros, and 0 * NaN is
+    """Padding rows and their tokens. With whole prompts every token has a row, so that all computed values are
+    finite. (A tile of values that reaches past the end of a prompt is multiplied with zeros, and 0 * NaN is
     NaN.)"""
     graph: bool = False
     chunk_rows: int | None = None
@@ -120,7 +120,7 @@ def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
 
 
 class _Group:
-    """Sequences that decode together, step after step, and what stays as it is while the same go on.
+    """Sequences that decode together over several steps, with the inputs that do not change between the steps.
 
     The longest come first: programs of attention start in this order, and the last to end should be short ones.
     """
@@ -142,16 +142,16 @@ class _Group:
 
 
 class StepPlanner:
-    """Plans steps, one after another; it remembers of the sequences what does not change from step to step.
+    """Plan steps in order; values of sequences that do not change between steps are kept.
 
     Args:
-        adjust: what requests with penalties or biases have on the device.
+        adjust: device state of requests with penalties or biases.
         block_size, max_blocks, padding_block: of the KV cache; of one sequence; the block that padding writes to.
         max_num_seqs: sequences that a step may have.
         max_draws: draws that a step may have.
-        inputs_at: where the step's numbers lie on the device, in bytes from the beginning of the arena.
+        inputs_at: offset of the step's inputs on the device, in bytes from the beginning of the arena.
         whole_prompts, prune_last_layer, graph_tokens, fine_rows, pad_tokens: see ``GPURunner``.
-        depth: stages of the pipeline: so many groups of sequences decode in turns.
+        depth: stages of the pipeline, which is also the number of groups that decode in turns.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class StepPlanner:
         self._fine_rows = fine_rows
         self._pad_tokens = pad_tokens
         self._groups: deque[_Group | None] = deque([None] * depth, maxlen=depth)
-        """What each of the last steps decoded, if it did nothing else; the oldest first."""
+        """Group decoded by each of the last steps, if the step did nothing else; oldest first."""
         self.step = 0
         """Steps planned so far."""
         self.feeds = True
-        """Tokens that the step before draws are read where it leaves them on the device."""
+        """True if a step reads its tokens where the step before leaves them on the device."""
 
     def forget(self) -> None:
         """Forget all sequences: the steps before are void."""
@@ -250,7 +250,7 @@ class StepPlanner:
         return StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
 
     def _ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> StepPlan:
-        """Rows of any kind. Tokens, rows and draws are filled up with some that belong to nobody."""
+        """Plan a step with rows of any kind; tokens, rows and draws are padded."""
         table, step = self._sequences, self.step
         shape, rows = self._ragged_shape(batch)
         slots = [table.row(row, step) for row in rows]

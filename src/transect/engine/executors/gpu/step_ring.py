@@ -94,7 +94,7 @@ class StepRing:
             torch.cuda.current_stream(self._drawn.device).synchronize()
 
     def results(self, turn: int, stream: torch.cuda.Stream | None) -> tuple[np.ndarray, torch.cuda.Event | None]:
-        """What the step of this turn draws, uint8, and an event after which it stands there. For a CPU it does."""
+        """Return the draws of this turn's step, uint8, and an event after which they are complete (None on a CPU)."""
         if self._device_turn is None:
             self._given[turn].copy_(self._drawn, non_blocking=True)
         if stream is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 FEWEST_ROWS = 16
@@ -15,8 +16,8 @@ FINE_TOKENS = 512
 COARSE_ROWS = 64
 """The smaller of these."""
 FINE_ROWS = (48, 96, 160, 192, 208)
-"""Numbers of sequences that have graphs besides powers of two. From about 100 rows on the products are bound by
-arithmetic, so rows that belong to nobody take time. (224 rows were slower than 256: few tilings end there.)"""
+"""Numbers of sequences that have graphs besides powers of two. From about 100 rows on, products are bound by
+arithmetic, so padding rows take time. (224 rows were slower than 256: few tilings end there.)"""
 QUARTERS = {True: 2048, False: 512}
 """Tokens up to which there is a graph for each quarter of a power of two, and not only for each half: for sequences of
 up to ``MIXED_WIDTHS[0]`` tokens, and for longer ones."""
@@ -83,7 +84,7 @@ def mixed_size(tokens: int, rows: int, blocks: int, block_size: int, most: int, 
     """The graph for a step with prefill chunks.
 
     Args:
-        tokens: what there is to compute.
+        tokens: number of tokens to compute.
         rows: places for prompts, and sequences that decode.
         blocks: of the longest sequence.
         block_size, most: tokens of a block of the cache, blocks of the longest sequence that there may be.
@@ -122,3 +123,36 @@ def ragged_rows(tokens: int, rows: int) -> int:
     """Rows of a step with prefill chunks. As many as tokens would look like a step that only decodes."""
     count = max(FEWEST_ROWS, row_bucket(rows))
     return count + FEWEST_ROWS * (count == tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPadding:
+    """The sizes that steps of one engine are padded to, for who predicts their times.
+
+    Attributes:
+        graph_tokens: tokens of the largest step with prefill chunks that has a graph.
+        fine: see ``row_bucket``. multiple: of tokens, in larger steps.
+        rows: sequences at the most. context: positions of a sequence at the most.
+    """
+
+    graph_tokens: int
+    rows: int
+    context: int
+    fine: bool = False
+    multiple: int = 1
+    block_size: int = 16
+
+    def decodes(self, rows: int) -> int:
+        """Return the tokens of a step that only decodes ``rows`` sequences, padding included."""
+        return row_bucket(rows, self.fine)
+
+    def tokens(self, tokens: int, rows: int, chunks: int, longest: int) -> int:
+        """Return the tokens of a step, padding included; ``chunks`` of its rows have several tokens, and its longest
+        sequence reaches position ``longest``."""
+        if not chunks:
+            return self.decodes(rows)
+        if tokens > self.graph_tokens:
+            return -(-tokens // self.multiple) * self.multiple
+        size, most = self.block_size, -(-self.context // self.block_size)
+        places = max(FEWEST_ROWS, row_bucket(chunks)) + rows - chunks
+        return mixed_size(tokens, places, -(-longest // size), size, most, FEWEST_ROWS + self.rows).tokens

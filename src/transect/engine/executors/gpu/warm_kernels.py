@@ -56,7 +56,7 @@ class Work:
     quantization: str | None = None
     layouts: Layouts = ()
     cache_dtype: torch.dtype | None = None
-    """What the KV cache holds; None: as ``dtype``."""
+    """Data type of the KV cache; None for ``dtype``."""
 
 
 @dataclass(slots=True)

@@ -4,4 +4,5 @@
 * ``filling``: prefill in small chunks beside decoding sequences.
 * ``speculation``: the number of tokens to draft for each sequence.
 * ``routing``: the replica that gets a request, by cached prefix and load.
+* ``scaling``: the number of engines, from queue, load or a forecast.
 """

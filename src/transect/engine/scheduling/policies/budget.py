@@ -1,14 +1,14 @@
-"""How many tokens a step may have while sequences decode: their next tokens wait for all of it.
+"""Bound the tokens of a step while sequences decode, because their next tokens wait for the whole step.
 
-Three rules, the first that applies:
+The first rule that applies is used:
 
-* ``itl_target``: as many as take no longer than a target, by what has been learned of this device (``step_time``), and
-  where many steps have prompts, fewer if each token costs much less then. The target grows with the queue: if prompts
-  wait for more than ``PATIENCE`` such steps, streams that flow and prompts that stand still would be the worse bargain
-  for all. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens instead of time.)
-* ``fill_tokens``: so many that they cost little more than the decodes alone, as long as nothing ends later
+* ``itl_target``: as many tokens as take no longer than a target, by the learned step times of this device
+  (``step_time``). If many steps have prompts, fewer, if each token then costs much less. The target grows with the
+  queue, if prompts would wait for more than ``PATIENCE`` such steps. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens
+  instead of time.)
+* ``fill_tokens``: as many tokens as cost little more than the decodes alone, as long as nothing ends later for that
   (``filling``).
-* ``max_mixed_tokens``.
+* ``max_mixed_tokens``: that number.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
 
 AUTO_RATIO = 2.5
-"""Without a target in milliseconds: a step with prompts may take so many times as long as the decodes alone."""
+"""Time of a step with prompts over the time of its decodes alone, if no target in milliseconds is set."""
 PATIENCE = 8
-"""Steps for which prompts may wait before steps become longer than the target."""
+"""Number of steps that prompts may wait before steps become longer than the target."""
 LONG = 4
-"""A prompt that needs more such steps than this leaves room for shorter ones (``_shares``). Where nobody decodes, steps
-are as large as any, and one that needs more than one of them does so."""
+"""Steps of a prompt above which it leaves room for shorter prompts (``_shares``). If no sequence decodes, steps have
+full size, and a prompt that needs more than one step leaves room."""
 SHORTEST = 2
-"""The shortest prompts get so many shares of a step where two or more of them are there, all others one."""
+"""Shares of a step for the shortest prompts, if there are two or more; all other prompts get one share."""
 FELT = 2048
-"""So many tokens of a prompt count as waiting. A longer one is no longer queue: one user waits for it, and the streams
-of all others would feel longer steps."""
+"""Most tokens of one prompt that count as queue. A longer prompt does not lengthen steps further: one user waits for
+it, and longer steps would delay the streams of all others."""
 FEW = 8
-"""In a queue of more prompts all tokens count."""
+"""Number of waiting prompts above which all their tokens count."""
 LARGE = 4
-"""Steps that the host has to launch kernel by kernel are for queues of so many of the largest that are launched at
-once: the device waits while the first of them is launched."""
+"""Queue length that justifies steps launched kernel by kernel, in units of the largest step launched at once: the
+device waits while the first of these steps is launched."""
 CHEAP = 0.85
 """Where many steps have prompts, what those cost adds up for all streams. Then a step has fewer tokens than the target
 allows if a prompt token costs no more than this share of what it would: with an 8B model on an H200 it costs 11 us in
@@ -58,25 +58,26 @@ LEARN_STEPS = 8
 
 
 class Share(NamedTuple):
-    """What prompts of like lengths may take of a step together."""
+    """Share of a step for prompts of similar lengths together."""
 
     over: int
-    """They have more tokens than this to compute, and no more than those of the share before."""
+    """Lower bound (exclusive) of the tokens that each of these prompts has left; the share before gives the upper
+    one."""
     tokens: int
 
 
 class Budget(NamedTuple):
-    """How many tokens a step may have."""
+    """Bounds on the tokens of a step."""
 
     tokens: int
     chunk: int
-    """Tokens that one prompt may take of it."""
+    """Most tokens of one prompt in the step."""
     shares: tuple[Share, ...] = ()
-    """How they are shared out, those of the longest prompts first; empty: the first that come take what they can."""
+    """Shares of prompts, longest prompts first; empty if prompts take tokens in order of rank."""
 
 
 class Coming(NamedTuple):
-    """The next step, as far as it is known before it is planned."""
+    """Facts of the next step that are known before it is planned."""
 
     tokens: int
     full: bool
@@ -88,7 +89,7 @@ class StepBudget:
 
     Args:
         config: the limits and rules.
-        times: what is known of steps' times; used with ``config.itl_target``.
+        times: learned step times; used with ``config.itl_target``.
     """
 
     def __init__(self, config: SchedulerConfig, times: StepTimes) -> None:
@@ -104,12 +105,12 @@ class StepBudget:
         self._graph = min(graph, self._mixed) if graph >= 2 * config.max_num_seqs else self._mixed
 
     def of_next(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Budget:
-        """What the next step may have.
+        """Return the bounds of the next step.
 
         Args:
             cut: the step before left a prompt unfinished.
-            barred: it had no place or no KV blocks for the next of the queue, so long prompts leave no room for those
-                that wait: nobody would take it.
+            barred: the step before had no place or no KV blocks for the head of the queue. Then long prompts leave no
+                room for waiting ones, which could not use it.
         """
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
             most = self._config.max_num_batched_tokens
@@ -131,7 +132,7 @@ class StepBudget:
         self._share += SMOOTHING * (prompts - self._share)
 
     def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
-        """What the next step would have if it were planned now; arguments as of ``of_next``."""
+        """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
         tokens, chunk, _ = self.of_next(running, waiting, cut, barred)
@@ -166,14 +167,14 @@ class StepBudget:
     def _shares(
         self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool
     ) -> tuple[Share, ...]:
-        """How a step's ``room`` is shared out where a prompt has more than ``long`` tokens to compute.
+        """Divide a step's ``room`` into shares, if a prompt has more than ``long`` tokens to compute.
 
-        Prompts of like lengths, up to a factor of two, have one share together, which goes by rank. So several long
-        ones hold up the shorter ones no more than one does, and long ones end one after the other. What the shorter
-        leave of their share is for the longer (max-min fairness between lengths).
+        Prompts of similar lengths, up to a factor of two, have one share together, used by rank. So several long
+        prompts delay shorter ones no more than one does, and long prompts end one after the other. Unused parts of a
+        share go to longer prompts (max-min fairness between lengths).
 
         Args:
-            prompts: tokens that are left of those that have begun.
+            prompts: remaining tokens of each prompt that has begun.
         """
         longest = max(prompts, default=0)
         if longest <= long:

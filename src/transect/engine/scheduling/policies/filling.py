@@ -24,12 +24,12 @@ ROOM = 0.92
 
 
 def nothing_ends_later(tokens: int, running: Listed[Sequence], waiting: Listed[Sequence]) -> bool:
-    """Whether steps of ``tokens`` are enough to be done when the longest sequence is.
+    """Return True if steps of ``tokens`` tokens finish all work by the end of the longest sequence.
 
     Args:
-        tokens: of a step, those that decode included.
+        tokens: tokens of a step, including decodes.
         running: sequences that hold KV blocks, in the order of their turns.
-        waiting: those whose turns come after them, in their order.
+        waiting: sequences whose turns follow, in their order.
     """
     prompts, outputs, longest = [], 0, 0
     for group in (running, waiting):

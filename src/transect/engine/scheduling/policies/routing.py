@@ -18,7 +18,7 @@ TYPICAL_OUTPUT = 256
 
 @dataclass(slots=True)
 class _Engine:
-    """What the router knows of one engine."""
+    """State of one engine, as known to the router."""
 
     most_blocks: int
     load: int = 0
@@ -90,7 +90,7 @@ class Router:
         return ticket
 
     def drawn(self, ticket: Ticket, tokens: int) -> None:
-        """Some tokens of a request have come: its prompt is done, and so many are fewer to draw."""
+        """Account for drawn tokens of a request: its prompt is done, and fewer tokens are left to draw."""
         engine = self._engines[ticket.engine]
         fewer = min(tokens, ticket.outputs)
         engine.load -= ticket.prompt + fewer

@@ -77,7 +77,7 @@ class Corrections:
             self._found[key] = before + weight * (ratio - before), count + 1
 
     def factor(self, rows: int) -> float:
-        """The factor for steps of so many rows; that of all steps if there was none of these."""
+        """Return the factor for steps of ``rows`` rows; that of all steps if there was no such step."""
         return self._found.get(_range(rows), self._found.get(0, (1.0, 0)))[0]
 
 
@@ -223,7 +223,7 @@ class Speculation:
         return counts
 
     def _seconds_of(self, sequences: Listed[Sequence]) -> Callable[[int], float]:
-        """Predicted seconds of a step with so many drafts beside these sequences."""
+        """Return a function from the number of drafts to the predicted seconds of a step with these sequences."""
         rows = len(sequences)
         keys = sum(seq.length for seq in sequences)
         each = keys / rows

@@ -64,12 +64,14 @@ def by_document(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """``reference``, one document after another through torch's fused attention, so it holds the scores of one document
-    at a time.
+    """Compute ``reference`` document by document with torch's fused attention.
+
+    Only the scores of one document exist at a time.
 
     With ``softcap``, scores become ``softcap * tanh(s / softcap)`` first (Gemma 2, arXiv:2408.00118). ``sinks`` ``[H]``
-    are scores of their own that take part in the softmax and have no value (gpt-oss, arXiv:2508.10925). With ``chunk``
-    a query sees the tokens of its own chunk of so many positions (Llama 4)."""
+    are additional scores in the softmax, without a value (gpt-oss, arXiv:2508.10925). With ``chunk`` a query sees only
+    the tokens of its own chunk of ``chunk`` positions (Llama 4).
+    """
     outputs = []
     bounds = cu_seqlens.tolist()
     for start, end in pairwise(bounds):

@@ -218,7 +218,7 @@ of two: a copy lands on the tile of the step before, whose products have been wa
 
 
 def choose(which: str, q: Tensor) -> PackedTiling:
-    """The tiling of one of the two kernels. Measured on an H200; elsewhere a guess from the same numbers."""
+    """Return the tiling of one of the two kernels. Measured on an H200; elsewhere a guess from the same numbers."""
     if INTERPRETED:
         return PackedTiling(16, 16, 1, 1)
     if q.element_size() == 4:
@@ -289,7 +289,7 @@ def _(
 
 
 def kernels() -> Sequence[Kernel]:
-    """How the kernels of this file are compiled ahead of time."""
+    """Describe the kernels of this file for compilation ahead of time."""
     strides = dict.fromkeys(("q_t", "q_h", "k_t", "k_h", "v_t", "v_h"), "i32")
     half = dict.fromkeys(("q", "k", "v", "g"), "*bf16")
     ints: dict[str, str] = {"cu": "*i32", "documents": "i32", "tokens": "i32", "window": "i32", **strides}

@@ -325,7 +325,7 @@ def backward(
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     if gluon is None:
         return []
     tiles = {

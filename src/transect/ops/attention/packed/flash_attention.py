@@ -102,7 +102,7 @@ def exact(
 
 
 def choose(q: Tensor) -> PackedTiling:
-    """The tiling of this file's kernel. Measured on an H200; elsewhere a guess from the same numbers."""
+    """Return the tiling of this file's kernel. Measured on an H200; elsewhere a guess from the same numbers."""
     if INTERPRETED:
         return PackedTiling(16, 16, 1, 1)
     if q.element_size() == 4:
@@ -116,7 +116,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float, causal: bool = True, window: int | None = None,
     *, tiling: PackedTiling | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result, and L ``[H, T]`` in powers of two, which the backward pass needs.
+    """Return the result, and L ``[H, T]`` in powers of two, which the backward pass needs.
 
     By the Hopper kernel where it takes the inputs and pays (``flash_attention_hopper.takes``, ``.pays``); else, or
     where a ``tiling`` is given, by the kernel of this file.

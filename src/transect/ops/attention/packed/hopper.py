@@ -66,7 +66,7 @@ COLUMNS = 128
 AHEAD = 4
 """Blocks before the end of a tile at which its successor is asked for."""
 MAX_REGISTERS = {2: 168, 3: 128}
-"""Registers of a thread at the start, by warpgroups that compute; then they are dealt out anew by role."""
+"""Registers of a thread at the start, by number of computing warpgroups; then they are reassigned by role."""
 HEAD_DIMS = (64, 96, 128)
 
 
@@ -337,8 +337,8 @@ def _fetch(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """The work of the copying warp: it chooses tiles, tells the others, and keeps the ring full.
 
-    It asks for the next tile AHEAD blocks before the end of this one: late, so that whoever is free first gets it, and
-    early enough to have its queries there in time.
+    It requests the next tile AHEAD blocks before the end of this one: late, so that the first free block gets the tile,
+    and early enough for its queries to arrive in time.
     """
     ROWS: gl.constexpr = q_tiles.shape[1]
     COLUMNS: gl.constexpr = ring.shape[1]
@@ -437,14 +437,19 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether this kernel runs on these inputs as they are: 16 bits on an sm_90, heads of 64, 96 (computed as 128) or
-    128, rows that the bulk copy engine can address."""
+    """Return True if this kernel runs on these inputs as they are.
+
+    It needs 16 bits on an sm_90, heads of 64, 96 (computed as 128) or 128, and rows that the bulk copy engine can
+    address.
+    """
     return not _input_refusal(q, k, v) and all(fits_descriptor(t) and min(t.stride()) > 0 for t in (q, k, v))
 
 
 def pays(q: Tensor, documents: int) -> bool:
-    """Whether it is faster than the portable kernel, whose tiles have half as many queries: measured on an H200, where
-    every multiprocessor gets a tile, of documents of 96 tokens and more on average."""
+    """Return True if this kernel is faster than the portable one, whose tiles have half as many queries.
+
+    Measured on an H200: if every multiprocessor gets a tile, for documents of 96 tokens or more on average.
+    """
     tokens, heads = q.shape[:2]
     return tokens >= 96 * documents and tokens * heads >= 2 * ROWS * multiprocessors(q.device)
 
@@ -480,8 +485,11 @@ def _descriptor(t: Tensor, rows: int) -> Any:
 
 @lru_cache(1024)
 def share_of(heads: int, group: int, tokens: int, documents: int, d: int) -> int:
-    """How many heads are worked on at a time: as many as have keys and values of 16 MB together, which leaves most of
-    the L2 cache free, and at least those that share a key head."""
+    """Return the number of heads processed at a time.
+
+    Their keys and values take 16 MB together, which leaves most of the L2 cache free; heads that share a key head are
+    never separated.
+    """
     key_heads = max(1, 2**24 // (4 * d * max(1, tokens // documents)))
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(group, key_heads * group))
 
@@ -533,7 +541,7 @@ def flash_attention(
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     if gluon is None:
         return []
     ints = dict.fromkeys(("documents", "tokens", "tiles", "work", "window"), "i32")

@@ -1,4 +1,4 @@
-"""What ``flash_attention.py`` is raced against: torch's attention, in its several forms."""
+"""Define the peers of ``flash_attention.py``: torch's attention, in its several forms."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def torchs(
 
 
 def equal_documents(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A peer from ``compute(q, k, v, scale, causal)`` on ``[documents, heads, n, d]``."""
+    """Return a peer from ``compute(q, k, v, scale, causal)`` on ``[documents, heads, n, d]``."""
 
     def peer(
         q: Tensor,

@@ -1,4 +1,4 @@
-"""What the kernels of attention share: tiles of packed documents, masks, and loads of tiles.
+"""Share tiles of packed documents, masks, and loads of tiles between the attention kernels.
 
 Tokens of all documents lie one after another; document i is the tokens cu_seqlens[i] to cu_seqlens[i + 1]. Tensors are
 ``[tokens, heads, d]`` with any strides except the last, which is 1.
@@ -52,8 +52,10 @@ def load_tile(pointer, token, end, head, stride_t, stride_h, D: tl.constexpr, DP
 
 @kernel
 def seen(i, j, end, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether query i (in its shape) sees key j; both are tokens of the whole pack, and the document ends at
-    ``end``."""
+    """Return the mask of pairs in which query i (in its shape) sees key j.
+
+    Both are tokens of the whole pack, and the document ends at ``end``.
+    """
     inside = (j < end) & (i < end)
     if CAUSAL:
         inside = inside & (j <= i)
@@ -100,7 +102,7 @@ class PackedTiling:
 
 
 def fits_descriptor(t: Tensor) -> bool:
-    """Whether the bulk copy engine can address ``t``: strides and start in units of 16 bytes."""
+    """Return True if the bulk copy engine can address ``t``: strides and start in units of 16 bytes."""
     return (
         t.stride(2) == 1
         and t.data_ptr() % 16 == 0

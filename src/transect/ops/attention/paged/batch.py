@@ -25,13 +25,13 @@ class WorkGroup:
     blocks_WN: Tensor
     """Block table of the item's sequence; entries it does not own are 0."""
     used_W: Tensor
-    """How many of the Q queries are real."""
+    """Number of real queries among the Q."""
     last_positions: tuple[int, ...]
     """The last position that each item sees, on the host, descending."""
 
 
 class PagedBatch:
-    """Rows of a ragged batch: row b's queries are the last tokens of its sequence.
+    """Rows of a ragged batch; the queries of row b are the last tokens of its sequence.
 
     ``block_tables_BN`` int32: block n of row b holds positions ``n * block_size ...``; entries past the row's length
     may be anything. ``query_starts_B1`` int32 ``[B + 1]``: row b's tokens are those from ``query_starts[b]`` to before
@@ -43,11 +43,11 @@ class PagedBatch:
     with ``seq_lens`` 0, and so may tokens behind the last query start. What the host must know is given as bounds:
 
     Args:
-        max_seq_len: no row is longer, now or at any replay; None: what the block table holds.
-        max_query_len: no row has more tokens in this step. 1 says that token t is row t's, decode only; None: decode
+        max_seq_len: longest row, now or at any replay; None for what the block table holds.
+        max_query_len: most tokens of a row in this step. 1 means that token t is row t's (decode only); None for decode
             only if there are as many tokens as rows.
         fresh: of rows with one query more keys than the last may have been written in this step, by the kernel before.
-        chunk_rows: rows of several queries are among the first so many, those of one query behind them; None: anywhere.
+        chunk_rows: number of first rows that contain all rows of several queries; None if these may be anywhere.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PagedBatch:
                 raise ValueError(f"the batch's {name} must be int32, not {tensor.dtype}")
 
     def to(self, device: torch.device | str) -> PagedBatch:
-        """The same batch on a device."""
+        """Return the same batch on a device."""
         tables, starts, lengths = self.block_tables.to(device), self.query_starts.to(device), self.seq_lens.to(device)
         return PagedBatch(
             tables,
@@ -127,7 +127,7 @@ class PagedBatch:
         return self.seq_lens.shape[0]
 
     def decodes_only(self, tokens: int) -> bool:
-        """Whether token t is the one token of row t, as far as the host can tell."""
+        """Return True if token t is known on the host to be the one token of row t."""
         return tokens == self.num_rows and self.max_query_len in (None, 1)
 
     def arrivals(self, count: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""A KV cache in int8: codes, and behind those of each head of each token the scale that belongs to them.
+"""Encode a KV cache in int8: for each head of each token, codes followed by their scale.
 
     value_i = scale * code_i        scale = max |value| / 127 over the d numbers of a head
 
 A number is off by at most half a scale, 1/254 of the largest of its head and token. The last four bytes of a head's
-``d + 4`` are the scale, a float32; so the cache stays one tensor, and whoever copies blocks copies scales with them.
+``d + 4`` are the scale, a float32; so the cache stays one tensor, and a copy of blocks includes the scales.
 
 Shapes: d head size; the cache of one layer ``[blocks, K, block_size, d + 4]`` int8.
 """
@@ -41,7 +41,7 @@ def encode(values: Tensor) -> Tensor:
 
 
 def values_of(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """What some slots of a cache stand for, ``[..., d]`` in ``dtype``; a cache of numbers is converted."""
+    """Decode slots of a cache to values ``[..., d]`` in ``dtype``; a cache of numbers is converted."""
     if stored.dtype != torch.int8:
         return stored.to(dtype)
     scale = stored[..., -SCALE_BYTES:].contiguous().view(torch.float32)

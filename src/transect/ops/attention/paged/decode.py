@@ -212,7 +212,7 @@ class DecodeTiling:
     chunk: int = 8
     """Parts that are loaded at a time when they are combined."""
     fan: int = 16
-    """How many neighbours' parts are merged first, before the results of that."""
+    """Number of neighbouring parts merged first, before their results are merged."""
 
 
 def decode(
@@ -269,12 +269,12 @@ def decode_rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
 
 @cache
 def tuned(units: int, longest: int, d: int, device: torch.device) -> DecodeTiling:
-    """The fastest known tiling, or the rule's."""
+    """Return the fastest known tiling, or the rule's."""
     return replace(DecodeTiling(), **tuning.choose("paged_attention", (units, longest, d), device, decode_rule))
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
     indices = dict.fromkeys(("tables", "starts", "lengths", "arrivals"), "*i32")
     parts = {"part_o": "*fp32", "part_l": "*fp32"}

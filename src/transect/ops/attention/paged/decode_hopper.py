@@ -43,16 +43,16 @@ WITH_SINKS = (64, 8)
 """The size of heads with sinks, and how many a key head has at the most (gpt-oss has 8)."""
 MOST_ROWS = 1024
 PARTS = 1 << 20
-"""How many numbers blocks of threads may leave for each other: those of one item for each block."""
+"""Count of numbers that thread blocks may exchange: those of one item for each block."""
 NOTHING = -1
-"""The bits that mark a number that nobody has left yet."""
+"""Bits that mark a number that has not been written yet."""
 SIGNATURE = "pppppppp" + "iiiiiii" + "liif" + "iiiiiii" + "pp"
 """The types of the launcher's arguments, see ``cuda.bind``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeHopperTiling:
-    """How a batch is cut into work."""
+    """Division of a batch into work items."""
 
     warps: int
     """Warps of a block of threads."""
@@ -69,14 +69,14 @@ STAGES = {128: 2, 64: 3}
 WARPS = 8
 """Warps of a block: more are no quicker, and share rows of a power of two less evenly."""
 AT_ONCE = {1: 132, 2: 66, 4: 30, 8: 15}
-"""How many clusters an H200 runs at once with one block to each multiprocessor, by blocks of a cluster."""
+"""Number of clusters that an H200 runs at once with one block on each multiprocessor, by blocks of a cluster."""
 SHORT, LONG = 1024, 4096
 """Up to SHORT positions one block keeps a row whole; up to LONG positions a cluster does."""
 
 
 @cache
 def choose(items: int, longest: int, d: int, fp8: bool = False) -> DecodeHopperTiling:
-    """A tiling for ``items`` rows times key heads of up to ``longest`` positions, from times on an H200.
+    """Return a tiling for ``items`` rows times key heads of up to ``longest`` positions, from times on an H200.
 
     A cluster takes an item where all clusters run at once: a second round would take as long again. Clusters do not
     help each other, so long rows are better cut evenly over the whole GPU.

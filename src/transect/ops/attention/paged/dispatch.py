@@ -39,7 +39,7 @@ class PagedTriton:
     chunks: paged_prefill.PrefillTiling = PREFILL_TILING
     """Tiling of prefill chunks."""
     singles: paged_decode.DecodeTiling | None = None
-    """Tiling of decode rows; None: the one that was tuned for the device."""
+    """Tiling of decode rows; None for the one tuned for the device."""
     bulk: bool = False
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
     decode: PagedDecode | None = None

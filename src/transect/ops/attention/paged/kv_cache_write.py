@@ -95,7 +95,7 @@ def side_by_side(x: Tensor) -> Tensor:
 
 
 def slot_arguments(name: str, batch: PagedBatch, k_cache: Tensor, v_cache: Tensor, tokens: int) -> dict[str, Any]:
-    """The arguments of ``slot`` and the strides of the caches, by argument name.
+    """Return the arguments of ``slot`` and the strides of the caches, by argument name.
 
     Raises:
         ValueError: caches unlike each other or unlike the batch.
@@ -152,7 +152,8 @@ def cost(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBat
 
 
 def example_batch(rows: Sequence[tuple[int, int]], block_size: int, n_blocks: int) -> PagedBatch:
-    """A batch of (new tokens, tokens in all), its blocks scattered over the pool; unowned table entries are -1."""
+    """Return a batch of (new tokens, tokens in all), its blocks scattered over the pool; unowned table entries are
+    -1."""
     widest = max(-(-length // block_size) for _, length in rows)
     tables = torch.full((len(rows), widest), -1, dtype=torch.int32)
     pool = torch.randperm(n_blocks, generator=torch.Generator().manual_seed(0)).to(torch.int32)
@@ -205,7 +206,7 @@ CONTEXT = 1024
 
 
 def case_batch(tokens: int, decode: bool, device: torch.device, seed: int) -> tuple[PagedBatch, int]:
-    """The batch of a measured case, and how many blocks its cache must have."""
+    """Return the batch of a measured case, and how many blocks its cache must have."""
     batch = (
         decode_batch(tokens, CONTEXT, BLOCK_SIZE, device, seed)
         if decode

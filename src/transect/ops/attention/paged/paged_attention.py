@@ -145,7 +145,7 @@ def _examples() -> Sequence[dict[str, Any]]:
 def _gathered(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: PagedBatch, scale: float, window: int | None = None
 ) -> Tensor:
-    """The way that torch offers: copy every sequence out of its pages, then attend; for rows of one length."""
+    """Return the way that torch offers: copy every sequence out of its pages, then attend; for rows of one length."""
     rows, (_, kv_heads, block, d) = batch.num_rows, k_cache.shape
     length = batch.block_tables.shape[1] * block
     tables = batch.block_tables.long()

@@ -141,7 +141,7 @@ def prefill(
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     tensors = dict.fromkeys(("q", "k_cache", "v_cache", "out"), "*bf16")
     indices = dict.fromkeys(("tables", "starts", "lengths"), "*i32")
     strides = ("q_t", "q_h", "cache_b", "cache_k")

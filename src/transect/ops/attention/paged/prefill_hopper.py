@@ -281,7 +281,7 @@ def prefill(
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     if gluon is None:
         return []
     made = []

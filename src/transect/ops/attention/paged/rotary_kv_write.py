@@ -57,7 +57,7 @@ def reference(
     *,
     k_out: Tensor | None = None,
 ) -> Tensor:
-    """The steps one after another, each rounded to the dtype; returns the turned q ``[T, H, d]``.
+    """Return the steps one after another, each rounded to the dtype; returns the turned q ``[T, H, d]``.
 
     ``k_out`` ``[T, K, d]`` gets the turned k too; it may be ``k``.
     """
@@ -258,7 +258,7 @@ def rotary_kv_write(
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    """The operator for ``torch.compile``: the Triton kernel where it can run, else the reference."""
+    """Return the operator for ``torch.compile``: the Triton kernel where it can run, else the reference."""
     tables = (batch.block_tables, batch.query_starts, batch.seq_lens)
     return _operator(q, k, v, cos, sin, k_cache, v_cache, *tables, q_weight, k_weight, eps)
 

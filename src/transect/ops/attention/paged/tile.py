@@ -1,4 +1,4 @@
-"""What the Triton kernels of paged attention share: a tile of keys and values from the cache, and a walk over many.
+"""Share parts of the Triton kernels of paged attention: load a tile of keys and values, and loop over tiles.
 
 The arithmetic is in ``paged_attention.py``; ``queries`` ``[BM, DP]`` all read the same key head. ``oldest`` and
 ``high`` bound the positions that some of them see; ``position`` is the position of each query.

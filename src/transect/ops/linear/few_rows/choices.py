@@ -36,7 +36,7 @@ OR_ELSE = {48: 64, 96: 128}
 TILINGS: Mapping[str, type] = {
     "hopper": HopperTiling, "cuda": CudaTiling, "triton": TritonTiling, "gluon": GluonTiling
 }  # fmt: skip
-"""How each kernel cuts a product up, by its name in a ``Choice``."""
+"""Class of each kernel's tilings, by its name in a ``Choice``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Choice:
     """``hopper``, ``cuda`` (``small_matmul.cu``), ``triton``, ``gluon``, or ``cublas``, which is
     ``torch.nn.functional.linear``."""
     tiling: Any = None
-    """An instance of the class that ``TILINGS`` has for ``by``; None: the kernel's own rule decides."""
+    """Instance of the class that ``TILINGS`` has for ``by``; None if the kernel's own rule decides."""
 
     def __post_init__(self) -> None:
         if self.tiling is not None and type(self.tiling) is not TILINGS.get(self.by):
@@ -55,14 +55,14 @@ class Choice:
 
 
 def key(m: int, n: int, k: int, gated: bool = False, stream: bool = False, alone: bool = False) -> str:
-    """The name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
+    """Return the name of a size in a file of choices: rows rounded up to one of ``ROWS``, the weight's size as it is.
     ``stream``: for ``stream_products.py``. ``alone``: by itself, not in a chain of layers."""
     return f"{_rounded(m)}x{n}x{k}{' gated' * gated}{' stream' * stream}{' alone' * alone}"
 
 
 @cache
 def choices(device_name: str) -> Mapping[str, Choice]:
-    """The choices measured for a device, by ``key``: those shipped, overlaid by the user's own."""
+    """Return the choices measured for a device, by ``key``: those shipped, overlaid by the user's own."""
     found: dict[str, Choice] = {}
     for folder in (FOLDER, user_folder() / FOLDER.name):
         path = folder / file_name(device_name)
@@ -72,7 +72,7 @@ def choices(device_name: str) -> Mapping[str, Choice]:
 
 
 def read_choice(entry: Mapping[str, Any]) -> Choice:
-    """A choice from its form in a file."""
+    """Return a choice from its form in a file."""
     by, tiling = entry["by"], entry.get("tiling")
     return Choice(by, None if tiling is None else TILINGS[by](**tiling))
 
@@ -81,11 +81,10 @@ def read_choice(entry: Mapping[str, Any]) -> Choice:
 def chosen(
     m: int, n: int, k: int, device: torch.device, gated: bool = False, stream: bool = False, alone: bool = False
 ) -> Choice | None:
-    """The choice for a product of m rows with a weight of n x k on this device; None: by the defaults of the callers.
+    """Return the choice for m rows by a weight of n x k on this device; None for the callers' defaults.
 
-    Above 192 rows what was measured with 256 rows runs fewer only if its tiles leave out those that are not there
-    (Triton's). ``alone``: the choice for a call by itself; if there is none, the
-    one for a chain of layers.
+    Above 192 rows, a choice measured with 256 rows is used for fewer only if its tiles skip missing rows (Triton's).
+    ``alone``: the choice for a call by itself; if there is none, the one for a chain of layers.
     """
     if device.type != "cuda" or not 0 < m <= MOST_ROWS:
         return None
@@ -109,7 +108,7 @@ def _rounded(m: int) -> int:
 
 
 def _by_rule(m: int, n: int, k: int, device: torch.device, gated: bool, stream: bool, alone: bool) -> Choice | None:
-    """The choice for a size that nobody measured, on Hopper."""
+    """Return the choice for an unmeasured size, on Hopper."""
     if torch.cuda.get_device_capability(device) != (9, 0) or k % 8 or n % 16:
         return None
     units = multiprocessors(device)

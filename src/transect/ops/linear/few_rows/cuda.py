@@ -95,7 +95,8 @@ KERNELS = ((3, 4), (3, 3), (2, 6), (2, 4), (3, 2), (2, 2), (2, 3), (1, 8), (1, 4
 
 @cache
 def choose_tiling(m: int, n: int, multiprocessors: int, shared: int = SHARED) -> CudaTiling:
-    """The best tiling whose blocks fit ``shared`` bytes of shared memory, by a rule from times on an H200 (no search).
+    """Return the best tiling whose blocks fit ``shared`` bytes of shared memory, by a rule from times on an H200 (no
+    search).
 
     Blocks share the rows of W evenly, so a block's share depends on N alone. Of the possible groups, the widest that
     leaves little of the last one empty is best; narrow groups read X more often from the L2 cache.
@@ -119,8 +120,11 @@ def shared_bytes(tiling: CudaTiling, m: int) -> int:
 
 
 def quicker(m: int, n: int, k: int) -> bool:
-    """Whether ``small_matmul.cu`` beat the Triton kernels at such a shape on an H200: always up to 16 rows, and up to
-    32 for small weights. Above, it reads X from the L2 cache about as often as W from memory."""
+    """Return True if ``small_matmul.cu`` was faster than the Triton kernels at such a shape on an H200.
+
+    It was, always up to 16 rows, and up to 32 for small weights. Above, it reads X from the L2 cache about as often as
+    W from memory.
+    """
     return m <= 16 or (m <= CUDA_ROWS and n <= 8192 and k <= 8192)
 
 
@@ -195,7 +199,7 @@ class CudaRows:
         gated: bool = False,
         push: Push | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A product with a norm beside it: (result, scaled, squares). The last two are those of
+        """Return a product with a norm beside it: (result, scaled, squares). The last two are those of
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
         Errors are those of ``__call__``, and ``ValueError`` where ``norm.refusal``.

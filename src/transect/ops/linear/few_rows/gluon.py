@@ -49,7 +49,7 @@ from ...registry import Kernel
 from .cuda import SHARED, Beside
 
 PARTS = 1 << 20
-"""How many numbers the programs of a launch may leave for each other at first: enough for 512 rows and 2048 columns."""
+"""Initial count of numbers that the programs of a launch may exchange: enough for 512 rows and 2048 columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class GluonTiling:
     bn: int
     """Columns of Y in a tile; with a gate, as many of the other factor too."""
     bk: int
-    """How many k one copy brings."""
+    """Number of k in one copy."""
     split: int
     """Programs that share a tile's k."""
     stages: int
@@ -125,7 +125,7 @@ def _taking(count: int, threads: int) -> str:
 
 
 def _exchange(tiling: GluonTiling) -> dict[str, Any]:
-    """How programs that share a tile's k pass their sums on: all numbers of a thread at once."""
+    """Return the layout in which programs that share a tile's k exchange sums: all numbers of a thread at once."""
     threads = 32 * tiling.warps
     count = tiling.bm * tiling.bn // threads
     names = [*["=&r"] * count, *["l"] * count]
@@ -242,7 +242,7 @@ def early_weights(  # type: ignore[no-untyped-def]
 
 
 def _layout(*tile: int) -> Any:
-    """The layout of such a tile in shared memory."""
+    """Return the layout of such a tile in shared memory."""
     return gl.NVMMASharedLayout.get_default_for(list(tile), gl.bfloat16)
 
 
@@ -270,7 +270,7 @@ class GluonRows:
     def beside(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Beside, *, tiling: GluonTiling
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A product with a norm beside it; results and errors are those of ``TritonRows.beside``."""
+        """Return a product with a norm beside it; results and errors are those of ``TritonRows.beside``."""
         reason = refusal(x, weight, bias, norm, tiling)
         if reason:
             raise ValueError(f"small_matmul_gluon: {reason}")
@@ -339,7 +339,7 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 def kernels() -> Sequence[Kernel]:
-    """The kernels to compile ahead of time."""
+    """Return the kernels to compile ahead of time."""
     if gluon is None:
         return []
     pointers = {"parts": "*fp32", "left": "*fp32", "squares": "*fp32"}

@@ -210,7 +210,7 @@ def candidates(
 
 
 def choose_tiling(m: int, n: int, k: int) -> HopperTiling:
-    """A tiling for a product that nobody measured, from the shape alone: W is the left operand, and enough ranks share
+    """Choose a tiling for an unmeasured product from its shape alone: W is the left operand, and enough ranks share
     K to fill about 130 blocks."""
     compiled = _fitting(m, False)[0]
     stages = _stages(compiled, k, SHARED)
@@ -259,14 +259,15 @@ class HopperRows:
         dependent_launch: bool = False,
         tiling: HopperTiling | None = None,
     ) -> Tensor:
-        """x ``[M, K]``, weight ``[N, K]``, bias ``[N]`` -> ``[M, N]``; with ``tiling.gated`` ``[M, N / 2]``, see
-        ``gate_up.py``.
+        """Multiply x ``[M, K]`` by weight ``[N, K]`` and add bias ``[N]``: ``[M, N]``.
+
+        With ``tiling.gated`` the result is ``[M, N / 2]``, see ``gate_up.py``.
 
         ``dependent_launch``: W may be read before the kernel before this one on the stream has ended, so that one must
         not write W.
 
         Raises:
-            ValueError: see ``refusal``; or the tiling does not take so many rows, or a bias.
+            ValueError: see ``refusal``; or the tiling does not take this number of rows, or a bias.
             RuntimeError: the launch failed.
         """
         (m, k), n = x.shape, weight.shape[0]

@@ -19,7 +19,8 @@ MOST_ROWS = 8
 
 
 def tiling_for(x: Tensor, weight: Tensor) -> CudaTiling | str | None:
-    """How ``small_matmul.cu`` cuts such a product in a chain of layers (None: by its rule), or why it does not run."""
+    """Return the tiling of ``small_matmul.cu`` in a chain of layers (None for its rule), or the reason it cannot
+    run."""
     rows, (n, k) = len(x), weight.shape
     if rows > MOST_ROWS or not rows:
         return f"it has {rows} rows, of {MOST_ROWS} at most"

@@ -1,4 +1,4 @@
-"""Which tiling of ``small_matmul_hopper.cu`` runs a product that nobody measured: that of the least predicted time.
+"""Choose the tiling of ``small_matmul_hopper.cu`` for an unmeasured product: that of the least predicted time.
 
 The time of a launch is that of its busiest multiprocessor, and no less than memory takes for the weight:
 
@@ -12,8 +12,8 @@ what runs otherwise.
 
 The costs of bfloat16 are fitted to 3,700 launches at 36 sizes of weights and 48 to 200 rows on an H200
 (``benchmarks/ops/products_by_shape.py``). What the rule takes was 1.9% slower than the quickest of each size on
-average. Those of fp8 are fitted to 9,547 launches at 30 sizes and 32 to 256 rows: 2.9% slower. A product in fp8 is told
-of as one in bfloat16 with half as many k, which takes as many chunks and instructions.
+average. Those of fp8 are fitted to 9,547 launches at 30 sizes and 32 to 256 rows: 2.9% slower. A product in fp8 is
+described as one in bfloat16 with half as many k, which takes as many chunks and instructions.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .hopper import CHUNK, COMPILED, SHARED, Compiled, HopperTiling, candidates
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the parts of a launch take, in seconds where nothing else is said."""
+    """Costs of the parts of a launch, in seconds unless stated otherwise."""
 
     memory: float
     """Bytes of a weight a second."""
@@ -57,7 +57,7 @@ class Costs:
     apart: float = 1.0
     """The same where they read different k."""
     tail: float = 0.0
-    """How much of the last wave's empty places is lost for the weight's stream."""
+    """Share of the last wave's idle capacity that is lost for streaming the weight."""
     sharpness: float = math.inf
     """p of the turn between the two bounds, a weight's bytes and work: the time is (bytes^p + work^p)^(1/p)."""
     most_ranks: int = 8
@@ -123,8 +123,11 @@ def gate_seconds(m: int, columns: int) -> float:
 
 @lru_cache(maxsize=4096)
 def quickest(m: int, n: int, k: int, gated: bool, units: int = 132) -> HopperTiling | None:
-    """The tiling with the least predicted time for m rows (17 to 256) by a weight of n x k; with a gate n is twice the
-    columns. None: cuBLAS is quicker, or with a gate one launch for the product and one for the gate."""
+    """Return the tiling with the least predicted time for m rows (17 to 256) by a weight of n x k.
+
+    With a gate, n is twice the columns. None if cuBLAS is faster, or with a gate separate launches for product and
+    gate.
+    """
     columns = n // 2 if gated else n
     best = quickest_of(m, columns, k, gated, units)
     if best is None:
@@ -146,7 +149,7 @@ def quickest_of(
     costs: Costs = BF16,
     kernels: Collection[Compiled] = COMPILED,
 ) -> HopperTiling | None:
-    """The tiling of least predicted time for n columns of Y; None: there is none."""
+    """Return the tiling of least predicted time for n columns of Y; None if there is none."""
     tried = [
         tiling
         for tiling in candidates(m, n, k, gated=gated, units=units, kernels=kernels)

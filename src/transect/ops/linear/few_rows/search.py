@@ -36,17 +36,17 @@ from .triton import TritonTiling
 WORTH = 1.02
 REPLAYS = 9
 FINALISTS = 2
-"""So many of the quickest are timed again, beside the quickest of each kind and what runs today."""
+"""Number of the fastest that are timed again, beside the fastest of each kind and the present choice."""
 NEAR = 1.15
-"""What takes longer than this many times the quickest's seconds in the first trial is not timed again."""
+"""Ratio to the fastest time in the first trial above which a contender is not timed again."""
 SHARED = 220 * 1024
 """Bytes of shared memory that a ring may take."""
 TURN = 300_000_000
 """Bytes of weights that calls go through in turn."""
 FAR = 0.02
-"""How far a result may be from float32 sums, relative."""
+"""Largest relative difference of a result from float32 sums."""
 SMALL, MOST_COMPILED = 1 << 23, 12
-"""Numbers of a weight up to which so many of Triton's tilings are tried."""
+"""Largest weight for which Triton's tilings are tried, in numbers, and the most of its tilings to compile."""
 Multiply = Callable[[Choice, Tensor, Tensor, bool], Tensor]
 """(choice, x, weight, whether it has a gate) -> the result."""
 Calls = Sequence[Callable[[], Any]]
@@ -74,8 +74,8 @@ class Final:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What was found for one product and number of rows; seconds are those under load, where more than one contender
-    was timed so."""
+    """Result for one product and number of rows; seconds are those under load, if several contenders were timed
+    under load."""
 
     product: Product
     rows: int
@@ -86,7 +86,7 @@ class Measured:
     tried: int
     """Contenders that ran."""
     finals: Sequence[Final] = ()
-    """What runs today first; empty where nothing is near it, or nothing was raced."""
+    """Times under load, the present choice first; empty if no contender was near it, or there was no race."""
 
 
 def cuda_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> list[Choice]:
@@ -143,8 +143,10 @@ def triton_tilings(m: int, n: int, k: int, gated: bool, units: int = 132) -> lis
 
 
 def contenders(m: int, product: Product, before: Choice, units: int = 132) -> list[Choice]:
-    """What may run a product of m rows, what runs today first. Tilings of Triton's, each of which must be compiled, are
-    tried for small weights alone, where they win."""
+    """List the choices for a product of m rows, the present one first.
+
+    Triton's tilings, each of which must be compiled, are tried only for small weights, where they are fastest.
+    """
     _, n, k, gated = product
     found = [before, Choice("cublas")]
     if m <= cuda.CUDA_ROWS:
@@ -157,8 +159,10 @@ def contenders(m: int, product: Product, before: Choice, units: int = 132) -> li
 
 
 def in_use(m: int, product: Product, device: torch.device) -> Choice:
-    """What runs a product today; kernels' own rules by name. For a gate: one launch, or what runs the product before
-    the launch of the gate."""
+    """Return the present choice for a product; kernels' own rules by name.
+
+    With a gate: one launch, or the choice for the product before a separate launch of the gate.
+    """
     _, n, k, gated = product
     found = choices.chosen(m, n, k, device, gated=gated)
     if found is None or (gated and found.by == "cublas"):
@@ -171,7 +175,7 @@ def in_use(m: int, product: Product, device: torch.device) -> Choice:
 
 
 def gates(choice: Choice) -> bool:
-    """Whether a tiling applies the gate itself."""
+    """Return True if a tiling applies the gate itself."""
     tiling = choice.tiling
     return isinstance(tiling, CudaTiling) or (isinstance(tiling, HopperTiling | TritonTiling) and bool(tiling.gated))
 
@@ -212,13 +216,13 @@ def search(
     device: torch.device,
     units: int = 132,
 ) -> Iterator[Measured]:
-    """The quickest choice for each number of rows.
+    """Find the fastest choice for each number of rows.
 
     Args:
-        timer: seconds of a call for each of so many replays of calls one after another, as
+        timer: measures seconds of a call in each of several replays of consecutive calls, as
             ``ops.tools.timing.time_graph``.
-        race: seconds of a call of each of several contenders under load, as ``ops.tools.under_load.race``;
-            None: the trials decide.
+        race: measures seconds of a call of each of several contenders under load, as ``ops.tools.under_load.race``;
+            None if the trials decide.
     """
     _, n, k, gated = product
     copies = max(2, min(16, -(-TURN // (2 * n * k)))) if device.type == "cuda" else 1
@@ -255,8 +259,11 @@ def search(
 
 
 def finalists(before: Choice, times: Mapping[Choice, float]) -> list[Choice]:
-    """What is timed under load, by the seconds of a first trial: what runs today, the quickest of each kind and the
-    ``FINALISTS`` quickest of all, where they are ``NEAR`` the quickest."""
+    """Choose the contenders to time under load, by their seconds in a first trial.
+
+    These are the present choice, the fastest of each kind and the ``FINALISTS`` fastest of all, if they are ``NEAR``
+    the fastest.
+    """
     ordered = sorted(times, key=lambda choice: times[choice])
     leaders = {choice.by: choice for choice in reversed(ordered)}  # the quickest of its kind is the last to be entered
     quick = [choice for choice in ordered if choice in ordered[:FINALISTS] or leaders[choice.by] == choice]

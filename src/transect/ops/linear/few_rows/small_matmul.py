@@ -76,8 +76,8 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``small_matmul(x, weight, bias=None, *, dependent_launch=False)`` that runs the quickest kernel for each
-    shape.
+    """Return a new ``small_matmul(x, weight, bias=None, *, dependent_launch=False)`` that runs the quickest kernel for
+    each shape.
 
     In bfloat16 it runs what the file of choices for this GPU names (``few_rows/choices.py``): one of the kernels here,
     or cuBLAS, which is ``torch.nn.functional.linear``. On Hopper a size that no file has goes by ``rule.py``. Without a
@@ -140,8 +140,8 @@ def best_launcher() -> Callable[..., Tensor]:
 
 
 def gated_launcher() -> Callable[..., Tensor | None]:
-    """A new ``gate_up(x, weight, *, dependent_launch=False)`` of one launch, as ``gate_up.py`` defines it, without a
-    bias. None where the GPU or the shape has no such kernel, or where two launches are quicker."""
+    """Return a new ``gate_up(x, weight, *, dependent_launch=False)`` of one launch, as ``gate_up.py`` defines it,
+    without a bias. None where the GPU or the shape has no such kernel, or where two launches are quicker."""
     triton_rows = TritonRows()
     built: dict[torch.device, tuple[CudaRows, small_matmul_hopper.HopperRows] | None] = {}
 
@@ -176,7 +176,7 @@ small_matmul = best_launcher()
 
 
 def cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each weight and row; the weights are read once."""
+    """Count a product and a sum for each weight and row; the weights are read once."""
     tokens, outputs = x.shape[0], weight.shape[0]
     read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
     return Cost(2 * tokens * weight.numel(), read, tokens * outputs * x.element_size())

@@ -180,8 +180,8 @@ class TritonTiling:
 
 
 def choose_tiling(m: int, n: int, k: int, device: torch.device) -> TritonTiling:
-    """The tiling for a shape: the quickest of those tried on an H200 at the shapes of an 8B model; elsewhere a guess
-    from them.
+    """Return the tiling for a shape: the quickest of those tried on an H200 at the shapes of an 8B model; elsewhere a
+    guess from them.
 
     There are three kinds of weight: wide (more tiles than the chip takes at once), deep (few tiles and long sums, so
     they are split), and small (done in about 10 us, where the number of programs counts most).
@@ -265,7 +265,7 @@ class TritonRows:
         *,
         tiling: TritonTiling | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A product with a norm beside it: (result, scaled, squares). The last two are those of
+        """Return a product with a norm beside it: (result, scaled, squares). The last two are those of
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
         Errors are those of ``__call__``, and ``ValueError`` where ``norm.refusal``, or for a residual with a gate or

@@ -167,7 +167,7 @@ def _launch_persistent(
 
 
 def _is_pair(gate: Tensor, weight: Tensor) -> bool:
-    """Whether gate and weight are parts of one tensor with the gate first, as rows of a merged projection."""
+    """Return True if gate and weight are parts of one tensor with the gate first, as rows of a merged projection."""
     return (
         gate.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
         and gate.stride() == weight.stride()

@@ -1,5 +1,4 @@
-"""How a product is cut into tiles: the knobs of the kernels in ``matmul.py``, a rule for them, and what can be
-tuned."""
+"""Divide a product into tiles: the knobs of the kernels in ``matmul.py``, a rule for them, and their tuning."""
 
 from __future__ import annotations
 
@@ -59,23 +58,24 @@ def _rule(size: Size, gated: bool) -> dict[str, int]:
 
 
 def rule(size: Size) -> Config:
-    """The tiling rule without a gate."""
+    """Return the tiling rule without a gate."""
     return _rule(size, False)
 
 
 def gated_rule(size: Size) -> Config:
-    """The tiling rule with a gate, whose sums take as many registers again."""
+    """Return the tiling rule with a gate, whose sums take as many registers again."""
     return _rule(size, True)
 
 
 def tiling_of(config: Config) -> ManyRowsTiling:
-    """The kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
+    """Return the kernel and its tiling for a configuration: persistent where the current GPU has bulk copies."""
     persistent = torch.cuda.get_device_capability()[0] >= 9
     return ManyRowsTiling(**config, persistent=persistent, halves=persistent and config["bn"] >= 256)
 
 
 def choose(x: Tensor, weight: Tensor, gated: bool, residual: bool) -> ManyRowsTiling:
-    """The tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was tuned."""
+    """Return the tiling of a product on the device of ``x``: tuned where the operands lie as they were when it was
+    tuned."""
     m, k = x.shape
     if INTERPRETED:
         return SMALL
@@ -92,8 +92,7 @@ CUBLAS_ROWS = 2048
 
 
 def cublas_is_quicker(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuBLAS multiplies these quicker than the kernels here: 16-bit products whose operands lie as ``[M, K]``
-    and ``[N, K]``, on Hopper.
+    """Return True if cuBLAS is faster than the kernels here, for 16-bit operands ``[M, K]`` and ``[N, K]`` on Hopper.
 
     Of 48 such products of 272 to 1024 rows on an H200 it was quicker than the tiling by the rule in 45, by 2 to 49%
     (``benchmarks/ops/products_by_shape.py``). At 8192 rows both take as long: 12 prompts of 12,000 tokens took 3.57 s
@@ -109,8 +108,8 @@ BUSY = 0.86
 
 
 def leaves_idle(m: int, n: int, device: torch.device) -> bool:
-    """Whether tiles of 128 x 128 with a gate leave so much of the device idle that cuBLAS, and a launch for the gate
-    after it, are quicker: M rows, N columns of the result."""
+    """Return True if tiles of 128 x 128 with a gate leave so much of the device idle that cuBLAS with a separate launch
+    for the gate is faster: M rows, N columns of the result."""
     units, high = multiprocessors(device), -(-m // 128)
     tiles = high * -(-n // 128)
     waves = -(-tiles // units)
@@ -128,8 +127,10 @@ def _tunable(inputs: Mapping[str, Any], gated: bool) -> bool:
 
 
 def _valid(config: Mapping[str, Any], size: Size, gated: bool) -> bool:
-    """Whether a tiling fits into a multiprocessor and keeps it busy: 64 to 128 sums a thread, and all stages and the
-    result in Hopper's shared memory."""
+    """Return True if a tiling fits into a multiprocessor and keeps it busy.
+
+    That means 64 to 128 sums a thread, and all stages and the result in Hopper's shared memory.
+    """
     bm, bn = config["bm"], config["bn"] * (2 if gated else 1)
     staged = config["stages"] * (bm + bn) * config["bk"] * 2
     result = bm * config["bn"] * (1 if config["bn"] >= 256 else 2)
@@ -138,7 +139,7 @@ def _valid(config: Mapping[str, Any], size: Size, gated: bool) -> bool:
 
 
 def knobs(launch: Callable[..., Tensor], gated: bool) -> Knobs:
-    """What ``transect tune`` may try with a launcher that takes ``matmul``'s arguments and ``tiling``."""
+    """Return the knobs for ``transect tune`` of a launcher that takes ``matmul``'s arguments and ``tiling``."""
 
     def run(config: Config, **inputs: Any) -> Tensor:
         return launch(**inputs, tiling=tiling_of(config))

@@ -73,7 +73,7 @@ def tiling_of(
     units: int,
     together: bool | None = None,
 ) -> BlockTiling | None:
-    """The tiling of one of the compiled cuts, with as deep rings as fit; None if they do not fit.
+    """Return the tiling of one of the compiled cuts, with as deep rings as fit; None if they do not fit.
 
     ``unit``: bytes of 16 rows by 256 columns of the weight; ``units``: multiprocessors; ``together``: None leaves it to
     ``MANY_SHARERS``.
@@ -95,7 +95,7 @@ def tiling_of(
 
 @cache
 def choose_tiling(unit: int, m: int, n: int, k: int, units: int) -> BlockTiling:
-    """The quickest tiling of m rows on an H200.
+    """Return the quickest tiling of m rows on an H200.
 
     Tiles have as many rows as it takes, up to 128; for more they follow one another, or have 256 where every block has
     much to do. A weight is decoded once for each tile of rows.

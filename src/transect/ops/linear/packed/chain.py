@@ -52,7 +52,8 @@ class ChainWeights(NamedTuple):
 
 
 def in_turns(both: Tensor) -> tuple[Tensor, Tensor]:
-    """The gate's part and the other of ``[..., N]`` where sixteens of both are in turns, ``[..., N / 2]`` each."""
+    """Return the gate's part and the other of ``[..., N]`` where sixteens of both are in turns, ``[..., N / 2]``
+    each."""
     turns = both.unflatten(-1, (-1, 2, TURNS))
     return turns[..., 0, :].flatten(-2), turns[..., 1, :].flatten(-2)
 
@@ -119,7 +120,8 @@ class Chain:
         self._held: dict[tuple[torch.device, int, int], Tensor] = {}
 
     def hold(self, device: torch.device, d: int, ffn: int) -> Tensor:
-        """The memory through which blocks give each other results, for a model's dim and that of its feed-forward.
+        """Return the memory through which blocks give each other results, for a model's dim and that of its
+        feed-forward.
 
         Raises:
             RuntimeError: it is not there yet, and a CUDA graph is being captured.
@@ -175,5 +177,5 @@ class Chain:
 
 
 def addresses(tensors: Sequence[Tensor | None]) -> ctypes.Array[ctypes.c_void_p]:
-    """An array of where they begin, for a launcher."""
+    """Return an array of where they begin, for a launcher."""
     return (ctypes.c_void_p * len(tensors))(*(None if t is None else t.data_ptr() for t in tensors))

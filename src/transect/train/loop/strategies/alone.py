@@ -55,7 +55,7 @@ class Alone:
         return trainable
 
     def parts(self, model: Decoder) -> Sequence[Decoder]:
-        """What this rank computes: a model, or some runs of its layers."""
+        """Return the parts that this rank computes: a model, or some runs of its layers."""
         return [model]
 
     def fill(self, model: Decoder, weights: Callable[[], StoredWeights]) -> None:

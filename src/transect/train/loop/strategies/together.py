@@ -1,4 +1,4 @@
-"""What all strategies of several ranks have in common: a ``Parallel``, and sums of gradients over ranks."""
+"""Share parts of all strategies of several ranks: a ``Parallel``, and sums of gradients over ranks."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def triton_scaled8(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None 
 
 
 def cost(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Cost:
-    """A product and a sum for each weight and row."""
+    """Count a product and a sum for each weight and row."""
     tokens, outputs = x.shape[0], codes.shape[0]
     read = x.nbytes + codes.nbytes + scale.nbytes + (0 if bias is None else bias.nbytes)
     return Cost(2 * tokens * codes.numel() + tokens * outputs, read, tokens * outputs * x.element_size())

@@ -54,7 +54,8 @@ those that any of them needs, without one that has too few registers."""
 
 @cache
 def choose_tiling(m: int, n: int, k: int, gated: bool, units: int) -> HopperTiling | None:
-    """The tiling of least predicted time for m rows by a weight of n x k on a GPU of ``units`` multiprocessors; None if
+    """Return the tiling of least predicted time for m rows by a weight of n x k on a GPU of ``units`` multiprocessors;
+    None if
     ``scaled8_tiles.py`` is as fast."""
     # Its tiles of 128 by 64 all run at once there, and none is long.
     if m > 224 and not gated and 2 * n <= 64 * units and k < 8192:
@@ -109,7 +110,7 @@ class HopperRows8:
         ``dependent_launch``: codes may be read before the kernel before this one on the stream has ended.
 
         Raises:
-            ValueError: see ``refusal``; or the tiling does not take so many rows, or a bias.
+            ValueError: see ``refusal``; or the tiling does not take this number of rows, or a bias.
             RuntimeError: the launch failed.
         """
         (m, k), n = a.shape, codes.shape[0]

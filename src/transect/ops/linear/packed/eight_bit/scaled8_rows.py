@@ -37,8 +37,8 @@ def shared_bytes(tiling: CudaTiling, m: int) -> int:
 
 @cache
 def choose_tiling(m: int, n: int, k: int, units: int, gated: bool = False) -> CudaTiling:
-    """The quickest of those tried on an H200 at the shapes of an 8B model, as a rule: blocks share the rows of W evenly
-    (``units``: multiprocessors), and groups are wide. What does not fit becomes shallower, then narrower."""
+    """Return the quickest of those tried on an H200 at the shapes of an 8B model, as a rule: blocks share the rows of W
+    evenly (``units``: multiprocessors), and groups are wide. What does not fit becomes shallower, then narrower."""
     sixteens = -(-n // 16)
     per = -(-sixteens // units)
     columns = 3 if per % 3 == 0 or (per > 6 and m <= 8) else min(2, per)
@@ -108,7 +108,7 @@ class CudaRows8:
         dependent_launch: bool = False,
         tiling: CudaTiling | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A product with a norm beside it: (result, scaled, squares), as of ``CudaRows.beside``.
+        """Return a product with a norm beside it: (result, scaled, squares), as of ``CudaRows.beside``.
 
         Raises:
             ValueError: see ``refusal`` and ``Beside.refusal``; with a gate N must be a multiple of 16 (with scales of

@@ -37,7 +37,7 @@ from .scaled8_rounding import BLOCK, rounded, triton_rounded
 
 
 def dense(codes: Tensor, scale: Tensor, fp8: bool, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values ``[O, I]`` of codes with a scale for each row or for each block."""
+    """Return the values ``[O, I]`` of codes with a scale for each row or for each block."""
     values = (codes.view(torch.float8_e4m3fn) if fp8 else codes).to(dtype)
     if scale.ndim == 1:
         return values * scale.to(dtype)[:, None]
@@ -127,7 +127,7 @@ class Tiling8:
 
 
 def choose_tiling(m: int, n: int, k: int, blocks: bool) -> Tiling8:
-    """The quickest tiling of those tried on an H200 at the shapes of an 8B model, as a rule."""
+    """Return the quickest tiling of those tried on an H200 at the shapes of an 8B model, as a rule."""
     if INTERPRETED:
         split = 2 if k > 64 and not blocks else 1
         return Tiling8(16, 16, BLOCK if blocks else 32, split, swap=m < 32, warps=4, flat=split == 1)
@@ -183,7 +183,8 @@ class Tiles8:
         dtype: torch.dtype = torch.bfloat16,
         tiling: Tiling8 | None = None,
     ) -> Tensor:
-        """The product of rows that are rounded already: ``a`` and ``x_scale`` as of ``scaled8_rounding.Rounded``."""
+        """Return the product of rows that are rounded already: ``a`` and ``x_scale`` as of
+        ``scaled8_rounding.Rounded``."""
         if reason := refusal(a, codes, scale):
             raise ValueError(f"scaled8: {reason}")
         if fp8 and dtype == torch.bfloat16 and tiling is None:
@@ -289,7 +290,7 @@ def _kernels() -> list[Kernel]:
 
 
 def cost(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None, fp8: bool = True) -> Cost:
-    """A product and a sum for each weight and row; three FLOPs for each number of x, whose codes are kept."""
+    """Count a product and a sum for each weight and row; three FLOPs for each number of x, whose codes are kept."""
     tokens, outputs = x.shape[0], codes.shape[0]
     read = x.nbytes + x.numel() + codes.nbytes + scale.nbytes + (0 if bias is None else bias.nbytes)
     flops = 2 * tokens * codes.numel() + 3 * x.numel() + tokens * outputs

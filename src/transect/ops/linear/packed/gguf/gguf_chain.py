@@ -157,7 +157,7 @@ class _ChainProduct(NamedTuple):
 
 
 def fitting(wanted: int, slot: int, most_k: int, most_sixteens: int) -> int | None:
-    """The number of stages that fit, ``wanted`` at most; None if not even two do.
+    """Return the number of stages that fit, ``wanted`` at most; None if not even two do.
 
     Args:
         wanted: units that a warp has asked for at a time, at most.

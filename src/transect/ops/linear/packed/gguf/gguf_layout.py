@@ -166,7 +166,7 @@ def _plane(part: Tensor, width: int) -> Tensor:
 
 
 def dense(arranged: Tensor, kind: BlockUnits, outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values ``[O, I]`` of arranged bytes; to the bit those of the file in float32."""
+    """Return the values ``[O, I]`` of arranged bytes; to the bit those of the file in float32."""
     down, across, _ = arranged.shape
     codes = torch.zeros((), dtype=torch.uint8, device=arranged.device)
     first = below = 0
@@ -199,7 +199,7 @@ def dense(arranged: Tensor, kind: BlockUnits, outputs: int, inputs: int, dtype: 
 
 
 def _places(plane: Tensor, width: int) -> Tensor:
-    """The reverse of ``_plane``: ``[down, across, j, lane, h, s, o]``."""
+    """Return the reverse of ``_plane``: ``[down, across, j, lane, h, s, o]``."""
     down, across = plane.shape[:2]
     if width == 8:
         return plane.reshape(down, across, 8, 32, 2, 2, 2, 2).transpose(-1, -2).flatten(-3, -2)

@@ -125,7 +125,7 @@ def _constants(kind: BlockUnits) -> dict[str, Any]:
 
 
 def dequantize(arranged: Tensor, name: str, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """The values ``[O, I]``, by Triton; rounded once."""
+    """Return the values ``[O, I]``, by Triton; rounded once."""
     require("gguf_dequantize", torch.empty(0, dtype=dtype, device=arranged.device))
     kind, arranged = UNITS[name], arranged.contiguous()
     out = torch.empty(outputs, inputs, dtype=dtype, device=arranged.device)
@@ -167,7 +167,7 @@ class Products:
     def kernel(
         self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None
     ) -> gguf_rows.GGUFRows | gguf_tiles.GGUFTiles | None:
-        """The kernel that reads the blocks themselves for this product; None if the matrix is rebuilt."""
+        """Return the kernel that reads the blocks themselves for this product; None if the matrix is rebuilt."""
         if self._rows is None or gguf_rows.refusal(x, arranged, name, outputs, bias) is not None:
             return None
         if len(x) <= gguf_rows.MOST_ROWS:
@@ -179,7 +179,7 @@ class Products:
     def _alone(
         self, x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None, gated: bool = False
     ) -> Tensor | None:
-        """The product of one row by the kernel that also does several at once, where it takes it."""
+        """Return the product of one row by the kernel that also does several at once, where it takes it."""
         if self.chain is None or not gguf_chain.takes(x, ((outputs, x.shape[-1], gated),)):
             return None
         part = gguf_chain.BlockPart(arranged, name, outputs)
@@ -218,7 +218,7 @@ def triton_gguf_matmul(x: Tensor, arranged: Tensor, name: str, outputs: int, bia
 
 
 def cost(x: Tensor, arranged: Tensor, name: str, outputs: int, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each weight and row; the blocks are read once."""
+    """Count a product and a sum for each weight and row; the blocks are read once."""
     tokens, inputs = x.shape
     read = x.nbytes + arranged.nbytes + (0 if bias is None else bias.nbytes)
     return Cost(2 * tokens * outputs * inputs, read, tokens * outputs * x.element_size())

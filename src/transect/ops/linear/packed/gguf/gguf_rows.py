@@ -54,8 +54,11 @@ def tiling_of(
     m: int, n: int, k: int, unit: int, units: int, columns: int, warps: int, *, resident: int = 1, gated: bool = False,
     teams: int | None = None,
 ) -> GGUFTiling | None:  # fmt: skip
-    """Blocks share the rows of W evenly, ``resident`` on each of ``units`` multiprocessors, in the teams whose warps
-    wait least for each other (or so many ``teams``), with as deep rings as fit; None if not even two buffers do."""
+    """Choose a tiling in which blocks share the rows of W evenly, ``resident`` on each of ``units`` multiprocessors.
+
+    Warps form the number of teams with the least waiting (or ``teams``), with rings as deep as fit. None if not even
+    two buffers fit.
+    """
     across = units_of(n, k)[1]
     per = -(-n // (ROWS * units * resident))
     per += gated and per % 2
@@ -75,7 +78,7 @@ def tiling_of(
 
 @cache
 def choose_tiling(m: int, n: int, k: int, unit: int, units: int, gated: bool = False) -> GGUFTiling:
-    """The tiling of m rows: sixteen warps where their rings fit, which is for one or two rows."""
+    """Return the tiling of m rows: sixteen warps where their rings fit, which is for one or two rows."""
     for columns, warps in ((2, 16), (2, 8), (1, 8), (1, 4)):
         tiling = tiling_of(m, n, k, unit, units, columns, warps, gated=gated)
         if tiling is not None:

@@ -61,7 +61,7 @@ class Int4HopperTiling:
 
 
 def kernels(group: int) -> Mapping[int, tuple[int, ...]]:
-    """The part of ``KERNELS`` for one group size."""
+    """Return the part of ``KERNELS`` for one group size."""
     return KERNELS if group == 128 else {8: (1, 2, 4), 16: (1, 2), 32: (1, 2)}
 
 
@@ -89,7 +89,8 @@ def shared_bytes(tiling: Int4HopperTiling, m: int, group: int) -> int:
 def tiling_of(
     config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int]
 ) -> Int4HopperTiling | None:
-    """The tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
+    """Return the tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no
+    sense.
 
     ``clusters``: how many of each size there is room for, one block on a multiprocessor.
     """
@@ -112,7 +113,8 @@ def tiling_of(
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
-    """The quickest tiling on an H200 for a weight ``[n, k]`` and ``m`` rows of X, as a rule (``size`` is m, n, k)."""
+    """Return the quickest tiling on an H200 for a weight ``[n, k]`` and ``m`` rows of X, as a rule (``size`` is m, n,
+    k)."""
     m, n, _ = size
     shared = {"blocks": 1, "beside": True}
     if m > 16:
@@ -127,7 +129,7 @@ def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
 def choose_tiling(
     m: int, n: int, k: int, group: int, clusters: Mapping[int, int], config: Mapping[str, Any] | None = None
 ) -> Int4HopperTiling:
-    """The tiling of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
+    """Return the tiling of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
 
     Raises:
         ValueError: none fits.
@@ -153,7 +155,8 @@ class HopperCodes(Codes):
         self._plans: dict[tuple[int, int, int, int], Int4HopperTiling] = {}
 
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Int4HopperTiling:
-        """The tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the rule's."""
+        """Return the tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the
+        rule's."""
         m, k = x.shape
         count = multiprocessors(x.device)
         clusters = {ranks: count // ranks for ranks in (1, 2, 4, 8)}

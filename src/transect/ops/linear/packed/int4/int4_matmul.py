@@ -83,7 +83,8 @@ def dense(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def way(m: int, n: int) -> str:
-    """The quickest way on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows`` (``int4_matmul.cu``),
+    """Return the quickest way on an H200 for ``m`` rows of bfloat16 and a weight of ``n`` rows: ``rows``
+    (``int4_matmul.cu``),
     ``hopper`` (``int4_matmul_hopper.cu``), ``tiles`` (``int4_tiles.cu``) or ``rebuilt``."""
     if m > block_tiles.MOST_ROWS:
         return "rebuilt"
@@ -114,8 +115,8 @@ def rows_kernel(device: torch.device) -> int4_rows.CudaCodes | None:
 
 
 def gated_launcher() -> Callable[..., Tensor | None]:
-    """A new ``(x, weight, n, *, dependent_launch=False)`` -> ``silu(gate) * up [M, n / 2]`` in one kernel, of a weight
-    whose sixteens of rows are gate and up in turn; None where no kernel does that (see ``CudaCodes.gated`` and
+    """Return a new ``(x, weight, n, *, dependent_launch=False)`` -> ``silu(gate) * up [M, n / 2]`` in one kernel, of a
+    weight whose sixteens of rows are gate and up in turn; None where no kernel does that (see ``CudaCodes.gated`` and
     ``Int4Tiles``)."""
     built: dict[torch.device, dict[str, Kernel]] = {}
 
@@ -133,8 +134,8 @@ def gated_launcher() -> Callable[..., Tensor | None]:
 
 
 def best_launcher() -> Callable[..., Tensor]:
-    """A new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU what ``way`` says, if
-    that takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
+    """Return a new ``int4_matmul(x, weight, n, bias=None, *, dependent_launch=False)``: on a Hopper GPU what ``way``
+    says, if that takes the arguments; else ``rebuilt`` for many rows of a half type, and the Triton kernel.
 
     The shape, the strides and the dtype alone decide which one runs, and all of them read the same order of the weight.
     If the CUDA kernels cannot be built, the log says so once.
@@ -169,7 +170,7 @@ int4_matmul = best_launcher()
 
 
 def cost(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Cost:
-    """A product and a sum for each weight and row; codes, scales and zeros are read once."""
+    """Count a product and a sum for each weight and row; codes, scales and zeros are read once."""
     m, k = x.shape
     read = sum(t.nbytes for t in (x, weight, bias) if t is not None)
     return Cost(2 * m * n * k, read, m * n * x.element_size())
@@ -197,7 +198,8 @@ def _rounded(weight: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 
 def _for_torch(weight: Tensor, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """The arguments of torch's own product with 4-bit codes: W = scale (code - 8) + zero, groups of 32 to 256."""
+    """Return the arguments of torch's own product with 4-bit codes: W = scale (code - 8) + zero, groups of 32 to
+    256."""
     codes, scale, zero = taken_apart(weight, n)
     pairs = codes[:, ::2] << 4 | codes[:, 1::2]
     both = torch.stack((scale, zero + 8 * scale), -1).to(dtype).transpose(0, 1).contiguous()
@@ -257,7 +259,7 @@ def _runs(name: str, inputs: Mapping[str, Any]) -> bool:
 
 
 def _tuned(made: type[int4_rows.CudaCodes] | type[int4_hopper.HopperCodes]) -> Callable[..., Tensor]:
-    """A kernel to tune: built at the first call."""
+    """Return a kernel to tune: built at the first call."""
 
     @cache
     def kernel() -> Callable[..., Tensor]:

@@ -42,14 +42,14 @@ def pack(codes: Tensor, group: int) -> Tensor:
 
 
 def unpack(packed: Tensor, group: int) -> Tensor:
-    """The inverse of ``pack``."""
+    """Return the inverse of ``pack``."""
     n, half = packed.shape
     pairs = packed.view(n, half // group, 1, group)
     return torch.cat((pairs & 15, pairs >> 4), dim=2).reshape(n, 2 * half)
 
 
 def arrange(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """The order that ``int4_matmul`` reads.
+    """Return the order that ``int4_matmul`` reads.
 
     Args:
         codes: uint8 ``[N, K / 2]`` from ``pack``.
@@ -59,7 +59,7 @@ def arrange(codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
         int32 ``[K / 128, B, 256 + 16 (128 / G)]`` for B = N / 16 blocks of rows (the last filled up with zeros): what
         a span of 128 k needs for neighbouring blocks is one piece of memory. First the codes of 16 rows: of each 64 k,
         for every lane l of a warp, four words, one for each 16 k. A word holds rows l / 4 and l / 4 + 8, k = 2 (l % 4)
-        and the next, and both 8 further: what the lane feeds to one product of the tensor cores, in the order in which
+        and the next, and both 8 further: the lane's input of one product of the tensor cores, in the order in which
         shifts by four bits bring it out. Then for each group, for r = 0..7, rows r and r + 8: scale in the low half of
         a word, zero in the high half, bfloat16.
 
@@ -103,7 +103,8 @@ def is_arranged(weight: Tensor, n: int, k: int) -> bool:
 
 
 def taken_apart(weight: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of ``arrange``: codes uint8 ``[n, K]`` one to a byte, scale and zero bfloat16 ``[n, K / G]``."""
+    """Return the inverse of ``arrange``: codes uint8 ``[n, K]`` one to a byte, scale and zero bfloat16 ``[n, K /
+    G]``."""
     chunks, blocks, _ = weight.shape
     words = weight[..., :256].view(chunks, blocks, 2, 8, 4, 4)  # 64 k, row % 8, thread, 16 k
     codes = words.new_empty((blocks, 2, 8, chunks, 2, 4, 2, 4, 2), dtype=torch.uint8)

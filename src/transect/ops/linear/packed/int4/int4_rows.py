@@ -83,7 +83,7 @@ MOST_GATED = 8
 
 
 def most_warps(group: int, columns: int = COLUMNS) -> int:
-    """The most warps that multiply in a block."""
+    """Return the most warps that multiply in a block."""
     return 12 if group == 128 and columns == COLUMNS else 6
 
 
@@ -108,7 +108,8 @@ def shared_bytes(tiling: RowsTiling, m: int, group: int) -> int:
 def tiling_of(
     config: Mapping[str, Any], m: int, n: int, k: int, group: int, clusters: Mapping[int, int], *, gated: bool = False
 ) -> RowsTiling | None:
-    """The tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no sense.
+    """Return the tiling of a configuration (``CHOICES``) at a shape, with as many stages as fit; None if it makes no
+    sense.
 
     ``clusters``: how many of each size there is room for, one block on a multiprocessor. ``gated``: with the gate in
     the epilogue, for which a warp needs whole pairs of sixteens and all of K.
@@ -141,7 +142,8 @@ def tiling_of(
 
 
 def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
-    """The quickest tiling on an H200 for a weight ``[n, k]`` and ``m`` rows of X, as a rule (``size`` is m, n, k)."""
+    """Return the quickest tiling on an H200 for a weight ``[n, k]`` and ``m`` rows of X, as a rule (``size`` is m, n,
+    k)."""
     m, n, k = size
     few, deep = m <= 8, k >= 8192
     plain = {"teams": 1, "blocks": 1, "late": 4, "whole": False, "columns": COLUMNS}
@@ -159,7 +161,7 @@ def rule(size: tuple[int, int, int]) -> Mapping[str, Any]:
 def choose_tiling(
     m: int, n: int, k: int, group: int, clusters: Mapping[int, int], config: Mapping[str, Any] | None = None
 ) -> RowsTiling:
-    """The tiling of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
+    """Return the tiling of ``config``, or of ``rule``; where it does not fit the shape, of the first that does.
 
     Raises:
         ValueError: none fits.
@@ -197,7 +199,8 @@ class Codes(ABC):
 
     @abstractmethod
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> Int4Tiling:
-        """The tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the rule's."""
+        """Return the tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the
+        rule's."""
 
     def __call__(
         self, x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, dependent_launch: bool = False,
@@ -257,7 +260,8 @@ class CudaCodes(Codes):
         return self._clusters
 
     def tiling(self, x: Tensor, n: int, group: int, config: Mapping[str, Any] | None = None) -> RowsTiling:
-        """The tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the rule's."""
+        """Return the tiling for ``x`` and a weight of ``n`` rows: that of ``config``, else the tuned one, else the
+        rule's."""
         m, k = x.shape
         clusters = self.clusters(x.device)
         if config is not None:
@@ -284,7 +288,7 @@ class CudaCodes(Codes):
         self, x: Tensor, weight: Tensor, n: int, norm: Beside, bias: Tensor | None = None, *, gated: bool = False,
         dependent_launch: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-        """A product of up to 8 rows with a norm beside it: (result, scaled, squares). The last two are those of
+        """Return a product of up to 8 rows with a norm beside it: (result, scaled, squares). The last two are those of
         ``stream_products.Stream``, or None where the result is not added to a stream. ``gated``: see the method of that
         name.
 
@@ -307,7 +311,7 @@ class CudaCodes(Codes):
         return out, scaled, squares
 
     def gates(self, m: int, n: int, k: int, group: int, device: torch.device) -> RowsTiling | None:
-        """The tiling of a product of m rows with the gate in its epilogue; None where there is none."""
+        """Return the tiling of a product of m rows with the gate in its epilogue; None where there is none."""
         clusters, key = self.clusters(device), (m, n, k, group)
         if key not in self._gated:
             config = dict(choose("int4_matmul.cu", (m, n, k), device, rule))

@@ -182,7 +182,7 @@ def _fitting(x: Tensor, weight: Tensor, n: int) -> None:
 
 
 def launcher() -> Callable[..., Tensor]:
-    """A new call of the Triton kernel with counters of its own (see ``few_rows/triton.Counters``)."""
+    """Return a new call of the Triton kernel with counters of its own (see ``few_rows/triton.Counters``)."""
     counters = Counters()
 
     def call(

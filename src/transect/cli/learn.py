@@ -1,0 +1,184 @@
+"""``transect learn``: the graded ladder, from a dot product to a fleet."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .engine_options import BUILTIN
+from .settings import output_file
+
+application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+
+Name = Annotated[str, typer.Argument(help="Rung, as `transect learn list` names it.")]
+Folder = Annotated[Path, typer.Option("--dir", help="The folder of your program.")]
+
+
+@application.callback()
+def learn() -> None:
+    """Build the whole stack yourself, one graded exercise at a time."""
+
+
+@application.command("list")
+def list_rungs(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """Show the ladder, with what you have climbed."""
+    from ..learn.ladder import rows
+
+    found = rows()
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    marks = {"done": "x", "open": " ", "later": "."}
+    road = ""
+    for row in found:
+        if row["road"] != road:
+            road = row["road"]
+            print(f"{road}:")
+        print(f"  [{marks[row['state']]}] {row['name']:<18} {row['title']}")
+    done = sum(row["state"] == "done" for row in found)
+    print(f"{done} of {len(found)} done; [ ] is open to you, [.] comes after rungs that are not done")
+    following = next((row["name"] for row in found if row["state"] == "open"), None)
+    if following is not None:
+        print(f"next: transect learn start {following} --dir {following}")
+
+
+@application.command()
+def start(
+    rung: Name,
+    folder: Folder,
+    solution: Annotated[bool, typer.Option("--solution", help="The shipped solution instead of the hole.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Write over a program that is there.")] = False,
+) -> None:
+    """Write a folder with a page to read, a program with a hole, a test and hints."""
+    from ..learn.folder import write
+    from ..learn.registry import get
+
+    found = get(rung)
+    files = write(found, folder, solution=solution, force=force)
+    print(f"{found.title}: read {folder / 'README.md'}, then write {files[0]}")
+
+
+@application.command()
+def check(
+    rung: Name,
+    folder: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    compile_kernels: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile kernels ahead of time for an H100.")
+    ] = True,
+) -> None:
+    """Grade your program: right, then fast. The exit code is 0 where it is right, and 1 where it is not."""
+    from dataclasses import asdict
+
+    from ..hardware.device import detect
+    from ..hardware.measured import ceilings
+    from ..learn.folder import program
+    from ..learn.grade.check import check as graded
+    from ..learn.progress import note
+    from ..learn.registry import get, unlocks
+
+    found = get(rung)
+    path = program(found, folder)
+    device = "cuda" if os.path.exists("/dev/nvidiactl") else "cpu"
+    verdict = graded(found, path, device, lambda: ceilings(detect(device)), compile_kernels=compile_kernels)
+    if verdict.right:
+        note(verdict, folder)
+    if as_json:
+        print(json.dumps({**asdict(verdict), "percent": verdict.percent}, indent=1))
+    else:
+        print("\n".join(verdict.lines()))
+        if verdict.right and (following := unlocks(rung)):
+            print(f"unlocked: {', '.join(following)}")
+    if not verdict.right:
+        raise typer.Exit(1)
+
+
+@application.command()
+def show(
+    rung: Name,
+    folder: Annotated[Path | None, typer.Option("--dir", help="Compare with the program in this folder.")] = None,
+) -> None:
+    """Show the shipped solution, or how yours differs from it, and why the shipped code goes further."""
+    import difflib
+
+    from ..learn.folder import program
+    from ..learn.registry import get
+
+    found = get(rung)
+    if folder is None:
+        print(found.solution, end="")
+    else:
+        yours = program(found, folder).read_text().splitlines()
+        lines = difflib.unified_diff(yours, found.solution.splitlines(), "yours", "shipped", lineterm="", n=2)
+        print("\n".join(lines) or "yours is the shipped solution")
+    if found.differences:
+        print(f"\n{found.differences}")
+    if found.shipped:
+        print(f"The shipped code: src/transect/{found.shipped}")
+
+
+@application.command()
+def use(
+    rung: Name,
+    folder: Folder = Path("."),
+    model: Annotated[str, typer.Option(help="Model that your piece serves.")] = BUILTIN,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 64,
+) -> None:
+    """Run the demo's eight chats on a live server with your piece inside."""
+    from ..learn.folder import program
+    from ..learn.registry import get
+    from ..learn.using import server_options
+    from .demo import run
+
+    found = get(rung)
+    with server_options(found, program(found, folder)) as options:
+        run(model, max_tokens, None, options)
+
+
+@application.command()
+def report(
+    output: Annotated[Path, output_file("--output", "-o", help="The HTML file.")] = Path("portfolio.html"),
+) -> None:
+    """Write a portfolio: what you have built, figures beside floors, machine and date."""
+    from ..learn.portfolio import page
+    from ..learn.progress import climbed
+
+    done = climbed()
+    if not done:
+        raise ValueError("nothing is solved yet: `transect learn list` shows where to begin")
+    output.write_text(page(done), encoding="utf-8")
+    print(f"{output}: {len(done)} rungs")
+
+
+@application.command()
+def new(
+    operator: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
+    output: Annotated[Path, output_file("--output", "-o", help="The file of the rung.")],
+) -> None:
+    """Make the file of a new rung from an operator: page, hole, cases and bounds, for you to edit."""
+    from ..learn.template import rung_of_operator
+
+    output.write_text(rung_of_operator(operator), encoding="utf-8")
+    print(f"{output}: put it into src/transect/learn/rungs/kernels/, and `transect learn list` shows it")
+
+
+@application.command("class")
+def grade_class(
+    rung: Name,
+    submissions: Annotated[Path, typer.Argument(help="A folder with one folder for each student.")],
+    output: Annotated[Path | None, output_file("--output", "-o", help="Write the table into this file too.")] = None,
+) -> None:
+    """Grade a folder of submissions in a sandbox without network, and write a table."""
+    from ..learn.classroom import grade_class as graded
+    from ..learn.classroom import table
+    from ..learn.registry import get
+
+    found = get(rung)
+    text: Any = table(found, list(graded(found, submissions)))
+    print(text, end="")
+    if output is not None:
+        output.write_text(text, encoding="utf-8")

@@ -1,0 +1,133 @@
+"""One engine on a virtual clock: the shipping ``EngineCore`` and ``Scheduler``; steps take given times.
+
+``explain/engine/simulate.py`` runs the requests of a decision log here, and ``plan/`` those of a workload. ``run`` is
+the loop of the engine process (``frontends/process.py``): it plans as late as that one, and takes requests until then.
+Steps in which the same sequences decode can be taken together (``leap.py``), which changes no decision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from .clock import VirtualClock
+from .core import LOOK, EngineCore
+from .leap import DecodeSeconds, leap
+from .outputs import EngineOutput
+from .request import Request
+from .scheduler import Scheduler
+from .scheduler_config import SchedulerConfig
+from .virtual_device import StepSeconds, VirtualDevice
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One choice of a request on the clock of its engine, in seconds.
+
+    Attributes:
+        moments: when each of its tokens was known.
+        cached: prompt tokens that the prefix cache held.
+        reason: why it ended; empty before.
+    """
+
+    request_id: str
+    index: int
+    moments: list[float] = field(default_factory=list)
+    cached: int = 0
+    reason: str = ""
+
+
+class SimulatedEngine:
+    """An engine on a clock of its own.
+
+    Args:
+        config: of the scheduler.
+        seconds: of a step on the device.
+        lag: as of ``EngineCore``.
+        host: seconds of the host before each step.
+        decodes: seconds of a step that only decodes. If given, steps in which the same sequences decode are taken
+            together; outputs must end by their length then, not by stop tokens.
+        latency: as of ``VirtualDevice``.
+        now: seconds at which the clock begins.
+
+    Attributes:
+        done: choices that have ended since they were last taken away.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        seconds: StepSeconds,
+        *,
+        lag: int = 0,
+        host: float = 0.0,
+        decodes: DecodeSeconds | None = None,
+        latency: StepSeconds | None = None,
+        now: float = 0.0,
+    ) -> None:
+        self.clock = VirtualClock()
+        self.clock.advance(now)
+        self.device = VirtualDevice(self.clock, seconds, host, latency)
+        self.scheduler = Scheduler(config, self.clock)
+        self.device.is_void = self.scheduler.jumps.is_void
+        self.core = EngineCore(self.scheduler, self.device, lag=lag)
+        self.lines: dict[tuple[str, int], Timeline] = {}
+        self.done: list[Timeline] = []
+        self._decodes = decodes if config.pipeline_depth == 1 else None
+
+    def add(self, request: Request, outputs: Iterable[Iterator[int]]) -> None:
+        """Queue a request now; ``outputs``: the tokens that each of its choices draws.
+
+        Raises:
+            ValueError: it can never fit. ``QueueFull``: too many wait.
+        """
+        self.core.add(request)
+        name = request.request_id
+        first = self.scheduler.requests[name].leader.seq_id
+        for choice, drawn in enumerate(outputs):
+            self.device.outputs[first + choice] = drawn
+            self.lines[name, choice] = Timeline(name, choice)
+
+    def step(self) -> list[EngineOutput]:
+        """Take one step of the engine loop, and note when its tokens came."""
+        outputs = self.core.step()
+        now, lines = self.clock.time, self.lines
+        for output in outputs:
+            line = lines.get((output.request_id, output.index))
+            if line is None:  # its client has left before
+                continue
+            if output.new_token_ids:
+                line.moments.extend([now] * len(output.new_token_ids))
+            if output.finish_reason is not None:
+                line.reason, line.cached = output.finish_reason, output.num_cached_tokens
+                self.done.append(lines.pop((output.request_id, output.index)))
+        return outputs
+
+    def run(self, until: float = math.inf) -> None:
+        """Run until the clock reaches ``until``, when somebody comes, or until nothing is left to do. A step that has
+        begun by then is finished."""
+        core, clock = self.core, self.clock
+        while core.has_work:
+            wait = self._wait_to_plan()
+            if clock.time + wait >= until:
+                break
+            clock.advance(wait)
+            self.step()
+            if self._decodes is not None:
+                self._leap(until, self._decodes)
+        if until < math.inf:
+            clock.advance(max(0.0, until - clock.time))
+
+    def _wait_to_plan(self) -> float:
+        """Seconds until the engine plans its next step: as predicted, or when it sees that the step is over."""
+        wait = self.core.time_to_plan(math.inf)
+        if wait > LOOK:
+            wait = min(wait, max(LOOK, self.device.known_at - self.clock.time + LOOK / 2))
+        return wait
+
+    def _leap(self, until: float, seconds: DecodeSeconds) -> None:
+        moments = leap(self.core, self.device, until, seconds)
+        if moments:
+            for seq in self.scheduler.running:
+                self.lines[seq.request_id, seq.index].moments.extend(moments)

@@ -1,0 +1,87 @@
+"""An executor without a device: steps take given times on a virtual clock, and draw given tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .batch import Handle, ScheduledBatch, StepResult
+from .clock import VirtualClock
+
+StepSeconds = Callable[[ScheduledBatch], float]
+"""Seconds of a step on the device."""
+
+
+class VirtualDevice:
+    """An executor whose steps take predicted times, one after the other.
+
+    Args:
+        clock: moved to a step's end when its result is asked for.
+        seconds: of a step on the device.
+        host: seconds of the host before each step.
+        latency: seconds from the beginning of a step until its tokens are known, where the device works on several
+            steps at a time; None if they are ``seconds``.
+
+    Attributes:
+        outputs: tokens that each sequence draws, by its number.
+        free_at: when the device is done with all steps. known_at: when the tokens of the last are known.
+        steps, busy: number of steps, and their seconds in all.
+    """
+
+    def __init__(
+        self, clock: VirtualClock, seconds: StepSeconds, host: float = 0.0, latency: StepSeconds | None = None
+    ) -> None:
+        self.clock, self.seconds, self.host, self.latency = clock, seconds, host, latency
+        self.outputs: dict[int, Iterator[int]] = {}
+        self.free_at = self.known_at = self.busy = 0.0
+        self.steps = 0
+        self.is_void: Callable[[int, int], bool] = lambda seq_id, step: False
+        """Tells of a sequence and a step that the token is known already: a grammar forced it."""
+
+    def submit(self, batch: ScheduledBatch) -> Handle:
+        """Begin the step when the one before is done."""
+        self.clock.advance(self.host)
+        seconds, began = self.seconds(batch), max(self.free_at, self.clock.now())
+        self.free_at = began + seconds
+        self.busy += seconds
+        self.steps += 1
+        self.known_at = self.free_at if self.latency is None else began + self.latency(batch)
+        return Pending(self, batch, self.known_at)
+
+    def newest(self, batch: ScheduledBatch) -> Handle:
+        """Return the handle of ``batch`` as the last step that the device has to do."""
+        self.known_at = self.free_at
+        return Pending(self, batch, self.free_at)
+
+
+@dataclass(slots=True)
+class Pending:
+    """A step on its way; done at ``until``."""
+
+    device: VirtualDevice
+    batch: ScheduledBatch
+    until: float
+    known: StepResult | None = None
+
+    def draw(self) -> None:
+        """Nothing waits for it."""
+
+    @property
+    def over(self) -> bool:
+        """True once the device is done with the step."""
+        return self.device.clock.time >= self.until
+
+    def result(self) -> StepResult:
+        """Move the clock to the end of the step, and draw its tokens."""
+        device, batch = self.device, self.batch
+        device.clock.advance(max(0.0, self.until - device.clock.time))
+        if self.known is None:
+            result = self.known = StepResult({})
+            tokens, outputs = result.tokens, device.outputs
+            for row in batch.rows:
+                for draw in row.draws:
+                    name = draw.seq_id
+                    tokens[name] = 0 if device.is_void(name, batch.step) else next(outputs[name])
+                if row.prompt_logprobs is not None:
+                    result.prompt_logprobs[row.seq_id] = ()
+        return self.known

@@ -1,0 +1,13 @@
+"""The graded ladder: exercises from a line through some points to a router for a fleet, each a piece of this project.
+
+* ``record``     ``Rung``: one exercise, and the parts of its record
+* ``rungs/``     the exercises, a file each; ``registry`` finds them
+* ``texts``      programs as texts: excerpts of this package, and programs with a hole
+* ``grade/``     the grader
+* ``folder``     the folder that a student works in
+* ``ladder``     the path: the list, and the map of what unlocks what
+* ``progress``   what a student has climbed; ``portfolio`` makes a page of it
+* ``live``, ``using``  a student's scheduler inside the live engine
+* ``classroom``  grades submissions of a class in a sandbox
+* ``template``   makes a new rung from an operator
+"""

@@ -1,0 +1,94 @@
+"""``Verdict``: the outcome of grading one program, and its text for the student."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Verdict:
+    """The outcome. ``right`` decides the exit code; ``slow`` does not."""
+
+    rung: str
+    right: bool
+    reason: str = ""
+    """A teacher's sentence: why it is wrong, or why it is slow."""
+    detail: str = ""
+    """The numbers behind the reason."""
+    slow: bool = False
+    cheats: list[str] = field(default_factory=list)
+    """The program's ways around the exercise; it is not right if there are any."""
+    passed: list[str] = field(default_factory=list)
+    """Names of cases that it solved."""
+    seconds: float | None = None
+    """Time of one call by the grader's clock; None where it says nothing (Triton's interpreter)."""
+    reference_seconds: float | None = None
+    peer_seconds: float | None = None
+    floor_seconds: float | None = None
+    """The least time on this machine; None for bookkeeping."""
+    bound: str = ""
+    """``bytes`` or ``FLOPs``: the ceiling that decides the floor."""
+    planned_floor: str = ""
+    """The least time on a GPU of a data sheet."""
+    count: float | None = None
+    reference_count: float | None = None
+    counted: str = ""
+    kernels: list[dict[str, Any]] = field(default_factory=list)
+    """Kernels compiled ahead of time: registers, spills, widths of accesses."""
+    device: str = ""
+
+    @property
+    def percent(self) -> float | None:
+        """Percent of the floor that was reached."""
+        if self.seconds is None or not self.floor_seconds:
+            return None
+        return 100 * self.floor_seconds / self.seconds
+
+    def lines(self) -> list[str]:
+        """Return the text, a list of lines."""
+        if self.cheats:
+            return [f"not graded: the program {each}" for each in self.cheats]
+        if not self.right:
+            solved = f"solved: {', '.join(self.passed)}" if self.passed else ""
+            lines = (f"not right yet: {self.reason}", self.detail and f"  {self.detail}", solved)
+            return [line for line in lines if line]
+        found = [f"right: {', '.join(self.passed)}"]
+        if self.seconds is not None:
+            text = f"time: {time_text(self.seconds)}"
+            if self.percent is not None:
+                text += (
+                    f", {min(self.percent, 100):.1f}% of the floor of this machine ({time_text(self.floor_seconds)})"
+                )
+            found.append(text)
+            others = [("the shipped solution", self.reference_seconds), ("torch", self.peer_seconds)]
+            beside = ", ".join(f"{name} {time_text(seconds)}" for name, seconds in others if seconds)
+            found += [f"beside it: {beside}"] if beside else []
+        if self.count and self.reference_count:
+            share = self.count / self.reference_count
+            found.append(f"work: {self.count:,} {self.counted}, {share:.2f} times the shipped solution's")
+        if self.bound:
+            found.append(f"bound by {self.bound}")
+        found += [self.planned_floor] if self.planned_floor else []
+        found += [_kernel(each) for each in self.kernels]
+        if self.slow:
+            found.append(f"slow: {self.reason}")
+        return found
+
+
+def time_text(seconds: float | None) -> str:
+    """Seconds with a unit that suits them."""
+    if seconds is None:
+        return "?"
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _kernel(made: dict[str, Any]) -> str:
+    if "refused" in made:
+        return f"compiled ahead of time: {made['refused']}"
+    loads = ", ".join(f"{count} loads of {width} B" for width, count in made["loads"].items())
+    spilled = f", {made['spilled_bytes']} B spilled" if made["spilled_bytes"] else ", nothing spilled"
+    return f"{made['kernel']} for {made['target']}: {made['registers']} registers{spilled}; {loads}"

@@ -1,0 +1,50 @@
+"""The path as a student sees it: rows of the list, and the map of what unlocks what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .progress import climbed
+from .record import ROADS
+from .registry import all_rungs, unlocks
+
+
+def rows() -> list[dict[str, Any]]:
+    """List each rung with its state: ``done``, ``open`` (all rungs before it are done) or ``later``."""
+    done = climbed()
+    found = []
+    for rung in all_rungs().values():
+        state = "done" if rung.name in done else "open" if all(name in done for name in rung.after) else "later"
+        found.append(
+            {
+                "name": rung.name,
+                "road": rung.road,
+                "title": rung.title,
+                "kind": rung.kind,
+                "minutes": rung.minutes,
+                "after": list(rung.after),
+                "unlocks": unlocks(rung.name),
+                "state": state,
+                "solved_at": done[rung.name].at if rung.name in done else None,
+            }
+        )
+    return found
+
+
+def map_page() -> str:
+    """Write the table of all rungs for docs/learn/ladder.md, as Markdown."""
+    lines = []
+    for road in ROADS:
+        lines += [
+            f"### {road.capitalize()}",
+            "",
+            "| rung | what you build | minutes | after | unlocks |",
+            "|---|---|---|---|---|",
+        ]
+        for rung in (each for each in all_rungs().values() if each.road == road):
+            after, then = ", ".join(rung.after) or "-", ", ".join(unlocks(rung.name)) or "-"
+            lines.append(f"| `{rung.name}` | {rung.title} | {rung.minutes} | {after} | {then} |")
+        lines.append("")
+    hours = sum(rung.minutes for rung in all_rungs().values()) / 60
+    lines.append(f"{len(all_rungs())} rungs, about {hours:.0f} hours.")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""A fleet that serves many users: ``router``, ``autoscaler``."""

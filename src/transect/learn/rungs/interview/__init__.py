@@ -1,0 +1,2 @@
+"""Interview questions with numbers that are checked: ``interview_dot``, ``interview_backward``,
+``interview_serving``."""

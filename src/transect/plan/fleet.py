@@ -1,0 +1,363 @@
+"""Some engines behind a router on one virtual clock: the shipping scheduler, prefix cache, router and scaling policy.
+
+Each engine has a clock of its own. When a request comes, all run up to that moment, as far as their steps allow; then
+the router chooses. Engines may start, drain and fail while requests come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+
+from ..bench.load import Record
+from ..bench.traces.asked import Asked
+from ..costs.steps import StepLoad
+from ..engine.scheduling.leap import DecodeSeconds
+from ..engine.scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
+from ..engine.scheduling.policies.scaling import Scaler, Seen
+from ..engine.scheduling.scheduler_config import SchedulerConfig
+from ..engine.scheduling.simulation import SimulatedEngine, Timeline
+from ..engine.scheduling.virtual_device import StepSeconds
+from .requests import Tokens, shares_prefixes
+
+LESSONS, LESSON_CONTEXT = 3, 512
+"""Rounds of steps that an engine knows from before, and the positions of a sequence in them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineModel:
+    """Behaviour of one engine. Times are seconds.
+
+    Attributes:
+        scheduler: its limits.
+        seconds: of a step. by_load: of a step with this work, for steps that only decode and for what an engine has
+            learned of its steps before it is looked at.
+        latency: from the beginning of a step until its tokens are known, where stages of a pipeline work on several
+            steps at a time; None if that is ``seconds``.
+        lag: steps that are planned ahead of the tokens.
+        host: of the host before each step.
+        intake: from a request's arrival until the engine has it. outlet: from a token until the client has it.
+    """
+
+    scheduler: SchedulerConfig
+    seconds: StepSeconds
+    by_load: DecodeSeconds
+    latency: StepSeconds | None = None
+    lag: int = 0
+    host: float = 0.0
+    intake: float = 0.0
+    outlet: float = 0.0
+
+    def start(self, now: float, prefixes: bool) -> SimulatedEngine:
+        """Make an engine that begins at ``now``."""
+        limits = self.scheduler if prefixes else replace(self.scheduler, enable_prefix_caching=False)
+        engine = SimulatedEngine(
+            limits, self.seconds, lag=self.lag, host=self.host, decodes=self.by_load, latency=self.latency, now=now
+        )  # fmt: skip
+        self.teach(engine)
+        return engine
+
+    def teach(self, engine: SimulatedEngine) -> None:
+        """Let an engine whose steps are sized by time know step times, as one that has served before."""
+        if self.scheduler.itl_target is None:
+            return
+        most, rows = self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs
+        for _ in range(LESSONS):
+            for count in _doubled(rows):
+                keys = count * LESSON_CONTEXT
+                load = StepLoad(count, keys, 0, count, 0, count)
+                engine.scheduler.times.learn(load, self.by_load(load))
+                tokens = min(most, count + 16 * count)
+                load = StepLoad(tokens, keys, (tokens - count) * LESSON_CONTEXT // 2, count + 1, 1, tokens)
+                engine.scheduler.times.learn(load, self.by_load(load))
+
+
+def _doubled(most: int) -> list[int]:
+    """1, 2, 4, ... up to ``most``."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """An engine that fails at ``at`` seconds, and comes back ``back`` seconds later. Its requests are sent elsewhere
+    with the tokens that are known, ``notice`` seconds after the failure."""
+
+    at: float
+    engine: int = 0
+    back: float = 60.0
+    notice: float = 0.0
+
+
+@dataclass(slots=True)
+class Gauges:
+    """Sums over looks at engines, one for each arrival.
+
+    Attributes:
+        looks: number of them.
+        kv, kv_peak: share of the KV blocks in use.
+        waiting, running: requests. held: looks at which the head of a queue waited, by cause.
+    """
+
+    looks: int = 0
+    kv: float = 0.0
+    kv_peak: float = 0.0
+    waiting: int = 0
+    running: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+
+    def look(self, engine: SimulatedEngine) -> None:
+        """Add one look at an engine."""
+        scheduler = engine.scheduler
+        used = 1 - scheduler.cache.num_free / scheduler.config.num_blocks
+        self.looks += 1
+        self.kv += used
+        self.kv_peak = max(self.kv_peak, used)
+        self.waiting += len(scheduler.waiting)
+        self.running += len(scheduler.running)
+        if scheduler.held_back:
+            self.held[scheduler.held_back] = self.held.get(scheduler.held_back, 0) + 1
+
+
+@dataclass(slots=True)
+class FleetRun:
+    """Outcome of a simulated load: requests and engines.
+
+    Attributes:
+        records: of the requests, in the order of the trace, as the load generator has them.
+        seconds: until the last answer. engine_seconds: of all engines, from start to stop. busy: of their devices.
+        prefix_hits: prompt tokens found in prefix caches, over all. sizes: (second, engines) at each change.
+    """
+
+    records: list[Record]
+    seconds: float
+    engine_seconds: float
+    busy: float
+    steps: int
+    preemptions: int
+    prefix_hits: float
+    gauges: Gauges
+    sizes: list[tuple[float, int]]
+
+
+@dataclass(slots=True)
+class _Sent:
+    """A request on its way."""
+
+    number: int
+    asked: Asked
+    ticket: Ticket | None
+    line: Timeline
+    told: int = 0
+    before: list[float] = field(default_factory=list)
+    """Moments of tokens that engines which have failed since had drawn."""
+
+
+class _Member:
+    """An engine of the fleet."""
+
+    def __init__(self, engine: SimulatedEngine, began: float) -> None:
+        self.engine, self.began, self.ended = engine, began, -1.0
+        self.ready_at, self.draining = began, False
+        self.sent: dict[str, _Sent] = {}
+
+    @property
+    def alive(self) -> bool:
+        return self.ended < 0
+
+
+class Fleet:
+    """A number of like engines.
+
+    Args:
+        model: of each engine.
+        engines: number at the start.
+        scaler: changes the number, every ``interval`` seconds; None if it stays.
+        start_s: seconds that an engine takes to start.
+        kills: engines that fail.
+        router: makes what chooses engines, from the tokens that each one's cache holds and the tokens of a block.
+    """
+
+    def __init__(
+        self,
+        model: EngineModel,
+        engines: int = 1,
+        *,
+        scaler: Scaler | None = None,
+        interval: float = 15.0,
+        start_s: float = 60.0,
+        kills: Sequence[Kill] = (),
+        router: Callable[[list[int], int], Router] = Router,
+    ) -> None:
+        self.model, self.scaler, self.interval, self.start_s = model, scaler, interval, start_s
+        self._kills = sorted(kills, key=lambda kill: kill.at)
+        self._tokens = Tokens()
+        places = engines if scaler is None else 2 * max(engines, scaler.most)  # some drain while others start
+        limits = model.scheduler
+        self._router = router([limits.num_blocks * limits.block_size] * places, limits.block_size)
+        self._engines = engines
+        self._members: list[_Member] = []
+        """By the router's number; an engine that starts takes the place of one that has ended."""
+        self._gone: list[_Member] = []
+        self._gauges = Gauges()
+        self._sizes: list[tuple[float, int]] = []
+        self._done: list[tuple[_Sent, Timeline]] = []
+
+    def run(self, asked: Sequence[Asked]) -> FleetRun:
+        """Send the requests at their times, and run to the last answer.
+
+        Raises:
+            ValueError: a request can never fit into an engine.
+        """
+        self._prefixes = self.model.scheduler.enable_prefix_caching and shares_prefixes(asked)
+        for _ in range(self._engines):
+            self._start(0.0, ready_at=0.0)
+        look, arrived, kills = self.interval, 0, list(self._kills)
+        for number, each in enumerate(asked):
+            due = each.at + self.model.intake
+            while kills and kills[0].at <= due:
+                self._fail(kills.pop(0))
+            while self.scaler is not None and look <= due:
+                self._scale(look, (number - arrived) / self.interval)
+                look, arrived = look + self.interval, number
+            self._run_to(due)
+            self._send(number, each, due)
+        for kill in kills:
+            self._fail(kill)
+        for member in self._members:
+            if member.alive:
+                member.engine.run()
+            self._collect(member)
+        return self._result(len(asked))
+
+    # Engines
+
+    def _start(self, now: float, ready_at: float) -> None:
+        member = _Member(self.model.start(ready_at, self._prefixes), now)
+        member.ready_at = ready_at
+        place = next((place for place, each in enumerate(self._members) if not each.alive), len(self._members))
+        if place == len(self._members):
+            self._members.append(member)
+        else:
+            self._gone.append(self._members[place])
+            self._members[place] = member
+            self._router.forget(place)
+        self._changed(now)
+
+    def _changed(self, now: float) -> None:
+        self._sizes.append((now, sum(each.alive for each in self._members)))
+
+    def _ready(self, now: float) -> list[int]:
+        return [
+            place
+            for place, each in enumerate(self._members)
+            if each.alive and each.ready_at <= now and not each.draining
+        ]
+
+    def _run_to(self, now: float) -> None:
+        for member in self._members:
+            if member.alive and member.ready_at <= now:
+                member.engine.run(now)
+                self._collect(member)
+                if member.draining and not member.sent:
+                    self._stop(member, now)
+
+    def _stop(self, member: _Member, now: float) -> None:
+        member.ended = now
+        self._changed(now)
+
+    def _scale(self, now: float, rate: float) -> None:
+        assert self.scaler is not None
+        self._run_to(now)
+        ready = [self._members[place].engine.scheduler for place in self._ready(now)]
+        starting = sum(each.alive and each.ready_at > now for each in self._members)
+        blocks = max(1, sum(each.config.num_blocks for each in ready))
+        used = 1 - sum(each.cache.num_free for each in ready) / blocks
+        waiting, running = sum(len(each.waiting) for each in ready), sum(len(each.running) for each in ready)
+        wanted = self.scaler.engines(Seen(now, len(ready), starting, waiting, running, used, rate))
+        here = len(ready) + starting
+        for _ in range(wanted - here):
+            self._start(now, now + self.start_s)
+        for place in self._ready(now)[wanted:] if wanted < here else ():
+            self._members[place].draining = True
+
+    def _fail(self, kill: Kill) -> None:
+        """Lose an engine: its unfinished requests are sent again with the tokens that are known."""
+        self._run_to(kill.at)
+        member = self._members[kill.engine]
+        if not member.alive:
+            return
+        lost = list(member.sent.values())
+        member.sent.clear()
+        self._stop(member, kill.at)
+        self._start(kill.at, kill.at + kill.back)
+        for sent in lost:
+            if sent.ticket is not None:
+                self._router.done(sent.ticket)
+            known = sent.before + [moment for moment in sent.line.moments if moment <= kill.at]
+            if len(known) >= sent.asked.output_tokens:
+                known = known[: sent.asked.output_tokens - 1]
+            self._send(sent.number, sent.asked, kill.at + kill.notice, known)
+
+    # Requests
+
+    def _send(self, number: int, asked: Asked, now: float, known: Sequence[float] = ()) -> None:
+        ready = self._ready(now)
+        if not ready:  # the service is down: requests wait for the next engine
+            place = min((m.ready_at, i) for i, m in enumerate(self._members) if m.alive)[1]
+            ready, now = [place], self._members[place].ready_at
+        name = f"{number}" if not known else f"{number}+{len(known)}"
+        request = self._tokens.request(name, asked, len(known))
+        ticket, place = None, ready[0]
+        if len(self._members) > 1:
+            outputs = min(asked.output_tokens - len(known), TYPICAL_OUTPUT)
+            ticket = self._router.send(request.prompt_token_ids, outputs, ready)
+            place = ticket.engine
+        member = self._members[place]
+        member.engine.run(now)
+        member.engine.add(request, [repeat(self._tokens.answer(asked))])
+        sent = _Sent(number, asked, ticket, member.engine.lines[name, 0], before=list(known))
+        member.sent[name] = sent
+        self._gauges.look(member.engine)
+
+    def _collect(self, member: _Member) -> None:
+        """Take finished requests, and tell the router of tokens that have come."""
+        for line in member.engine.done:
+            sent = member.sent.pop(line.request_id, None)
+            if sent is not None:
+                if sent.ticket is not None:
+                    self._router.done(sent.ticket)
+                self._done.append((sent, line))
+        member.engine.done.clear()
+        if len(self._members) > 1:
+            for sent in member.sent.values():
+                new = len(sent.line.moments) - sent.told
+                if new and sent.ticket is not None:
+                    self._router.drawn(sent.ticket, new)
+                    sent.told += new
+
+    def _result(self, count: int) -> FleetRun:
+        records: list[Record | None] = [None] * count
+        outlet, end = self.model.outlet, 0.0
+        for sent, line in self._done:
+            moments = sent.before + line.moments
+            end = max(end, moments[-1])
+            shown = [moment + outlet for moment in moments] if outlet else moments
+            at = sent.asked.at
+            records[sent.number] = Record(
+                at, at, shown, shown[-1], sent.asked.prompt_tokens, len(shown), None
+            )  # fmt: skip
+        members = [*self._members, *self._gone]
+        stats = [member.engine.scheduler.stats() for member in members]
+        asked_for = sum(each.prefix_query_tokens for each in stats)
+        return FleetRun(
+            [each for each in records if each is not None],
+            end + outlet,
+            sum((member.ended if not member.alive else end) - member.began for member in members),
+            sum(member.engine.device.busy for member in members),
+            sum(member.engine.device.steps for member in members),
+            sum(each.preemptions for each in stats),
+            sum(each.prefix_hit_tokens for each in stats) / asked_for if asked_for else 0.0,
+            self._gauges,
+            self._sizes,
+        )

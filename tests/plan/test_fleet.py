@@ -1,0 +1,136 @@
+"""Fleets on a virtual clock: what requests get, the router, engines that start, drain and fail, prefixes."""
+
+import pytest
+
+from transect.bench.lengths import Lengths
+from transect.bench.traces.asked import Asked, Piece
+from transect.bench.traces.mix import Mix
+from transect.costs.steps import StepLoad
+from transect.engine.scheduling.policies.scaling import Concurrency, Fixed, Forecast, Queue, Scaler, Seen
+from transect.engine.scheduling.scheduler_config import SchedulerConfig
+from transect.plan.capacity import MixLoad, Shape, highest_rate, simulate, summary_of
+from transect.plan.fleet import EngineModel, Fleet, Kill
+from transect.plan.requests import Tokens, shared_tokens, shares_prefixes
+from transect.plan.target import Target
+
+MIX = Mix(prompt=Lengths.parse("uniform:20-60"), output=Lengths.parse("uniform:10-30"))
+
+
+def seconds(load):
+    return 2e-3 + 1e-4 * load.tokens + 1e-7 * (load.keys + load.pairs)
+
+
+def of_batch(batch):
+    return seconds(StepLoad.of((row.start, row.num_tokens) for row in batch.rows))
+
+
+def model(**changes):
+    limits = {"num_blocks": 400, "max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 512, "seed": 0}
+    times = {"intake": 1e-3, "outlet": 2e-3}
+    return EngineModel(scheduler=SchedulerConfig(**limits | changes), seconds=of_batch, by_load=seconds, **times)
+
+
+def test_every_request_is_answered_in_full():
+    asked = MIX.generate(50.0, 80)
+    run = Fleet(model()).run(asked)
+    assert [record.output_tokens for record in run.records] == [each.output_tokens for each in asked]
+    for record, each in zip(run.records, asked, strict=True):
+        assert record.due == each.at and record.ended == record.moments[-1] and record.moments[0] > each.at + 3e-3
+        assert record.moments == sorted(record.moments)
+    assert run.prefix_hits == 0 and run.seconds == max(record.ended for record in run.records)
+    summary = summary_of(run, warm=0.5)
+    assert summary["requests"] == 40 and 0 < summary["kv_usage"]["max"] < 1 and 0 < summary["busy_share"] <= 1
+
+
+def test_a_lone_request_takes_the_steps_of_its_tokens():
+    (record,) = Fleet(model()).run([Asked(0.0, 50, 3)]).records
+    prompt = seconds(StepLoad.of([(0, 50)]))
+    decodes = [seconds(StepLoad.of([(start, 1)])) for start in (50, 51)]
+    assert record.ttft == pytest.approx(1e-3 + prompt + 2e-3) and record.gaps == pytest.approx(decodes)
+
+
+def test_more_engines_answer_sooner_and_share_the_load():
+    asked = MIX.generate(120.0, 200)
+    waits = [summary_of(Fleet(model(), engines).run(asked))["ttft"]["p90"] for engines in (1, 2, 4)]
+    assert waits[0] > 2 * waits[1] > 2 * waits[2]
+
+
+def test_prefixes_are_found_where_the_router_sends_them():
+    system = [Asked(0.02 * n, 96, 8, (Piece(f"system {n % 2}", 80),)) for n in range(60)]
+    assert shares_prefixes(system) and not shares_prefixes(MIX.generate(1.0, 20))
+    run = Fleet(model(), 2).run(system)
+    assert run.prefix_hits > 0.6
+    turns = [Asked(0.0, 32, 16, (Piece("a", 32),), "a's answer")]
+    turns.append(Asked(5.0, 64, 4, (Piece("a", 32), Piece("a's answer", 16), Piece("b", 16))))
+    assert Fleet(model()).run(turns).prefix_hits == 32 / 96  # the last token of an answer has no KV
+    tokens = Tokens()
+    first, second = (tokens.request(str(number), each).prompt_token_ids for number, each in enumerate(turns))
+    assert second[:32] == first and set(second[32:48]) == {tokens.answer(turns[0])}
+    assert shared_tokens(turns) == pytest.approx(48 / 96)
+
+
+def test_a_killed_engine_loses_no_request():
+    asked = MIX.generate(60.0, 150)
+    whole = Fleet(model(), 3).run(asked)
+    run = Fleet(model(), 3, kills=[Kill(at=1.0, engine=1, back=5.0, notice=0.1)]).run(asked)
+    assert [record.output_tokens for record in run.records] == [each.output_tokens for each in asked]
+    assert all(record.moments == sorted(record.moments) for record in run.records)
+    assert max(max(record.gaps, default=0) for record in run.records) > 0.1
+    assert summary_of(run)["itl"]["max"] > summary_of(whole)["itl"]["max"]
+    assert run.sizes[3:5] == [(1.0, 2), (1.0, 3)]
+
+
+def test_engines_come_and_go():
+    quiet, busy = MIX.generate(5.0, 100), MIX.generate(100.0, 1500, seed=1)
+    asked = [*quiet, *(Asked(20.0 + each.at, each.prompt_tokens, each.output_tokens) for each in busy)]
+    asked += [Asked(45.0 + each.at, each.prompt_tokens, each.output_tokens) for each in MIX.generate(5.0, 200)]
+    scaler = Scaler(Concurrency(each=8.0), most=6, patience=5.0)
+    run = Fleet(model(), scaler=scaler, interval=1.0, start_s=2.0).run(asked)
+    sizes = [size for _, size in run.sizes]
+    assert len(run.records) == len(asked) and sizes[0] == 1 and max(sizes) >= 2 and sizes[-1] < max(sizes)
+    assert run.engine_seconds < max(sizes) * run.seconds
+    worse = Fleet(model()).run(asked)
+    assert summary_of(run)["ttft"]["p99"] < summary_of(worse)["ttft"]["p99"]
+
+
+def test_scaling_policies():
+    def seen(at=0.0, ready=2, starting=0, waiting=0, running=0, kv=0.5, rate=0.0):
+        return Seen(at, ready, starting, waiting, running, kv, rate)
+
+    assert Fixed(3).wanted(seen()) == 3 and Concurrency(8.0).wanted(seen(waiting=8, running=16)) == 3
+    queue = Queue(long=1.0, idle=0.3)
+    assert [queue.wanted(seen(waiting=w, kv=kv)) for w, kv in ((3, 0.9), (0, 0.5), (0, 0.1))] == [3, 2, 1]
+    forecast = Forecast(capacity=10.0, ahead=60.0, headroom=0.0, smoothing=1.0, trend=1.0)
+    assert forecast.wanted(seen(rate=20.0)) == 2
+    assert forecast.wanted(seen(at=10.0, rate=25.0)) == pytest.approx((25 + 0.5 * 60) / 10)
+    calm = Scaler(Concurrency(1.0), most=4, patience=30.0)
+    wants = [calm.engines(seen(at=at, ready=ready, running=running)) for at, ready, running in
+             ((0, 1, 9), (10, 4, 2), (20, 4, 1), (45, 4, 1))]  # fmt: skip
+    assert wants == [4, 4, 4, 1]
+    with pytest.raises(ValueError, match="no such range"):
+        Scaler(Fixed(), 3, 2)
+
+
+def test_the_highest_rate_is_where_the_target_breaks():
+    target, load = Target.parse("ttft.p99=200ms,itl=20ms"), MixLoad(MIX, 150, seconds=1.0)
+    best, worst = highest_rate(model(), load, target, 20.0)
+    assert not target.missed(best.summary) and target.missed(worst.summary)
+    assert best.rate < worst.rate < 1.03 * best.rate
+    again = simulate(model(), load, best.rate)
+    assert again.summary == best.summary  # the same requests, the same clock
+    assert highest_rate(model(), load, Target.parse("ttft=1ms"), 20.0)[0] is None
+
+
+def test_targets():
+    target = Target.parse("ttft.p90=1s, itl=50ms")
+    assert str(target) == "ttft.p90=1000ms,itl.p99=50ms" and target.limit("itl") == 0.05 and target.limit("e2e") is None
+    summary = {"ttft": {"p90": 2.0}, "itl": {"p99": 0.2}}
+    assert target.missed(summary) == ["itl.p99", "ttft.p90"] and target.ratios(summary)["ttft.p90"] == 2
+    for text in ("ttft", "ttft.p91=1s", "first=1s", "ttft=1m"):
+        with pytest.raises(ValueError, match="not understood"):
+            Target.parse(text)
+
+
+def test_shapes():
+    shape = Shape.of([Asked(0, 10, 4), Asked(1, 30, 8)], hits=0.5)
+    assert (shape.prompt, shape.computed, shape.output) == (20, 10, 6)
