@@ -1,13 +1,12 @@
 """``Replicas``: several whole engines as one (data parallel). Its interface is that of ``AsyncEngine``.
 
 Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``policies/routing.py`` says which of
-them gets a request. When one ends or hangs, its requests continue in the others from the tokens that are known, and
+them gets a request. When one ends or hangs, its requests resume in the others from the tokens that are known, and
 ``supervisor.py`` starts it again. Draws are a function of (seed, choice, position), so the rest of an answer is what it
 would have been: to the bit where ``numerics.py`` promises it.
 
 A request that ends replicas is not replayed for ever. Its first replay comes at once, together with those of all other
-requests of the dead replica; the second one alone, because until then nobody knows which of them was the cause; there
-is no third. A token that comes after a replay shows that the request does no harm, and the count begins anew.
+requests of the dead replica; the second one alone, because the cause is not known until then; there is no third. A token that comes after a replay shows that the request does no harm, and the count begins anew.
 """
 
 from __future__ import annotations

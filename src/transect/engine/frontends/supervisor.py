@@ -22,7 +22,7 @@ QUICK_S = 1.0
 PATIENCE = 5.0
 """Factor on the allowed silence of a process that computes, or waits for a core or a disk."""
 START_S, START_RATIO = 30.0, 4.0
-"""A start may take so many seconds, and so many times what the start of the engine before has taken."""
+"""Time limit of a start: seconds, plus a multiple of the load time of the engine before."""
 FIRST_PAUSE_S = 1.0
 """Before the second try; each pause after that is twice as long."""
 
