@@ -5,8 +5,9 @@ them gets a request. When one ends or hangs, its requests resume in the others f
 ``supervisor.py`` starts it again. Draws are a function of (seed, choice, position), so the rest of an answer is what it
 would have been: to the bit where ``numerics.py`` promises it.
 
-A request that ends replicas is not replayed for ever. Its first replay comes at once, together with those of all other
-requests of the dead replica; the second one alone, because the cause is not known until then; there is no third. A token that comes after a replay shows that the request does no harm, and the count begins anew.
+A request that ends replicas is replayed at most twice in a row without a token. Its first replay comes at once, with
+those of all other requests of the dead replica. The second replay runs alone, because the cause is not known until
+then. A token after a replay shows that the request does no harm, and the count begins anew.
 """
 
 from __future__ import annotations
