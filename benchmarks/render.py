@@ -297,6 +297,38 @@ def serving_kills() -> str:
     return "\n".join(_kills(_load(path)) for path in paths if (record.RESULTS / path).exists())
 
 
+def fail_over() -> str:
+    """Kills and stops of replicas, and what replicas cost while nothing fails."""
+    found, cost = _load("cpu/fail_over.json"), _load("cpu/replica_cost.json")
+    pauses = []
+    for name, what in (("SIGKILL", "a kill"), ("SIGSTOP", "a stop")):
+        gap = found[f"gap_{name}_s"]
+        most = f"median {gap['median']:.1f} s, at most {gap['max']:.1f} s, predicted {gap['predicted']:.1f} s"
+        pauses.append(f"after {what} {most}")
+    alone, behind = cost["alone"], cost["replicas"]
+    pairs = {
+        "first token at one stream, ms": "first_token_ms",
+        f"tokens/s of {cost['streams']} streams": "tokens_per_s",
+        "processor time of the HTTP process a token, µs": "processor_us_per_token",
+    }
+    costs = [f"{what} {_spread(behind[key])} beside {_spread(alone[key])}" for what, key in pairs.items()]
+    return (
+        f"`{found['command']}`: {found['signals']} signals at random tokens to three replicas of {found['model']}, "
+        f"{found['kills']} of them `kill -9` and {found['stops']} SIGSTOP. Of {found['answers']} answers "
+        f"{found['broken']} were dropped and {found['differing']} differed from an undisturbed one. The longest pause "
+        f"in a round's streams: {'; '.join(pauses)}. The prediction counts the time until a death is noticed and a "
+        "prefill on idle cores; a replica that starts again takes cores from the others. "
+        f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
+        f"`{cost['command']}`: an engine behind replicas beside the same engine alone, without a model and without a "
+        f"failure, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. On a busy 2-core "
+        f"machine ({cost['processor']}), {record.made_at([cost])}.\n"
+    )
+
+
+def _spread(values: dict[str, float]) -> str:
+    return f"{values['median']:,.1f} ({values['min']:,.1f} to {values['max']:,.1f})"
+
+
 def _kills(found: dict[str, Any]) -> str:
     others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
     gpus = len(found["each"][0]["gpu_mib_more"])
@@ -427,6 +459,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "grammars": lambda: grammars.table(_load("cpu/grammars.json")),
     "kills": kills,
     "serving-kills": serving_kills,
+    "fail-over": fail_over,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
     "training-settings": training_settings,
     "serving-settings": serving_settings,

@@ -6,12 +6,13 @@ choice must yield is computed beforehand by ``expected_tokens``, from the reques
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from grammar_fakes import Steps, allowed_after
+from expected_answers import EOS, can_fit, expected_tokens
+from grammar_fakes import Steps
 from hypothesis import note
 from hypothesis import strategies as st
-from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, chain_of, check, draw_token, extend_chain
+from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, check
 
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
@@ -23,8 +24,6 @@ from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.engine.scheduling.sequence_blocks import SequenceBlocks
-
-_EOS = 0
 
 
 def _stall_limit(lag: int) -> int:
@@ -45,6 +44,8 @@ class Arrival:
     fail: tuple[int, int] | None = None
     grammar: tuple[int, int, int | None] | None = None
     """Seed, length, and after how many tokens it cannot go on (``grammar_fakes.Steps``)."""
+    begun: tuple[tuple[int, ...] | None, ...] | None = None
+    """See ``Request.output_token_ids``."""
 
 
 @dataclass(frozen=True)
@@ -205,53 +206,12 @@ def preempted_failures(draw: st.DrawFn) -> Workload:
     return Workload(config, (Arrival(0, other, long), fails, later), lag=1, late=draw(st.booleans()))
 
 
-def can_fit(arrival: Arrival, config: SchedulerConfig) -> bool:
-    """Whether the engine must take the request, said in another way than the scheduler does."""
-    prompt = len(arrival.prompt)
-    most = config.max_model_len if arrival.params.max_tokens is None else prompt + arrival.params.max_tokens
-    computed = min(most, config.max_model_len) - 1
-    return (
-        prompt < config.max_model_len
-        and arrival.params.n <= config.max_num_seqs
-        and computed <= config.num_blocks * config.block_size
-    )
-
-
-def expected_tokens(arrival: Arrival, config: SchedulerConfig, choice: int) -> tuple[list[int], str, int | None]:
-    """Output tokens, finish reason and stop reason of a choice that nobody disturbs."""
-    params = arrival.params
-    eos = () if params.ignore_eos else (_EOS,)
-    stops = (*eos, *(params.stop_token_ids or ()))
-    seed = params.seed
-    assert seed is not None
-    chain = chain_of(arrival.prompt)
-    tokens: list[int] = []
-    while True:
-        position = len(arrival.prompt) + len(tokens)
-        if arrival.fail == (choice, position) and arrival.grammar is None:
-            return tokens, "error", None
-        early = len(tokens) < params.min_tokens
-        masked = set(stops if early else ())
-        if arrival.grammar is not None:
-            masked.update(set(range(VOCAB)) - allowed_after(arrival.grammar[0], VOCAB, tokens))
-        token = draw_token(seed, choice, chain, masked)
-        if arrival.grammar is not None and arrival.grammar[2] == len(tokens):
-            return tokens, "error", None
-        tokens.append(token)
-        chain = extend_chain(chain, token)
-        if token in stops and not early:
-            return tokens, "stop", None if token in eos else token
-        if arrival.grammar is not None and (token == _EOS or len(tokens) == arrival.grammar[1]):
-            return tokens, "stop", None
-        if len(tokens) == params.max_tokens or position + 1 == config.max_model_len:
-            return tokens, "length", None
-
-
 @dataclass
 class _Record:
     """What came out for one choice."""
 
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
+    begun: int  # tokens that it had when it came
     end: EngineOutput | None = None
     aborted: bool = False
 
@@ -320,11 +280,12 @@ class Run:
             grammar = Steps(seed, VOCAB, length, fails_at=fails_at)
         priority = arrival.priority if self.workload.config.scheduling_policy == "priority" else 0
         client = f"c{arrival.client}", 1.0 + arrival.client
-        request = Request(name, arrival.prompt, arrival.params, priority, None, (_EOS,), grammar, None, *client)
+        fields = arrival.prompt, arrival.params, priority, None, (EOS,), grammar, None, *client, arrival.begun
+        request = Request(name, *fields)
         try:
             self.core.add(request)
         except QueueFull as full:
-            check(self.scheduler.stats().waiting == self.workload.config.max_queue, "the queue is not full")
+            check(self.scheduler.stats().waiting >= self.workload.config.max_queue, "the queue is not full")
             check(1.0 <= full.retry_after <= 60.0, "retry_after out of range")
             return False
         except ValueError:
@@ -333,7 +294,9 @@ class Run:
         check(can_fit(arrival, self.workload.config), f"{name} can never fit and was taken")
         self.arrival_of[name] = arrival
         for seq in self.scheduler.requests[name].choices:
-            self.records[name, seq.index] = _Record()
+            begun = self.executor.begun[seq.seq_id] = tuple(seq.output_token_ids)
+            if seq.finish_reason is None:
+                self.records[name, seq.index] = _Record(list(begun), len(begun))
             self._sequence_ids[seq.seq_id] = (arrival, seq.index)
             self._choices[seq.seq_id] = seq
         return True
@@ -413,7 +376,7 @@ class Run:
         cached = output.num_cached_tokens
         check(cached < len(arrival.prompt) and cached % self.workload.config.block_size == 0, "cached tokens")
         check(cached == 0 or params.prompt_logprobs is None, "prompt logprobs need every prompt token computed")
-        first = bool(output.new_token_ids) and len(record.tokens) == len(output.new_token_ids)
+        first = bool(output.new_token_ids) and len(record.tokens) == record.begun + len(output.new_token_ids)
         notable = first or output.finish_reason is not None
         check(notable == (output.times is not None), "times belong to the first and the last output")
         if output.finish_reason is not None:
@@ -445,8 +408,7 @@ class Run:
         check(places == self.scheduler._places <= self.workload.config.max_num_seqs, "places are counted wrongly")
 
     def _check_order(self, waiting: dict[int, tuple[Sequence, int]]) -> None:
-        """Whoever was admitted in this step was ahead of all that still wait. Where steps are sized by time it may also
-        be shorter than all of those ahead of it, and the first of them still fits."""
+        """What was admitted now was ahead of all that wait; or, where time sizes steps, shorter, and the first fits."""
         admitted = [(s.rank, length) for s, length in waiting.values() if s.status is Status.RUNNING]
         left = sorted((s.rank, length) for s, length in waiting.values() if s.status is Status.WAITING)
         for rank, length in admitted:
@@ -454,8 +416,9 @@ class Run:
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
-            # After a broken step all wait at once: short ones may use up their share before a longer one does.
-            shorter = length < min(passed) or bool(self.workload.breaks)
+            # Where many wait at once, short ones may use up their share before a longer one does.
+            many = bool(self.workload.breaks) or any(each.begun is not None for each in self.workload.arrivals)
+            shorter = length < min(passed) or many
             check(shorter, "a waiting sequence was overtaken by one that is no shorter")
             blocks = self.scheduler.blocks.blocks_for(passed[0])
             check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
@@ -482,9 +445,8 @@ class Run:
         check(stats.kv_blocks_used == 0, f"{stats.kv_blocks_used} blocks leaked")
         check(not (stats.running or stats.waiting or stats.preempted), f"gauges not back at zero: {stats}")
         check(sum(stats.finished.values()) == len(self.records), "finished choices are counted wrongly")
-        check(
-            stats.generation_tokens == sum(len(r.tokens) for r in self.records.values()), "tokens are counted wrongly"
-        )
+        drawn = sum(len(r.tokens) - r.begun for r in self.records.values())
+        check(stats.generation_tokens == drawn, "tokens are counted wrongly")
         check(not self.scheduler.blocks.returns_pending, "blocks wait for a step that is done")
         check(not self.scheduler.blocks._copy_sources, "copy sources are held for ever")
 
@@ -505,10 +467,11 @@ class Run:
             check(got == (reason, stop_reason), f"{where} ends with {got}, not {(reason, stop_reason)}")
             check((end.error is not None) == (reason == "error"), f"{where}: error text")
         if record.tokens and params.prompt_logprobs is not None:
-            check(name in self.prompt_logprobs, f"{name} got no prompt logprobs")
+            told = any(arrival.begun or ())  # where it began
+            check((name in self.prompt_logprobs) != told, f"{name} got no prompt logprobs, or twice")
 
 
 def run(workload: Workload, **classes: type) -> Run:
     """Run a workload to its end and check everything. Raises Violation, or an assertion inside the engine."""
-    note(repr(workload))
+    note(str(workload)[:20_000])
     return Run(workload, **classes).finish()

@@ -95,15 +95,15 @@ class CheckedCache(KVCache):
 class _Truth:
     """The real tokens of one sequence and the chains of its prefixes."""
 
-    def __init__(self, prompt: tuple[int, ...]) -> None:
+    def __init__(self, prompt: tuple[int, ...], begun: Sequence[int] = ()) -> None:
         self.prompt_len = len(prompt)
         self.tokens: list[int] = []
         self.chains: list[int] = []
-        self.taken_in: list[int] = []
+        self.taken_in: Sequence[int] = begun
         """The engine's live list of output tokens."""
         self.failed = False
         self.grammar: Steps | None = None
-        for token in prompt:
+        for token in (*prompt, *begun):
             self.append(token)
 
     def append(self, token: int) -> None:
@@ -149,11 +149,14 @@ class CheckingExecutor:
         self.holders: Callable[[int], set[int]] | None = None
         """Block -> the seq_ids that have it now; None: suspect blocks are not followed."""
         self.truths: dict[int, _Truth] = {}
+        self.begun: dict[int, tuple[int, ...]] = {}
+        """By seq_id the output tokens that a continued choice had from the start."""
         self.done_step = self.newest_step = 0
         self.past: deque[ScheduledBatch] = deque(maxlen=config.pipeline_depth)
         self.num_copies = 0
         self.num_forced = 0
         self.last_draws: set[int] = set()
+        self.last_lists: dict[int, list[int]] = {}
 
     def poison(self, block_id: int) -> None:
         """Nobody may read what the block held."""
@@ -208,11 +211,16 @@ class CheckingExecutor:
         drafts = sum(len(row.drafts) for row in batch.rows)
         check(not drafts or len(batch.rows) + drafts <= config.max_num_seqs, f"{drafts} drafts are too many rows")
         decodes = any(
-            row.draws and row.num_tokens - len(row.drafts) == 1 and row.seq_id in self.last_draws for row in batch.rows
+            row.draws
+            and row.num_tokens - len(row.drafts) == 1
+            and row.seq_id in self.last_draws
+            and self.last_lists.get(row.seq_id, row.block_ids) is row.block_ids  # else it was admitted anew
+            for row in batch.rows
         )
         mixed = config.max_mixed_tokens or config.max_num_batched_tokens
         check(not decodes or batch.num_tokens <= mixed, f"{batch.num_tokens} tokens beside decodes exceed their budget")
         self.last_draws = {draw.seq_id for row in batch.rows for draw in row.draws}
+        self.last_lists = {row.seq_id: row.block_ids for row in batch.rows if row.draws}
         check(len(batch.rows) <= config.max_num_seqs, f"{len(batch.rows)} rows exceed max_num_seqs")
         check(len({row.seq_id for row in batch.rows}) == len(batch.rows), "a sequence has two rows in one batch")
         for row in batch.rows:
@@ -270,7 +278,7 @@ class CheckingExecutor:
 
     def _truth(self, seq_id: int, prompt: tuple[int, ...]) -> _Truth:
         if seq_id not in self.truths:
-            self.truths[seq_id] = _Truth(prompt)
+            self.truths[seq_id] = _Truth(prompt, self.begun.get(seq_id, ()))
         return self.truths[seq_id]
 
     def _write(self, row: ScheduledRow, written: set[tuple[int, int]]) -> None:

@@ -104,7 +104,7 @@ def trainer_with_a_slow_dataset(fast):
 
 @program("tokenize", library="transformers")
 def texts_tokenized_each_step(fast):
-    from transformers import BertTokenizerLegacy as Slow
+    from transformers import BertTokenizerLegacy as Slow  # type: ignore[attr-defined]
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(chr(97 + i) * n for i in range(26) for n in (1, 2, 3))]
     with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as file:

@@ -14,6 +14,7 @@ A server under load:
 * ``load.py``        open loop (arrivals do not wait for answers) and closed loop (fixed concurrency)
 * ``levels.py``      a load test: levels of load, one after the other
 * ``objectives.py``  latency objectives, for goodput
+* ``same_answers.py`` requests of every kind, and whether two answers to one of them are the same
 * ``summary.py``     percentiles, rates, goodput, errors by kind. ``plots.py``: pictures of them
 
 An engine in this process:

@@ -57,7 +57,7 @@ def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -
     console = Console()
     resolve(model)
     console.print(f"starting the server with {model} ...", highlight=False, soft_wrap=True)
-    with _server(model, options) as url:
+    with own_server(model, *options) as url:
         talks = [Talk(number, question) for number, question in enumerate(QUESTIONS, start=1)]
         gauges = Gauges()
         with View(console, talks, gauges, picture_width=None if svg is None else WIDTH) as view:
@@ -70,8 +70,11 @@ def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -
 
 
 @contextmanager
-def _server(model: str, options: Sequence[str]) -> Iterator[str]:
+def own_server(model: str, *options: str) -> Iterator[str]:
     """A server on a free port for the length of the block; gives its URL.
+
+    Args:
+        options: further ones of ``transect serve``.
 
     Raises:
         ValueError: it did not start, or did not stop cleanly.

@@ -14,12 +14,15 @@ from ..engine.executors.gpu.options import GPUOptions
 from ..server.options import ServerOptions
 from ..spec.settings import settings_of
 from .engine_options import BUILTIN, HOW_IT_RUNS, ModelArgument, engine_config, engine_settings, json_object, takes
-from .settings import ConfigFile
+from .settings import WORDS, ConfigFile
 
 if TYPE_CHECKING:
+    from ..engine.config import EngineConfig
     from ..engine.frontends.async_engine import AsyncEngine
 
 
+REREADS = "transect.rereads"
+"""Key of a context's ``meta``: a list that gets the configuration, in place of a server that starts."""
 NO_OPTIONS = (
     *("eos_token_ids", "batching", "longest_first", "first_device", "decisions", "max_prompts"),
     *(each.name for each in settings_of(GPUOptions) if each.name not in HOW_IT_RUNS),
@@ -31,6 +34,7 @@ SERVER = tuple(each for each in settings_of(ServerOptions) if each.name not in N
 
 @takes(*SERVER, *ENGINE, max_queue_bytes=512 * 2**20, max_queue_wait=120.0)
 def command(
+    context: typer.Context,
     model: ModelArgument = BUILTIN,
     api_key_file: Annotated[
         Path | None,
@@ -55,7 +59,7 @@ def command(
     """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
     import asyncio
 
-    from ..engine.frontends.replicas import start_engines
+    from ..engine.frontends.replicas import Replicas, start_engines
     from ..parallel.gathering import under_torchrun
     from ..server.http.clients import keys_in
     from ..server.operations.request_log import configure
@@ -71,6 +75,10 @@ def command(
         # More prompts than may wait would never fit, however often they came back.
         max_prompts=min(settings["max_queue"] or ServerOptions.max_prompts, ServerOptions.max_prompts),
     )
+    rereads = context.meta.get(REREADS)
+    if rereads is not None:
+        rereads.append((engine_config(model, **settings), options.drain_timeout_s))
+        return 0
     configure(options.request_log, options.log_level)
     follows = under_torchrun() and os.environ["RANK"] != "0"
     uds = options.uds
@@ -99,11 +107,36 @@ def command(
         )
         print(" | ".join(filter(None, said)), flush=True)
 
+    async def reload(engine: Any) -> None:
+        if not isinstance(engine, Replicas):
+            raise ValueError("an engine whose ranks share experts cannot be replaced while it runs: restart the server")
+        await engine.reload(*reread(context))
+
+    def start() -> Any:
+        return start_engines(engine_settings, replaceable=True)
+
+    # Of a closed terminal SIGHUP means the end, as ever.
+    again = None if sys.stdin is not None and sys.stdin.isatty() else reload
     try:
-        return asyncio.run(serve(lambda: start_engines(engine_settings), options, sock, ready=ready))
+        return asyncio.run(serve(start, options, sock, ready=ready, reload=again))
     finally:
         if uds is not None:
             Path(uds).unlink(missing_ok=True)
+
+
+def reread(context: Any) -> tuple[EngineConfig, float]:
+    """The configuration of the engine, and ``--drain-timeout``, as the command line, the environment and the file of
+    ``--config`` say them now.
+
+    Raises:
+        ValueError: they are at fault.
+    """
+    found: list[tuple[EngineConfig, float]] = []
+    fresh = context.command.make_context(context.info_name, list(context.meta[WORDS]), parent=context.parent)
+    fresh.meta[REREADS] = found
+    with fresh:
+        context.command.invoke(fresh)
+    return found[0]
 
 
 def lora_module(

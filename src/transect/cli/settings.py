@@ -24,7 +24,9 @@ COMMANDS = {
         "serve": "Serve a model over HTTP as OpenAI's API does.",
         "chat": "Talk to a model.",
         "generate": "Continue a prompt.",
+        "reload": "Replace the engines of a running server.",
         "demo": "Stream eight chats from a server at once.",
+        "drill": "Kill a replica in the middle of answers, and compare every byte.",
         "top": "Show what a server does now.",
     },
     "Make": {
@@ -55,6 +57,9 @@ COMMANDS = {
 }
 """Commands by group, with what they do in a few words. Each is a module of this folder."""
 
+WORDS = "transect.words"
+"""Key of a context's ``meta``: the words of its command line."""
+
 SPREAD = {"lora_modules": lambda word: "=" in word or word.startswith("{")}
 """Options that take several values after one flag, as vLLM's do: parameter to a test of words that are values."""
 
@@ -67,6 +72,7 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Repeat the flags of ``SPREAD`` before each of their values, which is the form that click knows."""
+        ctx.meta[WORDS] = tuple(args)
         flags = {flag: SPREAD[param.name] for param in self.params if param.name in SPREAD for flag in param.opts}
         spread: list[str] = []
         flag, values = "", 0

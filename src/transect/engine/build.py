@@ -37,6 +37,7 @@ from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
 from .host_room import check_weights
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
+from .numerics import UNKNOWN, Numerics, numerics_of
 from .offload import stream_plan
 from .scheduling.batch import Executor
 from .scheduling.clock import WallClock
@@ -64,6 +65,8 @@ class BuiltEngine:
     """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
     """All ranks, and the place of this one; None if there is only one."""
+    numerics: Numerics = UNKNOWN
+    """Fingerprint of everything that its bits depend on."""
     speaks: bool = True
     """True on the one rank that decides and logs what runs."""
 
@@ -117,11 +120,12 @@ def build_engine(
 
         parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
-        storage = parts.storage
+        storage, exact, computes = parts.storage, config.deterministic, parts.description
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
         graph_prompts = FEWEST_ROWS if graph_tokens else None
     else:
-        executor, size, why, storage = _build_cpu(config, source, mesh)
+        executor, size, why, storage, computes = _build_cpu(config, source, mesh)
+        exact = config.deterministic or config.dtype == "float32" or computes.startswith("C++ layers")
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     limit = config.step_limit
@@ -162,7 +166,8 @@ def build_engine(
     if source.adapter is not None and device.type == "cuda":
         why = f"{why}, adapter {'beside' if config.quantization else 'in'} the weights"
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
-    return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report)
+    numerics = numerics_of(config, source, device, computes, exact)
+    return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report, numerics=numerics)
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:
@@ -194,8 +199,11 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
     return found
 
 
-def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> tuple[Runner, KVSize, str, Storage]:
-    """The model and its cache in the memory of the host, which kernels run, and in which formats."""
+def _build_cpu(
+    config: EngineConfig, source: ModelSource, mesh: Mesh | None
+) -> tuple[Runner, KVSize, str, Storage, str]:
+    """The model and its cache in the memory of the host, which kernels run and why, in which formats, and what in the
+    kernels decides about bits."""
     on_host = 1 if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
@@ -225,7 +233,9 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
             why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
-        whole = native
+        whole, library = native, None
+    computes = "C++ layers" if whole else "C++ products" if native else "torch"
+    computes += "" if library is None else f" of {library.name}"
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"
     if takes_scales(config.kv_cache_dtype):
@@ -252,8 +262,8 @@ def _build_cpu(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> 
     if stream is not None:
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
     if mesh is not None and mesh.pipeline.size > 1:
-        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage
-    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage
+        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes
+    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:

@@ -42,6 +42,10 @@ class StepLimit(NamedTuple):
     """Prefill in small chunks while decoding, when the whole batch finishes sooner."""
 
 
+HUNG_AFTER_S, REPLACED_AFTER_S = 60.0, 20.0
+"""Defaults of ``hung_after_s`` for an engine alone and for replicas."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Settings of an engine. None leaves a choice to the engine, which prints the choice.
@@ -123,7 +127,9 @@ class EngineConfig:
         check_plans: To find errors: the ranks compare their plans in every step.
         decisions: Keep a log of the scheduler's decisions in memory (``engine/scheduling/decisions.py``).
         decision_log: Write the scheduler's decisions to this file; see ``transect explain``.
-        hung_after_s: Seconds of silence of the engine process after which it counts as hung. ``/health`` says so.
+        hung_after_s: Seconds of silence of the engine process after which it counts as hung; default: 60, or 20 with
+            replicas. ``/health`` says so, or another replica takes over its requests.
+        fail_over: Continue the requests of a replica that has ended or hangs in the others, and start it again.
         cuda_graphs: Capture steps that only decode at the start (``on``), when each first comes (``lazy``), or never.
         gpu: Optimizations on a GPU, which can be switched off to compare.
         gpu_memory_utilization: Share of the GPU's memory that the engine may fill.
@@ -190,7 +196,8 @@ class EngineConfig:
     check_plans: bool = False
     decisions: bool = True
     decision_log: str | None = None
-    hung_after_s: Annotated[float, About(above=0)] = 60.0
+    hung_after_s: Annotated[float | None, About(above=0)] = None
+    fail_over: bool = True
     cuda_graphs: Literal["on", "lazy", "off"] = "on"
     gpu: GPUOptions = field(default_factory=GPUOptions)
     gpu_memory_utilization: Annotated[float, About(above=0, most=1)] = 0.9
@@ -240,6 +247,11 @@ class EngineConfig:
     def replicas(self) -> int:
         """Whole engines behind one server; each has a ``data_parallel_size`` of 1 then (``replicas.config_of``)."""
         return 1 if self.enable_expert_parallel else self.data_parallel_size
+
+    @property
+    def silence_s(self) -> float:
+        """``hung_after_s``, or its default."""
+        return self.hung_after_s or (HUNG_AFTER_S if self.replicas == 1 else REPLACED_AFTER_S)
 
     @property
     def shares_data(self) -> bool:

@@ -130,6 +130,8 @@ class Conversation:
         self.ending = Ending("stop", None)
         self.thought_tokens = 0
         """Tokens of the answer that were thoughts; known when it has ended."""
+        self.continued = False
+        """The news that come now are ``Update.approximate``."""
 
     async def start(self, template_kwargs: dict[str, Any] | None = None, *, goes_on: bool = False) -> Generation:
         """Submit; a refusal is raised here. ``goes_on``: with the last message, which is the beginning of the answer.
@@ -171,6 +173,7 @@ class Conversation:
         async with self.generation:
             async for event in self.generation:
                 update = event.update
+                self.continued = update.approximate
                 piece = reader.feed(update.text, update.finish_reason, update.stop_reason)
                 news = self.blocks.feed(piece, self._logprobs(update))
                 if update.finish_reason is not None:

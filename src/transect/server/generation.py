@@ -85,6 +85,7 @@ class Generation:
         self._serving, self._priority, self._pooling = serving, priority, pooling
         self._began = time.monotonic()
         self._first_token_s: float | None = None
+        self._approximate = False
         self._reasons: list[str] = []
         self._times: RequestTimes | None = None
         """Those of the choice that ended last."""
@@ -104,6 +105,7 @@ class Generation:
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=cached,
+            continued="approximately" if self._approximate else None,
         )
 
     async def start(self) -> None:
@@ -258,6 +260,7 @@ class Generation:
         if update.times is not None and update.times.finished is not None:
             self._times = update.times
         self.completion_tokens += len(update.token_ids)
+        self._approximate = self._approximate or update.approximate
         self._cached_tokens[index] = max(self._cached_tokens[index], update.num_cached_tokens)
         if update.token_ids and self._first_token_s is None:
             self._first_token_s = round(time.monotonic() - self._began, 4)

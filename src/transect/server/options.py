@@ -39,6 +39,7 @@ class ServerOptions:
         keep_alive_s: Seconds that a connection stays open after an answer, for the next request. Give more than a proxy
             in front of the server does, which otherwise sends a request on a connection that just ended.
         grace_s: Seconds for running requests after SIGTERM.
+        drain_timeout_s: Seconds for the streams of replaced engines after ``transect reload``.
         allowed_origins: Origin of web pages that may ask; may be given again, or a JSON list; '' for none.
         allowed_methods: Method of requests of web pages of other origins; may be given again.
         allowed_headers: Header of requests of web pages of other origins; may be given again.
@@ -75,6 +76,7 @@ class ServerOptions:
     receive_timeout_s: Annotated[float, About(above=0)] = 20.0
     keep_alive_s: Annotated[int, About(least=0)] = 5
     grace_s: Annotated[float, About(least=0)] = 30.0
+    drain_timeout_s: Annotated[float, About(least=0)] = 60.0
     allowed_origins: tuple[str, ...] = ("*",)
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)

@@ -1,5 +1,7 @@
 """The life of a server process: bind, serve, drain on SIGTERM, end with the engine.
 
+SIGHUP replaces the engines where the caller can do that, and ends the server in good order elsewhere.
+
 Exit codes: 0 after SIGTERM or SIGHUP, 130 after Ctrl-C, 1 when the engine died and a supervisor should start the server
 again.
 """
@@ -15,7 +17,7 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -135,9 +137,14 @@ class _Signals:
     """SIGTERM, SIGHUP and Ctrl-C as something to wait for. A second signal of any kind means: now.
 
     SIGHUP, which a closed terminal sends, is left alone where it is ignored, as ``nohup`` wants it.
+
+    Args:
+        reloads: SIGHUP does not end the server; it sets ``reload``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reloads: bool = False) -> None:
+        self._reloads = reloads
+        self.reload = asyncio.Event()
         hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
         self._kinds = (signal.SIGTERM, signal.SIGINT, *([signal.SIGHUP] if hangs_up else []))
         self.first: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
@@ -150,7 +157,9 @@ class _Signals:
         return self
 
     def _caught(self, which: signal.Signals) -> None:
-        if self.first.done():
+        if which == signal.SIGHUP and self._reloads:
+            self.reload.set()
+        elif self.first.done():
             self.again.set()
         else:
             self.first.set_result(which)
@@ -167,6 +176,7 @@ async def serve(
     sock: socket.socket,
     *,
     ready: Callable[[Any], None],
+    reload: Callable[[Any], Awaitable[None]] | None = None,
 ) -> int:
     """Start the engine, serve until a signal or the engine's death, and clean up.
 
@@ -175,11 +185,12 @@ async def serve(
         options: names, keys, limits, and the seconds that running requests get after SIGTERM.
         sock: from ``bind``.
         ready: called once with the engine, when requests are accepted.
+        reload: replaces the engine's processes, on SIGHUP; None: SIGHUP ends the server.
 
     Returns:
         The process's exit code.
     """
-    with _Signals() as signals:
+    with _Signals(reload is not None) as signals:
         starting = asyncio.ensure_future(start_engine())
         await asyncio.wait((starting, signals.first), return_when=asyncio.FIRST_COMPLETED)
         if not starting.done():
@@ -187,10 +198,27 @@ async def serve(
             await asyncio.gather(starting, return_exceptions=True)
             return _code(signals)
         engine = starting.result()
+        reloading = None if reload is None else asyncio.create_task(_reload(engine, signals, reload))
         try:
             return await _serve(engine, options, sock, signals, ready)
         finally:
+            if reloading is not None:
+                reloading.cancel()
             await engine.shutdown()
+
+
+async def _reload(engine: Any, signals: _Signals, reload: Callable[[Any], Awaitable[None]]) -> None:
+    """Replace the engine's processes at each SIGHUP; one that comes meanwhile is the next."""
+    while True:
+        await signals.reload.wait()
+        signals.reload.clear()
+        log.warning("transect: reload: new engines are started, and old ones finish their streams")
+        try:
+            await reload(engine)
+        except Exception as error:  # of the settings, or of an engine that does not start: the server goes on
+            log.error("transect: error: reload failed, and the engines stay: %s", error)
+        else:
+            log.warning("transect: reload: new engines take all requests")
 
 
 def _code(signals: _Signals) -> int:

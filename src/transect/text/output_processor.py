@@ -95,6 +95,9 @@ class Update:
     times: Any = None
     """The engine's ``RequestTimes``, where it sent them."""
     final: RequestOutput | None = None
+    approximate: bool = False
+    """From here on another engine continues the choices, whose bits are not those of the first: what follows may differ
+    from what that one would have said."""
 
     @property
     def finished(self) -> bool:
@@ -111,6 +114,7 @@ class Update:
         self.num_cached_tokens = max(self.num_cached_tokens, later.num_cached_tokens)
         self.times = later.times if later.times is not None else self.times
         self.final = later.final
+        self.approximate = self.approximate or later.approximate
 
 
 def together(updates: list[Update | Exception]) -> list[Update | Exception]:
@@ -140,7 +144,9 @@ class _Choice:
 
 
 @dataclass(slots=True)
-class _Request:
+class RunningRequest:
+    """What is known of a request that has not ended: its tokens, its text, and what may still become text."""
+
     prompt: str | None
     prompt_token_ids: list[int]
     choices: list[_Choice]
@@ -150,6 +156,11 @@ class _Request:
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     pooled: bytes | None = None
+
+    def output_token_ids(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The tokens of each choice; None for one that has ended."""
+        outputs = (choice.output for choice in self.choices)
+        return tuple(None if output.finished else tuple(output.token_ids) for output in outputs)
 
 
 class OutputProcessor:
@@ -163,7 +174,7 @@ class OutputProcessor:
     def __init__(self, tokenizer: TokenTexts, clock: Callable[[], float] = time.monotonic) -> None:
         self._tokenizer = tokenizer
         self._clock = clock
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RunningRequest] = {}
         self._automata: weakref.WeakValueDictionary[tuple[str, ...], StopAutomaton] = weakref.WeakValueDictionary()
         """Those of running requests, by their stop strings: the prompts and choices of a request share one."""
 
@@ -196,8 +207,7 @@ class OutputProcessor:
         Raises:
             ValueError: the id is already running, n is below 1, or a stop string is empty.
         """
-        if request_id in self._requests:
-            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
+        self._check_new(request_id)
         if n < 1:
             raise ValueError(f"n must be at least 1, got {n}")
         automaton = self._automaton(tuple(stop))
@@ -210,7 +220,7 @@ class OutputProcessor:
             for index in range(n)
         ]
         arrival = self._clock() if arrival_time is None else arrival_time
-        self._requests[request_id] = _Request(
+        self._requests[request_id] = RunningRequest(
             prompt, list(prompt_token_ids), choices, min_tokens, include_stop, RequestMetrics(arrival)
         )
 
@@ -219,6 +229,23 @@ class OutputProcessor:
         if automaton is None:
             automaton = self._automata[stop] = StopAutomaton(stop)
         return automaton
+
+    def release(self, request_id: str) -> RunningRequest | None:
+        """Give a request away unfinished, to be continued by another processor; None if it has ended."""
+        return self._requests.pop(request_id, None)
+
+    def adopt(self, request_id: str, state: RunningRequest) -> None:
+        """Take a request that another processor, with a tokenizer like this one's, has released.
+
+        Raises:
+            ValueError: the id is already running.
+        """
+        self._check_new(request_id)
+        self._requests[request_id] = state
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._requests:
+            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
 
     def process(self, output: EngineOutputLike) -> Update | None:
         """Take what one engine step brought for one choice.
@@ -280,7 +307,9 @@ class OutputProcessor:
             raise ValueError(f"request {request_id!r} is not running: it has ended or was never added")
         return self._request_output(request_id, request)
 
-    def _take_tokens(self, request: _Request, choice: _Choice, output: EngineOutputLike, update: Update) -> str | None:
+    def _take_tokens(
+        self, request: RunningRequest, choice: _Choice, output: EngineOutputLike, update: Update
+    ) -> str | None:
         """Append the step's tokens and their text up to the one that completes a stop string; return that string."""
         tokens = output.new_token_ids
         if not tokens:
@@ -312,7 +341,7 @@ class OutputProcessor:
         return stopped
 
     @staticmethod
-    def _take_text(request: _Request, choice: _Choice, update: Update, text: str) -> str | None:
+    def _take_text(request: RunningRequest, choice: _Choice, update: Update, text: str) -> str | None:
         stopped: str | None = None
         if len(choice.output.token_ids) > request.min_tokens:
             text, stopped = choice.matcher.push(text)
@@ -323,7 +352,7 @@ class OutputProcessor:
 
     def _end(
         self,
-        request: _Request,
+        request: RunningRequest,
         choice: _Choice,
         update: Update,
         reason: str,
@@ -356,7 +385,7 @@ class OutputProcessor:
         return position
 
     @staticmethod
-    def _request_output(request_id: str, request: _Request) -> RequestOutput:
+    def _request_output(request_id: str, request: RunningRequest) -> RequestOutput:
         outputs = []
         for choice in request.choices:
             output = choice.output

@@ -55,6 +55,6 @@ def test_only_the_steps_inside_count():
         step(2)
         step(3)
     whole = run._steps_floor()
-    run._span[0] = 0.0
+    run._steady.recording.span[0] = 0.0
     assert run.result is not None and run._steps_floor() == pytest.approx(1.5 * whole, rel=0.01) and whole > 0
     assert any("engine's steps" in note for note in run.result.split.notes)

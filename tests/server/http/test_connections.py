@@ -23,7 +23,7 @@ GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
 def serving(engine):
     """``serving(during, **options)``: serve on a free port while ``during(port)`` runs, then end as a signal would."""
 
-    async def run(during, grace_s=5.0, **options):
+    async def run(during, grace_s=5.0, reload=None, **options):
         async def start():
             return engine
 
@@ -41,7 +41,11 @@ def serving(engine):
         sock = bind("127.0.0.1", 0)
         options = ServerOptions(model_names=("m",), grace_s=grace_s, **options)
         tasks = []
-        code = await serve(start, options, sock, ready=lambda _: tasks.append(asyncio.ensure_future(conduct())))
+
+        def ready(_):
+            tasks.append(asyncio.ensure_future(conduct()))
+
+        code = await serve(start, options, sock, ready=ready, reload=reload)
         await asyncio.gather(*tasks)
         return code
 
@@ -269,3 +273,29 @@ def test_connections_leave_descriptors_for_the_rest():
         assert most_connections(5) == 5 and most_connections(10**9) == limit
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_sighup_replaces_engines_where_the_caller_can(serving, engine, caplog):
+    replaced = []
+
+    async def reload(engine):
+        replaced.append(engine)
+        if len(replaced) == 1:
+            raise ValueError("the settings are at fault")
+
+    async def during(port):
+        for count in (1, 2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            while len(replaced) < count:
+                await asyncio.sleep(0.01)
+        reader, writer = await connect(port, GET % b"/health")
+        assert (await answer(reader))[2]["state"] == "ok"
+        writer.close()
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        assert await serving(during, reload=reload) == 0
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert replaced == [engine] * 2
+    assert "reload failed, and the engines stay: the settings are at fault" in caplog.text

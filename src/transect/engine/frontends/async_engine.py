@@ -16,8 +16,7 @@ import functools
 import shutil
 import sys
 import time
-import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,28 +27,20 @@ import zmq.asyncio
 from ...checkpoints.resolve import resolve
 from ...spec.layouts.shards import first_shard
 from ...text.model_text import ModelText, load_text, text_settings
-from ...text.output_processor import OutputProcessor, Update, together
+from ...text.output_processor import OutputProcessor, Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
-from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, default_pooling, embedding_output
+from ..executors.pooling import Pooling, default_pooling
 from ..scheduling.decisions import DecisionRing
 from ..scheduling.limits import check_choices
 from ..scheduling.outputs import EngineOutput, SchedulerStats, first_tokens_first
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
-from .inputs import (
-    check_params,
-    check_token_ids,
-    checked_submit,
-    default_params,
-    prompt_token_ids,
-    text_options,
-    truncated,
-    with_token_ids,
-)
-from .mailbox import Mailbox
+from .generating import Generates
+from .inputs import check_params, check_token_ids, checked_submit, default_params, text_options, with_token_ids
 from .socket_folder import NAME, make_socket_folder
+from .streams import EngineDeadError, Stream
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
@@ -57,10 +48,6 @@ MOST_UNREAD = 4096
 """Requests that the engine has not read, at the most."""
 UNREAD_RETRY_S = 5.0
 """When to come back to an engine that does not read its messages, in seconds."""
-
-
-class EngineDeadError(RuntimeError):
-    """The engine process has ended; the message says what is known of the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +58,11 @@ class EngineHealth:
     detail: str
 
 
-class AsyncEngine:
+class AsyncEngine(Generates):
     """Made by ``await AsyncEngine.start(...)``; ended by ``await engine.shutdown()`` or ``async with``."""
+
+    process_module = "transect.engine.frontends.process"
+    """The program of the engine process."""
 
     def __init__(self, config: EngineConfig, text: ModelText) -> None:
         self.config = config
@@ -85,15 +75,18 @@ class AsyncEngine:
         """Recent decisions of the engine's scheduler."""
         self._processor = OutputProcessor(text.tokenizer)
         self._sending: set[asyncio.Future[Any]] = set()
-        """Messages that wait for the engine process to start."""
-        self._streams: dict[str, tuple[int, Mailbox[Update | Exception]]] = {}
-        """By request the number of its submit, and who waits for its news."""
+        """Messages that wait for the engine process to be there."""
+        self._streams: dict[str, Stream] = {}
+        """The requests that this engine has."""
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
         self._submitted = self._taken = 0
         """The number of the newest submit, and of the newest that the engine has read."""
+        self.retired = False
+        """Another engine has taken its place; it finishes its streams."""
         self._death: str | None = None
-        self._heard = time.monotonic()
+        self.heard = time.monotonic()
+        """When the process last said something, in seconds of the monotonic clock."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -127,7 +120,7 @@ class AsyncEngine:
             endpoint = f"ipc://{directory}/{NAME}"
             socket.bind(endpoint)
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "transect.engine.frontends.process", endpoint),
+                *(sys.executable, "-m", cls.process_module, endpoint),
                 stdin=asyncio.subprocess.PIPE,
                 process_group=0,  # a terminal's Ctrl-C is the parent's business, also before the process can ignore it
             )
@@ -202,6 +195,11 @@ class AsyncEngine:
         return self._process.pid
 
     @property
+    def served(self) -> bool:
+        """True once the process has read a request."""
+        return self._taken > 0
+
+    @property
     def death(self) -> str | None:
         """Why the engine has ended; None while it lives."""
         return self._death
@@ -212,71 +210,9 @@ class AsyncEngine:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    async def generate(
-        self,
-        prompt: str | Sequence[int] | Mapping[str, Any],
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        priority: int = 0,
-        add_special_tokens: bool = True,
-        parse_special: bool = True,
-    ) -> AsyncGenerator[RequestOutput, None]:
-        """Run a request; yield its output so far after each step that adds to it. The last output is ``finished``.
-
-        Args:
-            prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
-            params: None for the model's own defaults (``default_sampling_params``).
-            request_id: None for a random name.
-            priority: lower runs earlier.
-            add_special_tokens, parse_special: settings of encoding, see ``LLM.generate``.
-
-        Raises:
-            ValueError: the request cannot be served as it is.
-            QueueFull: too many requests wait; try again later.
-            EngineDeadError: the engine has ended.
-        """
-        text, ids = prompt_token_ids(
-            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
-        )
-        name = request_id or uuid.uuid4().hex
-        params = self.default_sampling_params() if params is None else params
-        ids = truncated(ids, check_params(params), self.max_model_len)
-        stream = self.stream(ids, params, name, prompt=text, priority=priority)
-        async with contextlib.aclosing(stream) as updates:
-            async for update in updates:
-                if update.final is not None:
-                    yield update.final
-                elif (found := self.snapshot(name)) is not None:
-                    yield found
-
     def snapshot(self, request_id: str) -> RequestOutput | None:
         """A request as it stands; None where it has ended, and its last update is still on its way."""
         return self._processor.snapshot(request_id) if request_id in self._processor else None
-
-    async def embed(
-        self,
-        prompt: str | Sequence[int] | Mapping[str, Any],
-        params: PoolingParams | None = None,
-        *,
-        priority: int = 0,
-        add_special_tokens: bool = True,
-        parse_special: bool = True,
-    ) -> EmbeddingOutput:
-        """The embedding of a prompt, see ``LLM.embed``. Raises as ``generate`` does."""
-        params = params or PoolingParams()
-        params.check_size(self.info.hidden_size)
-        _, ids = prompt_token_ids(
-            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
-        )
-        ids = truncated(ids, PARAMS.with_(truncate_prompt_tokens=params.truncate_prompt_tokens), self.max_model_len)
-        pooling = params.pooling or self.default_pooling
-        stream = self.stream(ids, PARAMS, uuid.uuid4().hex, priority=priority, pooling=pooling)
-        async with contextlib.aclosing(stream) as updates:
-            async for update in updates:
-                if update.final is not None:
-                    return embedding_output(update.final, params)
-        raise RuntimeError("the request was aborted")
 
     async def stream(
         self,
@@ -290,35 +226,74 @@ class AsyncEngine:
         client: str = "",
         weight: float = 1.0,
     ) -> AsyncGenerator[Update, None]:
-        """Deltas of all choices until each has had its terminal update; a caller that falls behind gets what came of a
-        choice in one. Clients share the engine by their weights. Raises as ``generate`` does."""
+        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does.
+
+        A caller that falls behind gets what came meanwhile of a choice in one delta. Clients share the engine by their
+        weights.
+        """
+        stream = self.open(
+            prompt_token_ids,
+            params,
+            request_id,
+            prompt=prompt,
+            priority=priority,
+            pooling=pooling,
+            client=client,
+            weight=weight,
+        )
+        async with contextlib.aclosing(self.follow(stream)) as updates:
+            async for update in updates:
+                yield update
+
+    def open(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        pooling: Pooling | None = None,
+        client: str = "",
+        weight: float = 1.0,
+    ) -> Stream:
+        """Check a request, and make the stream of it that ``follow`` runs. Raises as ``generate`` does."""
         self._check_alive()
         ids = checked_submit(request_id, prompt_token_ids, priority)
         params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
-        self._check_room()
-        if request_id in self._streams:
-            raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
-        self._processor.add(request_id, prompt, ids, **text_options(params))
-        mailbox: Mailbox[Update | Exception] = Mailbox()
+        return Stream(request_id, prompt, ids, params, priority, pooling, client, weight)
+
+    async def follow(self, stream: Stream) -> AsyncGenerator[Update, None]:
+        """Run a request here: a new one, or one that another engine like this one has left unfinished. Should this
+        engine end too, ``stream`` can go on elsewhere. Raises as ``generate`` does."""
+        self._check_alive()
+        if not stream.begun:
+            self._check_room()
+        name = stream.request_id
+        self._take_over(stream)
         self._submitted += 1
-        self._streams[request_id] = self._submitted, mailbox
+        stream.number = self._submitted
+        self._streams[name] = stream
         self._idle.clear()
-        left = params.n
         try:
-            fields = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-            await self._send(wire.Submit(request_id, ids, fields, self._submitted, priority, pooling, client, weight))
-            while left:
-                for item in together(await mailbox.take()):
+            await self._send(stream.submit())
+            while stream.left:
+                news = await stream.take()
+                while news:
+                    item = news.pop(0)
                     if isinstance(item, Exception):
+                        for each in news:  # what ended the request after that
+                            stream.mailbox.put(each)
                         raise item
-                    left -= item.finished
+                    stream.left -= item.finished
                     yield item
         finally:
-            if self._processor.finish(request_id) and self._death is None:
-                self._send_soon(wire.Abort(request_id))
-            del self._streams[request_id]
+            stream.state = self._processor.release(name)
+            if stream.state is not None and self._death is None:
+                self._send_soon(wire.Abort(name))
+            del self._streams[name]
             if not self._streams:
                 self._idle.set()
 
@@ -327,9 +302,22 @@ class AsyncEngine:
         if request_id not in self._streams:
             return
         for update in self._processor.finish(request_id):
-            self._streams[request_id][1].put(update)
+            self._streams[request_id].mailbox.put(update)
         if self._death is None:
             await self._send(wire.Abort(request_id))
+
+    def end(self, stream: Stream) -> list[Update]:
+        """End a request that no engine has. Returns the terminal updates of its running choices."""
+        self._take_over(stream)
+        stream.state = None
+        return self._processor.finish(stream.request_id)
+
+    def _take_over(self, stream: Stream) -> None:
+        if stream.state is None:
+            options = text_options(stream.params)
+            self._processor.add(stream.request_id, stream.prompt, stream.prompt_token_ids, **options)
+        else:
+            self._processor.adopt(stream.request_id, stream.state)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -337,8 +325,8 @@ class AsyncEngine:
         """Report at once whether the engine lives and makes progress."""
         if self._death is not None:
             return EngineHealth("dead", self._death)
-        silent = time.monotonic() - self._heard
-        if silent > self.config.hung_after_s:
+        silent = time.monotonic() - self.heard
+        if silent > self.config.silence_s:
             return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s")
         return EngineHealth("ok", "the engine makes progress")
 
@@ -363,6 +351,12 @@ class AsyncEngine:
     async def drain(self) -> None:
         """Wait until no request is running. New ones are still accepted: refusing them is the caller's business."""
         await self._idle.wait()
+
+    def kill(self, reason: str) -> None:
+        """End the engine process at once, whatever it is doing. Streams that still run raise ``EngineDeadError``."""
+        self._die(reason)
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
 
     async def shutdown(self) -> None:
         """End the engine process. Streams that still run raise ``EngineDeadError``. Harmless when repeated."""
@@ -420,7 +414,7 @@ class AsyncEngine:
     async def _receive(self) -> None:
         while True:
             message = wire.decode_from_engine(await self._socket.recv())
-            self._heard = time.monotonic()
+            self.heard = time.monotonic()
             match message:
                 case wire.Outputs():
                     if message.decisions:
@@ -448,35 +442,33 @@ class AsyncEngine:
         if not receiver.cancelled() and receiver.exception() is not None:
             self._die(f"its messages could not be read: {receiver.exception()!r}")
 
-    def _waiter(self, request_id: str) -> Mailbox[Update | Exception] | None:
-        """Return the mailbox that waits for a request's messages.
-
-        None if the message belongs to an earlier request of the same name, because the engine has not read this one
-        yet.
-        """
-        number, mailbox = self._streams.get(request_id, (0, None))
-        return mailbox if number <= self._taken else None
+    def _waiter(self, request_id: str) -> Stream | None:
+        """The stream that waits for what the engine says of a request. None if that is of an earlier request of the
+        same name: the engine had not read this one then."""
+        stream = self._streams.get(request_id)
+        return stream if stream is not None and stream.number <= self._taken else None
 
     def _take(self, output: EngineOutput) -> None:
         """Turn an output into text. Should that fail, it is the end of this request, and nothing else is disturbed."""
-        mailbox = self._waiter(output.request_id)
-        if mailbox is None or output.finish_reason == "abort":  # the answer to an abort: what it ended has ended here
+        stream = self._waiter(output.request_id)
+        if stream is None or output.finish_reason == "abort":  # the answer to an abort: what it ended has ended here
             return
         try:
             update = self._processor.process(output)
         except Exception as error:
-            mailbox.put(error)
+            stream.mailbox.put(error)
             return
         for request_id, choice in update.aborts if update is not None else ():
             self._send_soon(wire.Abort(request_id, choice))
         if update is not None and (update.token_ids or update.text or update.finished):
-            mailbox.put(update)
+            stream.mailbox.put(update)
 
     def _refuse(self, message: wire.Refused) -> None:
-        if (mailbox := self._waiter(message.request_id)) is not None:
-            self._processor.finish(message.request_id)
+        stream = self._waiter(message.request_id)
+        if stream is not None:
+            self._processor.release(message.request_id)
             reason, full = message.message, message.queue_full
-            mailbox.put(ValueError(reason) if full is None else QueueFull(full[0], full[1], reason, full[2]))
+            stream.mailbox.put(ValueError(reason) if full is None else QueueFull(full[0], full[1], reason, full[2]))
 
     async def _watch(self) -> None:
         code = await self._process.wait()
@@ -491,9 +483,8 @@ class AsyncEngine:
         if self._death is not None:
             return
         self._death = reason
-        for request_id, (_, mailbox) in self._streams.items():
-            self._processor.finish(request_id, "error", reason)
-            mailbox.put(EngineDeadError(reason))
+        for stream in self._streams.values():
+            stream.mailbox.put(EngineDeadError(reason))
         for waiter in self._stats_waiters:
             if not waiter.done():
                 waiter.set_exception(EngineDeadError(reason))

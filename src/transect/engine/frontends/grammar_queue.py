@@ -58,7 +58,8 @@ class GrammarQueue:
         scheduler = self._core.scheduler
         max_length = limits.max_length(request, scheduler.config)
         claim, key = scheduler.arrivals.claim(request, max_length)
-        scheduler.waiting.check_room(claim, key)
+        if request.output_token_ids is None:
+            scheduler.waiting.check_room(claim, key)
         if request.arrival_time is None:
             request = msgspec.structs.replace(request, arrival_time=scheduler.clock.now())
         self._late[request.request_id] = _Late(request, claim, self._compiler.submit(params, request.client))

@@ -17,6 +17,9 @@ class Mailbox(Generic[T]):
         self._items: list[T] = []
         self._waiter: asyncio.Future[None] | None = None
 
+    def __len__(self) -> int:
+        return len(self._items)
+
     def put(self, item: T) -> None:
         """Never waits."""
         self._items.append(item)

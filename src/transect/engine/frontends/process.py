@@ -110,6 +110,7 @@ def _ready(built: BuiltEngine, seconds: float) -> wire.Ready:
         kv_tokens=built.kv_tokens,
         kernels=built.kernels,
         load_seconds=seconds,
+        numerics=built.numerics,
     )
 
 
@@ -202,10 +203,12 @@ class _Loop:
                     tuple(message.prompt_token_ids),
                     SamplingParams(**message.params),
                     priority=message.priority,
+                    arrival_time=message.arrival,
                     eos_token_ids=self._eos,
                     pooling=message.pooling,
                     client=message.client,
                     weight=message.weight,
+                    output_token_ids=message.output_token_ids,
                 )
             )
         except (QueueFull, ValueError) as error:

@@ -1,8 +1,13 @@
-"""Serve several whole engines as one (data parallel), with the interface of ``AsyncEngine``.
+"""``Replicas``: several whole engines as one (data parallel). Its interface is that of ``AsyncEngine``.
 
-Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``router.py`` chooses the replica of a
-request. When a replica ends, its streams raise ``EngineDeadError``; streams of the others continue, and new requests go
-to the others.
+Each replica is an ``AsyncEngine`` with a process, ranks and devices of its own. ``policies/routing.py`` says which of
+them gets a request. When one ends or hangs, its requests resume in the others from the tokens that are known, and
+``supervisor.py`` starts it again. Draws are a function of (seed, choice, position), so the rest of an answer is what it
+would have been: to the bit where ``numerics.py`` promises it.
+
+A request that ends replicas is replayed at most twice in a row without a token. Its first replay comes at once, with
+those of all other requests of the dead replica. The second replay runs alone, because the cause is not known until
+then. A token after a replay shows that the request does no harm, and the count begins anew.
 """
 
 from __future__ import annotations
@@ -10,28 +15,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
-from ..executors.pooling import EmbeddingOutput
+from ..scheduling.arrivals import seed_of
 from ..scheduling.outputs import SchedulerStats
 from ..scheduling.policies.admission import QueueFull
-from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router
+from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..scheduling.sampling_params import SamplingParams
-from .async_engine import AsyncEngine, EngineDeadError, EngineHealth
+from . import wire
+from .async_engine import AsyncEngine, EngineHealth
+from .generating import Generates
+from .inputs import check_params
+from .streams import EngineDeadError, Stream
+from .supervisor import Supervisor
 from .vllm_arguments import engine_settings
 
-log = logging.getLogger(__name__)
+MOST_REPLAYS = 2
+"""Replays of a request in a row without a token between them; the last of them is alone."""
+REPORT = 16
+"""Tokens of a stream that the router hears of together."""
+MOST_DEATHS = 10
+"""Replicas that may end while they have one request, with tokens between or without."""
 
 
-async def start_engines(config: EngineConfig | None = None, **settings: Any) -> AsyncEngine | Replicas:
-    """One engine, or as many as ``data_parallel_size`` says. Arguments and errors are those of
-    ``AsyncEngine.start``."""
+async def start_engines(
+    config: EngineConfig | None = None, *, replaceable: bool = False, **settings: Any
+) -> AsyncEngine | Replicas:
+    """One engine, or as many as ``data_parallel_size`` says. Arguments and errors are those of ``AsyncEngine.start``.
+
+    Args:
+        replaceable: a single engine is one replica too, which ``reload`` can replace; not where groups share experts.
+    """
     config = config if config is not None else EngineConfig(**engine_settings(settings))
-    return await (AsyncEngine.start(config) if config.replicas == 1 else Replicas.start(config))
+    single = config.replicas == 1 and (config.enable_expert_parallel or not replaceable)
+    return await (AsyncEngine.start(config) if single else Replicas.start(config))
 
 
 def config_of(config: EngineConfig, index: int) -> EngineConfig:
@@ -45,23 +67,50 @@ def config_of(config: EngineConfig, index: int) -> EngineConfig:
         first_device=config.first_device + index * (config.ranks // config.data_parallel_size),
         threads=threads,
         decision_log=None if file is None else f"{file}.{index}",
+        hung_after_s=config.silence_s,
     )
 
 
-class Replicas:
+@dataclasses.dataclass(slots=True)
+class _Place:
+    """Where a request runs."""
+
+    engine: AsyncEngine
+    ticket: Ticket
+    alone: bool
+    """It holds ``Replicas._alone``."""
+    approximate: bool = False
+    """It continues tokens of an engine with other bits."""
+    silent: bool = True
+    """No token of it has come from there yet."""
+    report_at: int = 1
+    """Tokens after which the router hears of them: of the first at once, because the prompt is done then."""
+
+
+class Replicas(Generates):
     """Made by ``await Replicas.start(config)``; ended by ``await replicas.shutdown()``."""
 
     def __init__(self, config: EngineConfig, engines: Sequence[AsyncEngine]) -> None:
         self.config = config
-        self.engines = tuple(engines)
+        self.engines = list(engines)
         self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size)
-        self._where: dict[str, int] = {}
-        """The replica of each request that runs."""
-        self._counted: dict[int, SchedulerStats] = {}
-        """Last statistics of each replica."""
-        self._told: set[int] = set()
-        """The replicas whose end has been logged."""
+        self._streams: dict[str, Stream] = {}
+        """The requests that have not ended."""
+        self._where: dict[str, AsyncEngine] = {}
+        """The replica of each request that one has."""
+        self._counted: dict[AsyncEngine, SchedulerStats] = {}
+        """The last statistics of each replica, ended ones included."""
+        self._supervisor: Supervisor | None = None
+        """None before ``start`` has made it: replicas that end stay ended."""
+        self._change = asyncio.Event()
+        """Set, and replaced, when a replica or the state of a waiting stream has changed."""
+        self._alone = asyncio.Lock()
+        """Held by a request that has ended two replicas, until it has a token."""
+        self._seed = secrets.randbits(64) if config.seed is None else config.seed
+        self._count = 0
         self._closing = False
+        self.handed_over = 0
+        """Requests that were continued in another replica, each time counted."""
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Replicas:
@@ -84,17 +133,40 @@ class Replicas:
                 if isinstance(found, AsyncEngine):
                     await found.shutdown()
             raise
-        return cls(config, engines)
+        replicas = cls(config, engines)
+        replicas._supervisor = Supervisor(
+            replicas.engines,
+            lambda index: AsyncEngine.start(config_of(replicas.config, index)),
+            config.silence_s if config.fail_over and len(engines) > 1 else None,
+            replicas._replaced,
+        )
+        return replicas
 
     def __getattr__(self, name: str) -> Any:
-        """Read an attribute that all replicas share (tokenizer, context length, ...) from the first living one."""
+        """Take what all replicas have alike (tokenizer, context length, ...) from the first living one."""
         if name in ("engines", "config"):  # not there yet
             raise AttributeError(name)
         return getattr(self.engines[next(iter(self.alive()), 0)], name)
 
+    @property
+    def info(self) -> wire.Ready:
+        """The ``Ready`` message of the first living replica."""
+        return self.engines[next(iter(self.alive()), 0)].info
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+        return self.engines[next(iter(self.alive()), 0)].max_model_len
+
+    def default_sampling_params(self) -> SamplingParams:
+        """Sampling parameters that the model's files recommend."""
+        return self.engines[0].default_sampling_params()
+
     def alive(self) -> list[int]:
         """The replicas that have not ended, by number."""
         return [index for index, engine in enumerate(self.engines) if engine.death is None]
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     async def stream(
         self,
@@ -102,86 +174,191 @@ class Replicas:
         params: SamplingParams,
         request_id: str,
         **options: Any,
-    ) -> AsyncGenerator[Any, None]:
-        """Does what ``AsyncEngine.stream`` does, on one of the replicas. One whose queue is full passes a request on.
+    ) -> AsyncGenerator[Update, None]:
+        """Does what ``AsyncEngine.stream`` does, on one of the replicas, and on another one if that one ends. One whose
+        queue is full passes a request on.
 
         Raises:
-            EngineDeadError: all replicas have ended, or the one that has this request has.
+            EngineDeadError: all replicas have ended for good, or this request has ended several.
             QueueFull: no replica has room.
         """
-        open_ones = self.alive()
-        if not open_ones:
-            raise EngineDeadError(self.engines[0].death or "all replicas have ended")
-        if request_id in self._where:
+        self._check_new(request_id)
+        params = check_params(params)
+        if params.seed is None:  # an answer that is continued elsewhere needs the seed of its first engine
+            params = params.with_(seed=seed_of(self._seed, self._count))
+        self._count += 1
+        first = self.engines[(await self._living())[0]]
+        stream = first.open(prompt_token_ids, params, request_id, **options)
+        self._check_new(request_id)
+        self._streams[request_id] = stream
+        try:
+            full: set[AsyncEngine] = set()
+            while stream.left:
+                if stream.aborted:
+                    for update in self.engines[0].end(stream):
+                        stream.mailbox.put(update)
+                if len(stream.mailbox):
+                    for item in await stream.take():
+                        if isinstance(item, Update):
+                            stream.left -= item.finished
+                            yield item
+                    continue
+                try:
+                    async with self._placed(stream, full) as place:
+                        if place is None:
+                            continue
+                        ticket, drawn = place.ticket, 0
+                        async with contextlib.aclosing(place.engine.follow(stream)) as updates:
+                            async for update in updates:
+                                drawn += len(update.token_ids)
+                                if place.silent and drawn:
+                                    self._begin_news(place, stream, update)
+                                if drawn >= place.report_at:
+                                    self._router.drawn(ticket, drawn)
+                                    drawn, place.report_at = 0, REPORT
+                                yield update
+                except EngineDeadError as error:
+                    self._check_replay(stream, str(error))
+        finally:
+            del self._streams[request_id]
+
+    def _check_new(self, request_id: str) -> None:
+        if request_id in self._streams:
             raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
+
+    @contextlib.asynccontextmanager
+    async def _placed(self, stream: Stream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
+        """A replica for a request, counted there while it is entered; None if the request was aborted meanwhile.
+        ``full``: replicas that have refused it."""
+        params = stream.params
         most = params.n * min(params.max_tokens or TYPICAL_OUTPUT, TYPICAL_OUTPUT)
-        while True:
-            ticket = self._router.send(prompt_token_ids, most, open_ones)
-            self._where[request_id] = ticket.engine
-            try:
-                stream = self.engines[ticket.engine].stream(prompt_token_ids, params, request_id, **options)
-                async with contextlib.aclosing(stream) as updates:
-                    async for update in updates:
-                        self._router.drawn(ticket, len(update.token_ids))
-                        yield update
+        alone = stream.deaths >= MOST_REPLAYS
+        if alone:
+            await self._alone.acquire()
+        place: _Place | None = None
+        try:
+            living = await self._living(stream)
+            if stream.aborted:
+                yield None
                 return
+            open_ones = [index for index in living if self.engines[index] not in full] or living
+            ticket = self._router.send(stream.prompt_token_ids, most, open_ones)
+            engine = self._where[stream.request_id] = self.engines[ticket.engine]
+            place, alone = _Place(engine, ticket, alone), False
+            try:
+                place.approximate = self._moved_to(engine, stream)
+                yield place
             except QueueFull:  # comes before anything of the request does
                 self._router.refused(ticket)
-                open_ones = [index for index in self.alive() if index in open_ones and index != ticket.engine]
-                if not open_ones:
+                full.add(engine)
+                if all(self.engines[index] in full for index in self.alive()):
                     raise
             finally:
                 self._router.done(ticket)
-                self._where.pop(request_id, None)
+                del self._where[stream.request_id]
+        finally:
+            if alone or (place is not None and place.alone):
+                self._alone.release()
 
-    async def generate(
-        self, prompt: str | Sequence[int] | Mapping[str, Any], *arguments: Any, **options: Any
-    ) -> AsyncGenerator[Any, None]:
-        """Does what ``AsyncEngine.generate`` does, on one of the replicas."""
-        generate = AsyncEngine.generate(self, prompt, *arguments, **options)  # type: ignore[arg-type]
-        async with contextlib.aclosing(generate) as outputs:
-            async for output in outputs:
-                yield output
+    def _begin_news(self, place: _Place, stream: Stream, update: Update) -> None:
+        """The first token of a request has come from a replica, so it was not what ended the one before."""
+        place.silent, update.approximate = False, place.approximate
+        stream.deaths = 0
+        if place.alone:
+            place.alone = False
+            self._alone.release()
+
+    def _moved_to(self, engine: AsyncEngine, stream: Stream) -> bool:
+        """Note where a stream goes. True if it has tokens of an engine of which this one does not promise the bits."""
+        before, stream.engine = stream.engine, engine
+        if before is None or not stream.begun:
+            return False
+        self.handed_over += 1
+        if not stream.num_tokens or engine.info.numerics.promises(before.info.numerics):
+            return False
+        if engine.vocab_size != before.vocab_size:
+            raise ValueError("the answer's replica has ended, and the others have another model: send it again")
+        return True
+
+    def _check_replay(self, stream: Stream, reason: str) -> None:
+        """Decide that a stream whose replica has ended is replayed.
+
+        Raises:
+            EngineDeadError: it is not.
+        """
+        supervisor = self._supervisor
+        if self._closing or supervisor is None:
+            raise EngineDeadError(reason)
+        if stream.engine is not None and stream.engine.retired:  # killed because its time was over
+            if stream.num_tokens and not self.info.numerics.promises(stream.engine.info.numerics):
+                raise EngineDeadError(reason)
+            return
+        if not supervisor.restarts:
+            raise EngineDeadError(reason)
+        stream.deaths += 1
+        stream.all_deaths += 1
+        if stream.deaths > MOST_REPLAYS or stream.all_deaths > MOST_DEATHS:
+            raise EngineDeadError(
+                f"{stream.all_deaths} replicas have ended with this request, the last one because {reason}: it is not "
+                "replayed again; shorten or change it, or send it again if others were the cause"
+            )
+
+    async def _living(self, stream: Stream | None = None) -> list[int]:
+        """The replicas that live; waits for one that is being started if there is none, unless ``stream`` is aborted.
+
+        Raises:
+            EngineDeadError: all have ended for good.
+        """
+        while not (living := self.alive()):
+            supervisor = self._supervisor
+            if self._closing or supervisor is None or not supervisor.hopes:
+                raise EngineDeadError(self.engines[0].death or "all replicas have ended")
+            if stream is not None and stream.aborted:
+                return []
+            await self._change.wait()
+        return living
+
+    def _replaced(self, index: int, old: AsyncEngine | None) -> None:
+        """Note that an engine has taken the place of ``old``, or, if that is None, that none could."""
+        if old is not None:
+            self._router.renew(index, self.engines[index].info.kv_tokens)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
 
     def snapshot(self, request_id: str) -> RequestOutput | None:
         """Does what ``AsyncEngine.snapshot`` does, on the replica that has the request."""
         where = self._where.get(request_id)
-        return None if where is None else self.engines[where].snapshot(request_id)
-
-    async def embed(
-        self, prompt: str | Sequence[int] | Mapping[str, Any], *arguments: Any, **options: Any
-    ) -> EmbeddingOutput:
-        """Does what ``AsyncEngine.embed`` does, on one of the replicas."""
-        return await AsyncEngine.embed(self, prompt, *arguments, **options)  # type: ignore[arg-type]
+        return None if where is None else where.snapshot(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """End a request, wherever it is."""
-        where = self._where.get(request_id)
+        """End a request, wherever it is, and if it is on its way from one replica to another."""
+        where, stream = self._where.get(request_id), self._streams.get(request_id)
         if where is not None:
-            await self.engines[where].abort(request_id)
+            await where.abort(request_id)
+        elif stream is not None:
+            stream.aborted = True
+            self._wake()
+
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> EngineHealth:
-        """``ok`` as long as one replica is; the detail names those that are not. Else what the first one says. Logs the
-        end of a replica once."""
-        self._tell_ends()
+        """``ok`` as long as one replica is; the detail names those that are not. ``hung`` while all are being started
+        again. Else what the first one says."""
         reports = [await engine.health() for engine in self.engines]
+        if len(reports) == 1:
+            return reports[0]
         well = sum(report.state == "ok" for report in reports)
-        if not well:
-            return next((report for report in reports if report.state == "hung"), reports[0])
+        ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
         if well == len(reports):
             return EngineHealth("ok", f"all {well} replicas make progress")
-        ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
-        return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
-
-    def _tell_ends(self) -> None:
-        alive = len(self.alive())
-        for index, engine in enumerate(self.engines):
-            if engine.death is not None and alive and index not in self._told and not self._closing:
-                self._told.add(index)
-                log.error(
-                    "transect: error: replica %d has ended (%s), %d of %d go on: restart the server to have it back",
-                    *(index, engine.death, alive, len(self.engines)),
-                )
+        if well:
+            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
+        if self._supervisor is not None and self._supervisor.hopes and not self._closing:
+            return EngineHealth("hung", f"no replica makes progress, and they are started again; {'; '.join(ill)}")
+        return next((report for report in reports if report.state == "hung"), reports[0])
 
     async def stats(self) -> SchedulerStats:
         """The gauges of the replicas that live, and the counters of all: what one that has ended counted last stays, so
@@ -190,18 +367,17 @@ class Replicas:
         Raises:
             EngineDeadError: all replicas have ended.
         """
-        alive = self.alive()
-        found = await asyncio.gather(*(self.engines[index].stats() for index in alive), return_exceptions=True)
-        for index, each in zip(alive, found, strict=True):
+        living = [engine for engine in self.engines if engine.death is None]
+        found = await asyncio.gather(*(engine.stats() for engine in living), return_exceptions=True)
+        for engine, each in zip(living, found, strict=True):
             if isinstance(each, SchedulerStats):
-                self._counted[index] = each
+                self._counted[engine] = each
             elif not isinstance(each, EngineDeadError):
                 raise each
-        living = self.alive()
-        if not living:
+        if not self.alive():
             raise EngineDeadError(self.engines[0].death or "all replicas have ended")
         return SchedulerStats.sum(
-            [each if index in living else each.of_the_past() for index, each in self._counted.items()]
+            [each if engine.death is None else each.of_the_past() for engine, each in self._counted.items()]
         )
 
     async def reset_prefix_cache(self) -> None:
@@ -209,13 +385,40 @@ class Replicas:
         self._router.forget()
         await asyncio.gather(*(self.engines[index].reset_prefix_cache() for index in self.alive()))
 
+    async def reload(self, config: EngineConfig | None = None, drain_s: float = 60.0) -> None:
+        """Put new replicas in the place of all, with another configuration or changed weights, without dropping a
+        stream: each old one finishes its streams once the new one takes requests. Streams that last longer than
+        ``drain_s`` seconds continue in a new replica if its bits are the same, and end with an error if not.
+
+        Raises:
+            ValueError: the new configuration or model is at fault; the old ones go on.
+            EngineDeadError: a replica could not be started for another reason; the old ones go on.
+        """
+        assert self._supervisor is not None
+        if config is not None and config.data_parallel_size != len(self.engines):
+            raise ValueError(
+                f"data_parallel_size is {len(self.engines)} and cannot become {config.data_parallel_size} while the "
+                "server runs: start it anew"
+            )
+        before, self.config = self.config, config or self.config
+        try:
+            await self._supervisor.replace(drain_s)
+        except BaseException:
+            self.config = before
+            raise
+
     async def drain(self) -> None:
         """Wait until no request is running on any of them."""
-        await asyncio.gather(*(engine.drain() for engine in self.engines))
+        while self._streams:
+            await asyncio.gather(*(engine.drain() for engine in self.engines))
+            await asyncio.sleep(0.01)
 
     async def shutdown(self) -> None:
         """End all replicas."""
         self._closing = True
+        self._wake()
+        if self._supervisor is not None:
+            await self._supervisor.close()
         await asyncio.gather(*(engine.shutdown() for engine in self.engines))
 
     async def __aenter__(self) -> Replicas:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from ..numerics import Numerics
 from ..scheduling.outputs import EngineOutput, SchedulerStats
 
 
@@ -22,6 +23,10 @@ class Submit(msgspec.Struct, tag="submit"):
     pooling: str | None = None
     client: str = ""
     weight: float = 1.0
+    output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
+    """See ``Request``; None unless another engine has begun the request."""
+    arrival: float | None = None
+    """When it came to that engine, on the machine's monotonic clock; None for now."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -59,6 +64,8 @@ class Ready(msgspec.Struct, tag="ready"):
     kernels: str
     """Which kernels run, and why."""
     load_seconds: float
+    numerics: Numerics
+    """What its bits depend on."""
 
 
 class Failed(msgspec.Struct, tag="failed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from hashlib import blake2b
 
@@ -9,6 +10,10 @@ from .policies.admission import Claim
 from .policies.order import PATIENCE_STEPS, Key, Order
 from .request import Request, RequestState, Sequence
 from .scheduler_config import SchedulerConfig
+
+CONTINUED = 2**62
+"""Requests that began elsewhere rank before all that came here, as if they had arrived this many requests earlier;
+those that have tokens come first of all, as preempted ones do."""
 
 
 def seed_of(engine: int, number: int) -> int:
@@ -28,6 +33,7 @@ class Arrivals:
         patience = float(PATIENCE_STEPS * config.max_num_batched_tokens)
         static = config.batching == "static"
         policy, longest_first = config.scheduling_policy, config.longest_first
+        self._joins = not static
         self.order = Order(policy, patience=patience, longest_first=longest_first, arrival=static)
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._requests = self._sequences = 0
@@ -52,8 +58,12 @@ class Arrivals:
         prompt, n = len(request.prompt_token_ids), request.params.n
         turn = self.order.enter(request.client, request.weight, request.priority, prompt, max_length - prompt, n)
         state.turn, state.claim = turn, Claim(request.client, request.nbytes, turn.tokens)
+        key, number = turn.key, self._requests
+        if (given := request.output_token_ids) is not None:
+            number -= 2 * CONTINUED if any(given) else CONTINUED * self._joins  # static batches are not joined
+            key = (-math.inf, *key[1:]) if self.order.shared else key
         for index in range(n):
-            rank = (*turn.key, self._requests, index)
+            rank = (*key, number, index)
             state.choices.append(Sequence(state, self._sequences, index, rank, seed))
             self._sequences += 1
         self._requests += 1

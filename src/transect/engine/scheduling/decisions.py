@@ -67,6 +67,8 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     client: str = ""
     weight: float = 1.0
     pooling: str | None = None
+    known: list[int] | None = None
+    """Tokens that each choice has already, -1 if it has ended; None for a request that did not begin elsewhere."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -238,7 +240,7 @@ class DecisionLog:
     def added(self, request: Request) -> None:
         """A request was queued."""
         state = self.scheduler.requests[request.request_id]
-        params = request.params
+        params, given = request.params, request.output_token_ids
         self._put(
             Added(
                 self.now(),
@@ -254,6 +256,7 @@ class DecisionLog:
                 request.client,
                 request.weight,
                 request.pooling,
+                None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
             )
         )
 

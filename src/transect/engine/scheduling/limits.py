@@ -34,6 +34,12 @@ def max_length(request: Request, config: SchedulerConfig) -> int:
             f"a prompt of {prompt} tokens and up to {longest - prompt} tokens of output need {needed} KV blocks of "
             f"{config.block_size} tokens, but the cache has {config.num_blocks}: {advice}, or enlarge the cache"
         )
+    known = max(map(len, filter(None, request.output_token_ids or ())), default=0)
+    if prompt + known >= longest:
+        raise ValueError(
+            f"the answer to continue has {known} tokens after a prompt of {prompt}, and its engine ends answers at "
+            f"{longest} tokens in all: continue it in an engine with a context as long as that of the first"
+        )
     return longest
 
 

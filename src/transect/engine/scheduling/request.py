@@ -41,9 +41,14 @@ class Request(msgspec.Struct, frozen=True):
         pooling: "last" or "mean": a vector of the prompt is wanted (``pooling.py``).
         client: name of who asks. Clients share the engine by their weights.
         weight: of that client, above 0.
+        output_token_ids: set where begun answers are continued, in another engine or later: for each choice the tokens
+            that it has drawn already, () for none, or None if the choice has ended. They count as output for penalties,
+            ``min_tokens``, ``max_tokens`` and the grammar, and the next tokens are those of an undisturbed run with the
+            same seed. Internal: no client can set it. None for a new request.
 
     Raises:
-        ValueError: the prompt is empty or holds something that is not a token id.
+        ValueError: the prompt is empty or holds something that is not a token id, or ``output_token_ids`` does not fit
+            ``params``.
     """
 
     request_id: str
@@ -56,6 +61,7 @@ class Request(msgspec.Struct, frozen=True):
     pooling: str | None = None
     client: str = ""
     weight: float = 1.0
+    output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
 
     @property
     def in_one_piece(self) -> bool:
@@ -95,6 +101,21 @@ class Request(msgspec.Struct, frozen=True):
             raise ValueError(f"weight must be a number above 0, got {self.weight!r}")
         msgspec.structs.force_setattr(self, "prompt_token_ids", prompt)
         msgspec.structs.force_setattr(self, "eos_token_ids", tuple(self.eos_token_ids))
+        if self.output_token_ids is not None:
+            self._check_output(self.output_token_ids)
+
+    def _check_output(self, given: tuple[tuple[int, ...] | None, ...]) -> None:
+        params = self.params
+        if len(given) != params.n or all(tokens is None for tokens in given):
+            raise ValueError(f"output_token_ids must have the tokens of {params.n} choices, one of which goes on")
+        if params.seed is None and params.temperature:
+            raise ValueError("output_token_ids were drawn with a seed that is not known: give params.seed")
+        if params.max_tokens is not None and any(len(tokens or ()) >= params.max_tokens for tokens in given):
+            raise ValueError(f"output_token_ids has a choice with all of its {params.max_tokens} tokens: give None")
+
+
+ELSEWHERE = "elsewhere"
+"""``Sequence.finish_reason`` of a choice that had ended before its request came here."""
 
 
 class Status(Enum):
@@ -285,9 +306,26 @@ class RequestState:
         prompt = len(self.spec.prompt_token_ids) - self.num_cached_tokens
         return prompt + sum(len(choice.output_token_ids) for choice in self.choices)
 
+    def begin(self, now: float) -> list[Sequence]:
+        """Take over the tokens that the choices have drawn elsewhere. Returns the sequences that have tokens to
+        compute: the leader alone, unless the prompt was complete there."""
+        given = self.spec.output_token_ids
+        if given is None:
+            return [self.leader]
+        for choice, tokens in zip(self.choices, given, strict=True):
+            if tokens is None:
+                choice.finish_reason = ELSEWHERE
+                self.num_live -= 1
+            else:
+                choice.output_token_ids.extend(tokens)
+        going = self.begin_anew()
+        if self.prompt_done:
+            self.first_scheduled, self.prompt_logprobs = now, None
+        return going
+
     def begin_anew(self) -> list[Sequence]:
         """Forget KV blocks and draws in flight of all choices. Returns the sequences that have tokens to compute."""
-        self.prompt_done = any(choice.output_token_ids for choice in self.choices)
+        self.prompt_done = any(c.output_token_ids or c.finish_reason == ELSEWHERE for c in self.choices)
         going = []
         for choice in self.choices:
             choice.begin_anew()

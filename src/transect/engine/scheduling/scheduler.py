@@ -120,7 +120,8 @@ class Scheduler:
         return bool(self.requests)
 
     def add(self, request: Request) -> None:
-        """Queue a request.
+        """Queue a request. One that is continued (``Request.output_token_ids``) has been admitted before, elsewhere:
+        its sequences wait as preempted ones do, and ``max_queue`` does not count it.
 
         Raises:
             ValueError: it can never fit, or its id is in use; the message has the numbers.
@@ -129,12 +130,14 @@ class Scheduler:
         if request.request_id in self.requests:
             raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
         max_length = limits.max_length(request, self.config)
-        if request.request_id not in self.waiting.let_in:
+        if request.output_token_ids is None and request.request_id not in self.waiting.let_in:
             self.check_room(request, max_length)
-        state = self.arrivals.state(request, max_length, self.clock.now())
+        now = self.clock.now()
+        state = self.arrivals.state(request, max_length, now)
         self.requests[request.request_id] = state
-        state.leader.cached = len(self.blocks.find_prefix(state.leader)) * self.config.block_size
-        self.waiting.push(state.leader)
+        for seq in state.begin(now):
+            seq.cached = len(self.blocks.find_prefix(seq)) * self.config.block_size
+            self.waiting.push(seq)
 
     def check_room(self, request: Request, max_length: int) -> None:
         """Raises QueueFull where the queue takes no such request now.

@@ -75,6 +75,13 @@ class Script:
             prompt_logprobs=0 if added.prompt_logprobs and added.pooling != "mean" else None,
         )
         grammar = _AnyAnswer() if added.grammar else None
+        given = None
+        if added.known is not None:
+            begins = ((choice, added.prompt_tokens, count) for choice, count in enumerate(added.known))
+            given = tuple(
+                None if count < 0 else tuple(self._answer(life, choice, start, start + count))
+                for choice, start, count in begins
+            )
         return Request(
             name or added.request_id,
             prompt,
@@ -85,17 +92,23 @@ class Script:
             client=added.client,
             weight=added.weight,
             pooling=added.pooling,
+            output_token_ids=given,
         )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:
         """Yield the tokens that a choice draws; those after its end are what a step under way would have drawn."""
-        reason, count, hashes = life.ends.get(choice, ("", 0, b""))
         start = life.added.prompt_tokens
-        for position in range(start, start + count):
-            last = reason == "stop" and position == start + count - 1
-            yield STOP if last else self._token(hashes, position)
+        known = 0 if life.added.known is None else max(0, life.added.known[choice])
+        yield from self._answer(life, choice, start + known, start + life.ends.get(choice, ("", 0, b""))[1])
         while True:
             yield 0
+
+    def _answer(self, life: Life, choice: int, start: int, end: int) -> Iterator[int]:
+        """The tokens of an answer at positions ``start .. end - 1``."""
+        reason, count, hashes = life.ends.get(choice, ("", 0, b""))
+        last = life.added.prompt_tokens + count - 1 if reason == "stop" else -1
+        for position in range(start, end):
+            yield STOP if position == last else self._token(hashes, position)
 
     def _tokens(self, hashes: bytes, start: int, end: int) -> list[int]:
         return [self._token(hashes, position) for position in range(start, end)]

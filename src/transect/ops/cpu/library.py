@@ -131,6 +131,8 @@ class Library:
         except OSError as error:
             raise Unavailable(f"the C++ kernels could not be loaded: {error}") from None
         self._declare()
+        self.name = path.stem
+        """Changes with the sources, the compiler and the processor."""
         self.threads = threads
         self.isa: str = self._c.transect_isa().decode()
         self._pool = self._c.transect_pool_new(threads)

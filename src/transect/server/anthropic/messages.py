@@ -9,7 +9,7 @@ from typing import Any
 from ..blocks import Block, Conversation, News
 from ..http.deadline import Deadline
 from ..http.errors import ApiError
-from ..http.sse import Raw, named_event
+from ..http.sse import CONTINUED, Raw, named_event
 from ..prompts import chat_prompt
 from ..serving import Serving
 from .protocol import ID_PREFIX, CountRequest, MessagesRequest
@@ -75,6 +75,8 @@ class Messages:
             if not begun:
                 begun = True
                 yield named_event("message_start", {"type": "message_start", "message": self._message()})
+            if self.conversation.continued:
+                yield CONTINUED
             yield b"".join(_event(each) for each in news)
         delta = {"type": "message_delta", "delta": self._ending(), "usage": self._usage()}
         yield named_event("message_delta", delta) + named_event("message_stop", {"type": "message_stop"})
@@ -99,7 +101,7 @@ class Messages:
         reason = "max_tokens" if ending.reason == "length" else "tool_use" if called else "end_turn"
         return {"stop_reason": "stop_sequence" if stopped is not None else reason, "stop_sequence": stopped}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         usage = self.conversation.generation.usage()
         cached = usage.prompt_tokens_details.cached_tokens
         return {
@@ -107,6 +109,7 @@ class Messages:
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage.completion_tokens,
+            **({} if usage.continued is None else {"continued": usage.continued}),
         }
 
 

@@ -25,6 +25,8 @@ log = logging.getLogger("transect.server")
 
 DONE = b"data: [DONE]\n\n"
 PLACE = "<the text of this chunk>"
+CONTINUED = b": continued by another replica, whose numbers may differ in the last bits\n\n"
+"""A comment, which clients skip; ``usage.continued`` says the same to those that read on."""
 
 
 def event(chunk: BaseModel) -> bytes:

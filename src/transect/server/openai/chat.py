@@ -12,7 +12,7 @@ from ..generation import Event, Generation, Prompt
 from ..http.body import aside
 from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
-from ..http.sse import PLACE, TextEvents, event
+from ..http.sse import CONTINUED, PLACE, TextEvents, event
 from ..prompts import chat_prompt, effort_kwargs
 from ..serving import Serving
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -175,6 +175,8 @@ class Chat:
         final: RequestOutput | None = None
         async with generation:
             async for news in generation:
+                if news.update.approximate:
+                    yield CONTINUED
                 body = b""
                 if news.choice not in texts:
                     first = ChunkChoice(index=news.choice, delta=Delta(role="assistant", content=""))

@@ -12,7 +12,7 @@ from ..beams import Beams, beam_params
 from ..generation import Event, Generation, Prompt
 from ..http.deadline import Deadline
 from ..http.errors import ApiError, bad_value
-from ..http.sse import PLACE, TextEvents, event
+from ..http.sse import CONTINUED, PLACE, TextEvents, event
 from ..prompts import completion_prompts, gap_prompts
 from ..serving import Serving
 from .logprobs import completion_logprobs, prompt_logprobs
@@ -185,6 +185,8 @@ class Completion:
         begun: set[int] = set()
         async with generation:
             async for news in generation:
+                if news.update.approximate:
+                    yield CONTINUED
                 if self.echo and news.choice not in lengths:
                     text = self._prompt_text(generation.prompts[news.prompt])
                     lengths[news.choice] = len(text)

@@ -22,20 +22,23 @@ class CompletionDetails(BaseModel):
 
 
 class Usage(BaseModel):
-    """Token counts of a whole request, all prompts and choices together. ``completion_tokens_details`` is set if the
-    model thinks before it answers."""
+    """Token counts of a whole request, all prompts and choices together. ``completion_tokens_details`` is there where
+    the model thinks before it answers, ``continued`` where an engine ended in the middle of an answer and the one that
+    continued it does not promise the same bits."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails | None = None
+    continued: Literal["approximately"] | None = None
 
     @model_serializer(mode="wrap")
     def _without_details(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         fields: dict[str, Any] = handler(self)
-        if self.completion_tokens_details is None:
-            del fields["completion_tokens_details"]
+        for name in ("completion_tokens_details", "continued"):
+            if getattr(self, name) is None:
+                del fields[name]
         return fields
 
 

@@ -16,7 +16,7 @@ from ..generation import Prompt
 from ..http.clients import current_client
 from ..http.deadline import Deadline
 from ..http.errors import ApiError
-from ..http.sse import Raw, named_event
+from ..http.sse import CONTINUED, Raw, named_event
 from ..serving import Serving
 from .protocol import ChatMessage
 from .responses_protocol import ResponsesRequest, as_message
@@ -144,6 +144,8 @@ class Responses:
                 response = self._response("in_progress", [])
                 yield self._event("response.created", response=response)
                 yield self._event("response.in_progress", response=response)
+            if self.conversation.continued:
+                yield CONTINUED
             yield b"".join(self._news(each) for each in news)
         response = self._end()
         yield self._event(f"response.{response['status']}", response=response)
@@ -201,6 +203,8 @@ class Responses:
             "output_tokens_details": {"reasoning_tokens": self.conversation.thought_tokens},
             "total_tokens": usage.total_tokens,
         }
+        if usage.continued is not None:
+            response["usage"]["continued"] = usage.continued
         if self.body.store is not False:
             self.store.keep(response, [*self._kept, as_message(blocks)])
         return response

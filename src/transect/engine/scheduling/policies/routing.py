@@ -113,6 +113,12 @@ class Router:
             if engine is None or index == engine:
                 each.blocks.clear()
 
+    def renew(self, engine: int, capacity: int) -> None:
+        """Another engine has taken the place of one: its prefix cache holds ``capacity`` tokens, and none yet. Tickets
+        of the old one stay valid."""
+        self._engines[engine].most_blocks = max(1, capacity // self._size)
+        self.forget(engine)
+
     def _hashes(self, prompt: Sequence[int]) -> list[int]:
         found, before = [], 0
         for start in range(0, len(prompt) - self._size + 1, self._size):

@@ -1,0 +1,118 @@
+"""``Generates``: what a user calls, on top of a stream of updates. ``AsyncEngine`` and ``Replicas`` share it."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from ...text.output_processor import Update
+from ...text.outputs import RequestOutput
+from ..executors.pooling import PARAMS, EmbeddingOutput, Pooling, PoolingParams, embedding_output
+from ..scheduling.sampling_params import SamplingParams
+from . import wire
+from .inputs import check_params, prompt_token_ids, truncated
+
+
+class Generates(ABC):
+    """Texts and embeddings of prompts."""
+
+    tokenizer: Any
+    default_pooling: Pooling
+
+    @property
+    @abstractmethod
+    def info(self) -> wire.Ready:
+        """The engine's ``Ready`` message."""
+
+    @property
+    @abstractmethod
+    def max_model_len(self) -> int:
+        """Longest prompt and output together, in tokens."""
+
+    @abstractmethod
+    def default_sampling_params(self) -> SamplingParams:
+        """Sampling parameters that the model's files recommend."""
+
+    @abstractmethod
+    def snapshot(self, request_id: str) -> RequestOutput | None:
+        """A request as it stands; None where it has ended, and its last update is still on its way."""
+
+    @abstractmethod
+    def stream(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        *,
+        prompt: str | None = None,
+        priority: int = 0,
+        pooling: Pooling | None = None,
+        client: str = "",
+        weight: float = 1.0,
+    ) -> AsyncGenerator[Update, None]:
+        """Deltas of all choices until each has had its terminal update. Raises as ``generate`` does."""
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The request as it stands after each step that has news for it; the last one is ``finished``.
+
+        Args:
+            prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
+            params: None for the model's own defaults (``default_sampling_params``).
+            request_id: made up if not given.
+            priority: lower runs earlier.
+            add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.
+
+        Raises:
+            ValueError: the request cannot be served as it is.
+            QueueFull: too many requests wait; try again later.
+            EngineDeadError: the engine has ended.
+        """
+        text, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
+        name = request_id or uuid.uuid4().hex
+        params = self.default_sampling_params() if params is None else params
+        ids = truncated(ids, check_params(params), self.max_model_len)
+        stream = self.stream(ids, params, name, prompt=text, priority=priority)
+        async with contextlib.aclosing(stream) as updates:
+            async for update in updates:
+                if update.final is not None:
+                    yield update.final
+                elif (found := self.snapshot(name)) is not None:
+                    yield found
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int] | Mapping[str, Any],
+        params: PoolingParams | None = None,
+        *,
+        priority: int = 0,
+        add_special_tokens: bool = True,
+        parse_special: bool = True,
+    ) -> EmbeddingOutput:
+        """The embedding of a prompt, see ``LLM.embed``. Raises as ``generate`` does."""
+        params = params or PoolingParams()
+        params.check_size(self.info.hidden_size)
+        _, ids = prompt_token_ids(
+            prompt, self.tokenizer, add_special_tokens=add_special_tokens, parse_special=parse_special
+        )
+        ids = truncated(ids, PARAMS.with_(truncate_prompt_tokens=params.truncate_prompt_tokens), self.max_model_len)
+        pooling = params.pooling or self.default_pooling
+        stream = self.stream(ids, PARAMS, uuid.uuid4().hex, priority=priority, pooling=pooling)
+        async with contextlib.aclosing(stream) as updates:
+            async for update in updates:
+                if update.final is not None:
+                    return embedding_output(update.final, params)
+        raise RuntimeError("the request was aborted")

@@ -1,0 +1,98 @@
+"""``Stream``: one request with the task that waits for its news, whichever engine answers it.
+
+An engine process can end in the middle of an answer. What is known of the answer then stands in the caller's process:
+its tokens, text, stop strings and log-probabilities. A ``Stream`` carries all of this to another engine, whose first
+news is the next token (``Request.output_token_ids``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import msgspec
+
+from ...text.output_processor import RunningRequest, Update, together
+from ..executors.pooling import Pooling
+from ..scheduling.outputs import RequestTimes
+from ..scheduling.sampling_params import SamplingParams
+from . import wire
+from .mailbox import Mailbox
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process has ended; the message says what is known of the cause."""
+
+
+class Stream:
+    """A request that has passed all checks, and its news on their way to one task.
+
+    Args:
+        request_id: of the caller.
+        prompt: text of the prompt; None if it came as token ids.
+        prompt_token_ids: at least one.
+        params: with the seed, where the answer may be continued elsewhere.
+        priority: lower runs earlier.
+        pooling, client, weight: see ``Request``.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        priority: int = 0,
+        pooling: Pooling | None = None,
+        client: str = "",
+        weight: float = 1.0,
+    ) -> None:
+        self.request_id, self.prompt, self.prompt_token_ids = request_id, prompt, prompt_token_ids
+        self.params, self.priority, self.pooling = params, priority, pooling
+        self.client, self.weight = client, weight
+        self.mailbox: Mailbox[Update | Exception] = Mailbox()
+        self.state: RunningRequest | None = None
+        """The answer so far, while no engine has the request; None before the first engine and after the end."""
+        self.left = params.n
+        """Choices whose last update has not been taken."""
+        self.number = 0
+        """Number of its submit to the engine that has it."""
+        self.aborted = False
+        """It was aborted while no engine had it."""
+        self.engine: Any = None
+        """The ``AsyncEngine`` that had it last, where there are several."""
+        self.deaths = self.all_deaths = 0
+        """Engines that have ended while they had it: in a row without a token from it, and in all."""
+        self._arrival = time.monotonic()
+        self._times: dict[int, RequestTimes] = {}
+        """By choice, those that the first engine with news of it gave."""
+
+    @property
+    def begun(self) -> bool:
+        """True once an engine has had it and left it unfinished."""
+        return self.state is not None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all choices so far, while no engine has the request."""
+        return 0 if self.state is None else sum(len(tokens) for tokens in self.state.output_token_ids() if tokens)
+
+    def submit(self) -> wire.Submit:
+        """The message that queues it in an engine."""
+        fields = {field.name: getattr(self.params, field.name) for field in dataclasses.fields(self.params)}
+        sharing = self.priority, self.pooling, self.client, self.weight
+        message = wire.Submit(self.request_id, self.prompt_token_ids, fields, self.number, *sharing)
+        if self.state is not None:
+            message.output_token_ids, message.arrival = self.state.output_token_ids(), self._arrival
+        return message
+
+    async def take(self) -> list[Update | Exception]:
+        """The news that have come, as soon as there are some; those of one choice in a row are one update."""
+        news = together(await self.mailbox.take())
+        for update in news:
+            if isinstance(update, Update) and update.times is not None:
+                # An engine that continues an answer knows nothing of its beginning.
+                first = self._times.setdefault(update.index, update.times)
+                update.times = msgspec.structs.replace(first, finished=update.times.finished)
+        return news

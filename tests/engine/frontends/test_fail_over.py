@@ -1,0 +1,234 @@
+"""Replicas that are killed or stopped lose no byte of a stream. The engines are real processes without a model."""
+
+import asyncio
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import stub_engine
+from effort import proving
+from stub_engine import POISON
+from tiny_llm import save_tiny_llm
+
+from transect import SamplingParams
+from transect.engine.config import EngineConfig
+from transect.engine.frontends import supervisor
+from transect.engine.frontends.async_engine import AsyncEngine
+from transect.engine.frontends.replicas import Replicas
+from transect.engine.frontends.streams import EngineDeadError
+from transect.engine.scheduling.arrivals import seed_of
+
+PROMPT = list(range(65, 85))
+KINDS = {
+    "greedy": {"temperature": 0.0, "max_tokens": 60},
+    "choices": {"n": 3, "max_tokens": 40, "logprobs": 1},
+    "penalties": {"presence_penalty": 1.0, "max_tokens": 50},
+    "stop strings": {"stop": ["qx", "~~", "a b", "Z"], "min_tokens": 20, "max_tokens": 80},
+    "prompt logprobs": {"max_tokens": 30, "logprobs": 0},
+    "one token": {"max_tokens": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    save_tiny_llm(folder)
+    return folder
+
+
+@pytest.fixture
+def start(model, monkeypatch):
+    """Starts replicas whose steps take two milliseconds."""
+    monkeypatch.setattr(AsyncEngine, "process_module", "stub_engine")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(stub_engine.__file__).parent), "src"]))
+    monkeypatch.setenv("STUB_STEP_S", "0.002")
+
+    def start_replicas(count=3, **settings):
+        return Replicas.start(EngineConfig(model=str(model), data_parallel_size=count, **settings))
+
+    return start_replicas
+
+
+async def run(engines, name, prompt=None, seed=1, seen=lambda updates: None, **params):
+    """The updates of a request as one: for every choice its text, tokens, logprobs and end."""
+    updates = []
+    params = SamplingParams(**{"seed": seed} | params)
+    async for update in engines.stream(prompt or PROMPT, params, name):
+        updates.append(update)
+        seen(updates)
+    final = updates[-1].final
+    for choice in final.outputs:
+        own = [update for update in updates if update.index == choice.index]
+        assert "".join(update.text for update in own) == choice.text
+        assert [token for update in own for token in update.token_ids] == choice.token_ids
+        assert sum(update.finished for update in own) == 1
+    found = [(c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for c in final.outputs]
+    return found, any(update.approximate for update in updates)
+
+
+async def until(condition):
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_kills_and_stops_at_random_tokens_change_no_byte(start):
+    rng = random.Random(1)
+    async with await start(hung_after_s=0.6) as engines:
+        whole = {kind: (await run(engines, kind, **params))[0] for kind, params in KINDS.items()}
+        for turn in range(50 if proving() else 12):
+            await until(lambda: len(engines.alive()) >= 2)
+            victim, at = rng.choice(list(KINDS)), rng.randint(1, 30)
+            how = signal.SIGSTOP if turn % 4 == 3 else signal.SIGKILL
+
+            def hit(updates, name=f"{victim} {turn}", at=at, how=how):
+                if len(updates) == min(at, len(whole[name.rpartition(" ")[0]][0][1])) and name in engines._where:
+                    os.kill(engines._where[name].pid, how)
+
+            runs = {
+                kind: run(engines, f"{kind} {turn}", seen=hit if kind == victim else lambda updates: None, **params)
+                for kind, params in KINDS.items()
+            }
+            for kind, (found, approximate) in zip(runs, await asyncio.gather(*runs.values()), strict=True):
+                assert found == whole[kind], (turn, kind)
+                assert not approximate
+        assert engines.handed_over >= turn // 2
+        await until(lambda: len(engines.alive()) == 3)
+        assert (await engines.health()).detail == "all 3 replicas make progress"
+
+
+async def test_the_router_fixes_the_seed_of_a_sampled_request(start):
+    async with await start(2, seed=9) as engines:
+
+        def kill(updates):
+            if len(updates) == 5:
+                os.kill(engines._where["a"].pid, signal.SIGKILL)
+
+        found, _ = await run(engines, "a", seed=None, max_tokens=30, seen=kill)
+        assert engines.handed_over == 1
+        assert (await run(engines, "b", seed=seed_of(9, 0), max_tokens=30))[0] == found
+
+
+async def test_a_request_that_kills_replicas_ends_with_an_error_and_the_others_go_on(start):
+    async with await start() as engines:
+        whole, _ = await run(engines, "whole", max_tokens=200)
+        others = [asyncio.create_task(run(engines, f"{i}", max_tokens=200)) for i in range(5)]
+        with pytest.raises(EngineDeadError, match=r"3 replicas have ended with this request.*exited with code 3"):
+            await run(engines, "poison", prompt=[1, POISON, POISON])
+        assert [found for found, _ in await asyncio.gather(*others)] == [whole] * 5
+
+
+async def test_where_bits_are_not_promised_the_stream_goes_on_and_says_so(start, monkeypatch):
+    monkeypatch.setenv("STUB_EXACT", "0")
+    async with await start(2) as engines:
+        approximate = []
+
+        def kill(updates):
+            approximate.append(updates[-1].approximate)
+            if len(updates) == 5:
+                os.kill(engines._where["a"].pid, signal.SIGKILL)
+
+        (((_, tokens, reason, _, _),), told) = await run(engines, "a", max_tokens=30, seen=kill)
+        assert told and len(tokens) == 30 and reason == "length"
+        assert sum(approximate) == 1 and not any(approximate[:5])
+
+
+async def test_a_client_that_aborts_or_leaves_while_no_replica_lives(start):
+    async with await start(2) as engines:
+        ends = []
+
+        async def watch(name):
+            async for update in engines.stream(PROMPT, SamplingParams(max_tokens=None, seed=1), name):
+                ends.append(update)
+
+        staying, leaving = (asyncio.create_task(watch(name)) for name in ("staying", "leaving"))
+        await until(lambda: len({update.request_id for update in ends}) == 2)
+        for engine in engines.engines:
+            os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: not engines.alive() and not engines._where)
+        assert (await engines.health()).state == "hung"
+        leaving.cancel()
+        await engines.abort("staying")
+        await staying
+        assert ends[-1].request_id == "staying" and ends[-1].finish_reason == "abort"
+        assert len(ends[-1].final.outputs[0].token_ids) == sum(
+            len(u.token_ids) for u in ends if u.request_id == "staying"
+        )
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert not engines._streams
+        assert (await run(engines, "next", max_tokens=2))[0], "a request that comes while none lives waits"
+        assert (
+            sum([(await engine.stats()).generation_tokens for engine in engines.engines if engine.death is None]) == 2
+        )
+
+
+async def test_replicas_that_cannot_be_started_again_are_given_up(start, monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    async with await start(2) as engines:
+        monkeypatch.setattr(AsyncEngine, "process_module", "no_such_module")
+        running = asyncio.create_task(run(engines, "a", max_tokens=None))
+        await until(lambda: "a" in engines._where)
+        for engine in engines.engines:
+            os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match="killed by signal 9"):
+            await running
+        assert (await engines.health()).state == "dead"
+
+
+async def test_reload_drops_no_stream(start):
+    async with await start(2) as engines:
+        whole, _ = await run(engines, "whole", max_tokens=400)
+        running = [asyncio.create_task(run(engines, f"{i}", max_tokens=400)) for i in range(4)]
+        await until(lambda: len(engines._where) == 4)
+        before = list(engines.engines)
+        await engines.reload(drain_s=30)
+        assert not set(before) & set(engines.engines)
+        assert [found for found, _ in await asyncio.gather(*running)] == [whole] * 4
+        assert engines.handed_over == 0
+        await until(lambda: all(engine.death is not None for engine in before))
+
+
+async def test_streams_that_outlive_a_reload_continue_only_where_bits_are_the_same(start, monkeypatch):
+    async with await start(2) as engines:
+        whole, _ = await run(engines, "whole", max_tokens=800)
+        running = asyncio.create_task(run(engines, "same", max_tokens=800))
+        await until(lambda: "same" in engines._where)
+        await engines.reload(drain_s=0.1)
+        assert (await running)[0] == whole
+        running = asyncio.create_task(run(engines, "other", max_tokens=None))
+        await until(lambda: "other" in engines._where)
+        monkeypatch.setenv("STUB_EXACT", "0")
+        await engines.reload(drain_s=0.1)
+        with pytest.raises(EngineDeadError, match="--drain-timeout"):
+            await running
+        with pytest.raises(ValueError, match="cannot become 3"):
+            await engines.reload(EngineConfig(model="m", data_parallel_size=3))
+
+
+async def test_a_process_that_computes_gets_more_time_than_one_that_is_stopped():
+    spinning = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        await until(lambda: supervisor.is_busy(spinning.pid))
+        spinning.send_signal(signal.SIGSTOP)
+        await until(lambda: not supervisor.is_busy(spinning.pid))
+    finally:
+        spinning.kill()
+        await spinning.wait()
+
+
+async def test_a_replica_that_hangs_while_it_starts_is_started_once_more(start, monkeypatch, caplog):
+    monkeypatch.setattr(supervisor, "START_S", 0.5)
+    monkeypatch.setattr(supervisor, "START_RATIO", 0.0)
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    async with await start(2) as engines:
+        monkeypatch.setenv("STUB_HANGS", "1")
+        os.kill(engines.engines[0].pid, signal.SIGKILL)
+        await until(lambda: "it was not ready after 0 s and was killed" in caplog.text)
+        monkeypatch.setattr(supervisor, "START_S", 60.0)
+        monkeypatch.delenv("STUB_HANGS")
+        await until(lambda: len(engines.alive()) == 2)
+        assert (await run(engines, "a", max_tokens=2))[0]
