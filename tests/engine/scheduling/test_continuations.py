@@ -10,9 +10,9 @@ from engine_workloads import Workload, run, workloads
 from hypothesis import HealthCheck, given
 from small_engine import make, request, tokens_of
 
+from transect.engine.scheduling.policies.admission import QueueFull
 from transect.engine.scheduling.request import Request
 from transect.engine.scheduling.sampling_params import SamplingParams
-from transect.engine.scheduling.policies.admission import QueueFull
 
 LARGE = {"suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]}
 
