@@ -1,4 +1,4 @@
-"""Schedule requests by continuous batching: plan the next step, and apply the tokens that it draws.
+"""Schedule requests by continuous batching: plan the next step. ``bookkeeping`` applies the tokens that it draws.
 
 Every step is one ragged batch under a budget of tokens. The budget is smaller if sequences decode, because they wait
 for the whole step (``policies/budget``). Sequences that hold KV blocks are served in the order of their ranks
@@ -27,28 +27,15 @@ that sequence.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
-from collections.abc import Callable
 from operator import attrgetter
 
-from ...costs.learning import StepTimes
 from . import limits
-from .arrivals import Arrivals
-from .batch import Clock, Draw, ScheduledBatch, ScheduledRow, StepResult
-from .drafters.registry import SpeculativeConfig
-from .failures import failures
-from .jump_ahead import JumpAhead
-from .kv_cache import KVCache
-from .outputs import EngineOutput, SchedulerStats
+from .batch import Draw, ScheduledBatch, ScheduledRow
+from .bookkeeping import Bookkeeping
 from .plan import Plan
-from .policies.admission import Admission
-from .policies.budget import Coming, StepBudget
+from .policies.budget import Coming
 from .policies.places import LOOKED_AT, exchange
-from .policies.speculation import Speculation
-from .request import Request, RequestState, Sequence, Status
-from .scheduler_config import SchedulerConfig
-from .sequence_blocks import SequenceBlocks
-from .waiting_queue import WaitingQueue
+from .request import Sequence, Status
 
 _by_rank = attrgetter("rank")
 
@@ -58,106 +45,13 @@ BARRED = ("kv", "places")
 """Reasons that hold back the queue's head however large the step is."""
 
 
-class Scheduler:
-    """Bookkeeping of all requests of an engine. Not thread-safe: one loop owns it.
+class Scheduler(Bookkeeping):
+    """Plans the steps of an engine, and keeps the state of its requests. Not thread-safe: one loop owns it.
 
     Args:
         config: limits and policies.
         clock: for the requests' times.
     """
-
-    def __init__(self, config: SchedulerConfig, clock: Clock) -> None:
-        self.config = config
-        self.clock = clock
-        self.cache = KVCache(config.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
-        self.blocks = SequenceBlocks(self.cache, config.block_size)
-        self.waiting = WaitingQueue(Admission(config.max_queue, config.max_queue_bytes, config.max_queue_wait))
-        self.running: list[Sequence] = []
-        """Sequences with blocks, best rank first."""
-        self.times = StepTimes()
-        """Learned step times; the engine loop updates them after each step."""
-        self.budget = StepBudget(config, self.times)
-        self.speculation: Speculation | None = None
-        if config.speculation is not None:
-            assert isinstance(config.speculation, SpeculativeConfig)
-            self.speculation = Speculation(config.speculation, self.times)
-        self.held_back = ""
-        """Reason that the last step did not admit the queue's head, see ``decisions.py``; empty if no request waits."""
-        self.ended: list[Sequence] | None = None
-        """If set, finished choices are appended to this list."""
-        self._cut = False
-        """True if the last step left a prompt unfinished."""
-        self._static = config.batching == "static"
-        self._watermark = int(config.watermark * config.num_blocks)
-        self.arrivals = Arrivals(config)
-        self.requests: dict[str, RequestState] = {}
-        """Requests with an unfinished choice, by id."""
-        self._places = 0
-        """Number of the ``max_num_seqs`` places in use."""
-        self._in_flight: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
-        self.committing: list[EngineOutput] | None = None
-        """The outputs made so far of the result that is being taken in; None between two of them."""
-        self._advancing: Sequence | None = None
-        """The choice whose token is being taken in."""
-        self._step = 0
-        self.jumps = JumpAhead(config.jump_ahead)
-        self._last: deque[list[Sequence]] = deque(maxlen=config.pipeline_depth)
-        """The sequences of the last steps' rows, the oldest first: in a pipeline the same decode in turns."""
-        self.drafting = False
-        """The newest step has drafts: lengths are not known until it is done."""
-        self._prefix_query_tokens = 0
-        self._prefix_hit_tokens = 0
-        self._preemptions = 0
-        self._prompt_tokens = 0
-        self._generation_tokens = 0
-        self._finished = {"stop": 0, "length": 0, "abort": 0, "error": 0}
-
-    # Requests in and out
-
-    @property
-    def has_unfinished(self) -> bool:
-        """True while a choice of any request has not ended."""
-        return bool(self.requests)
-
-    def add(self, request: Request) -> None:
-        """Queue a request. One that is continued (``Request.output_token_ids``) has been admitted before, elsewhere:
-        its sequences wait as preempted ones do, and ``max_queue`` does not count it.
-
-        Raises:
-            ValueError: it can never fit, or its id is in use; the message has the numbers.
-            QueueFull: the queue is at one of its bounds.
-        """
-        if request.request_id in self.requests:
-            raise ValueError(f"request id {request.request_id!r} is in use by an unfinished request; choose another")
-        max_length = limits.max_length(request, self.config)
-        if request.output_token_ids is None and request.request_id not in self.waiting.let_in:
-            self.check_room(request, max_length)
-        now = self.clock.now()
-        state = self.arrivals.state(request, max_length, now)
-        self.requests[request.request_id] = state
-        for seq in state.begin(now):
-            seq.cached = len(self.blocks.find_prefix(seq)) * self.config.block_size
-            self.waiting.push(seq)
-
-    def check_room(self, request: Request, max_length: int) -> None:
-        """Raises QueueFull where the queue takes no such request now.
-
-        Args:
-            max_length: see ``limits.max_length``.
-        """
-        self.waiting.check_room(*self.arrivals.claim(request, max_length))
-
-    def abort(self, request_id: str, choice: int | None = None) -> list[EngineOutput]:
-        """End a request, or one choice of it, at any moment. Returns the last output of each choice that this ends;
-        nothing for choices or requests that have ended before. KV blocks come back now, or when the step in flight is
-        done."""
-        state = self.requests.get(request_id)
-        if state is None:
-            return []
-        targets = [seq for seq in state.choices if choice is None or seq.index == choice]
-        return [self._end(seq, "abort") for seq in targets if seq.finish_reason is None]
-
-    # Planning a step
 
     def coming(self) -> Coming:
         """Return the facts of the next step if it were planned now."""
@@ -442,230 +336,3 @@ class Scheduler:
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
-
-    def _places_of(self, seq: Sequence) -> int:
-        return 1 if seq.request.prompt_done else seq.request.spec.params.n
-
-    # What a step's tokens change
-
-    def commit(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
-        """Take in the result of the oldest batch in flight. Returns what is new for each choice that it concerns."""
-        oldest, sequences = self._in_flight.popleft()
-        assert oldest is batch, f"step {batch.step} was committed out of order, step {oldest.step} is older"
-        outputs: list[EngineOutput] = []
-        self.committing = outputs
-        self.blocks.step_done(batch.step)
-        now, block_size = self.clock.now(), self.config.block_size
-        tokens, errors = result.tokens, result.errors
-        for row, seq in zip(batch.rows, sequences, strict=True):
-            end = row.start + row.num_tokens
-            if row.drafts:
-                outputs += self._take_drafts(row, seq, result, now)
-                continue
-            if (
-                seq.plain
-                and not errors
-                and row.draws
-                and end + 1 < seq.max_length
-                and end // block_size == seq.num_registered
-                and seq.finish_reason is None
-                and (token := tokens[seq.seq_id]) not in seq.stop_ids
-            ):  # what most rows of most steps are: a token, and nothing to be done about it
-                seq.output_token_ids.append(token)
-                self._generation_tokens += 1
-                outputs.append(EngineOutput(seq.request_id, seq.index, [token], num_cached_tokens=seq.num_cached))
-                continue
-            failed = failures(row, seq, errors, self._is_void(batch, result)) if errors else []
-            if any(choice.seq_id not in result.sound for choice, _ in failed):
-                self.blocks.distrust(row.block_ids)  # a preempted sequence holds none any more
-                for choice in (seq, *(choice for choice, _ in failed)):
-                    self.blocks.distrust(choice.block_ids)
-            elif seq.status is Status.RUNNING and end // block_size > seq.num_registered:
-                self.blocks.register(seq, end)
-            for choice, error in failed:
-                outputs.append(self._end(choice, "error", error))
-            state = seq.request
-            if row.prompt_logprobs is not None or row.pooling is not None:
-                state.take_prompt(row, result)
-            for draw in row.draws:
-                choice = seq if draw.seq_id == seq.seq_id else state.choices[draw.choice]
-                if self.jumps.is_void(draw.seq_id, batch.step):
-                    self.jumps.drop(draw.seq_id)
-                elif choice.finish_reason is None:
-                    self._advancing = choice
-                    outputs += self._advance(choice, result, now)
-        self.committing = self._advancing = None
-        return outputs
-
-    def take_back(self, reason: str) -> list[EngineOutput]:
-        """Forget all steps in flight and all KV, because the executor or ``commit`` has raised. Unfinished sequences
-        wait with their known tokens, and recompute them; draws depend on positions, so the next tokens are the same. A
-        ``commit`` that raised may have left one choice half changed: it ends with the error ``reason``.
-
-        Call it before anything else after such an exception; calling it again does no harm. The executor must be done
-        with all steps. Returns the outputs that the ``commit`` had made, and the last one of a choice ended here.
-        """
-        outputs, unclear = self.committing or [], self._advancing
-        self.committing = self._advancing = None
-        self._places, self._cut, self.held_back = 0, False, ""
-        self.running.clear()
-        self._in_flight.clear()
-        self._last.clear()
-        self.drafting = False
-        self.waiting.reset()
-        self.jumps.reset()
-        self.blocks.reset(self._step)
-        for state in self.requests.values():
-            for seq in state.begin_anew():
-                self.waiting.push(seq)
-        told = unclear is None or any((o.request_id, o.index) == (unclear.request_id, unclear.index) for o in outputs)
-        if unclear is not None and not told and unclear.finish_reason is None:
-            outputs.append(self._end(unclear, "error", reason))
-        return outputs
-
-    def _is_void(self, batch: ScheduledBatch, result: StepResult) -> Callable[[int], bool]:
-        """Tells seq_ids whose errors mean nothing: of a draw whose token is known already."""
-        return lambda seq_id: seq_id in result.sound and self.jumps.is_void(seq_id, batch.step)
-
-    def _take_drafts(self, row: ScheduledRow, seq: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
-        """The accepted drafts of a row, and the draw after them."""
-        assert self.speculation is not None
-        accepted = len(result.accepted.get(seq.seq_id, ()))
-        self.speculation.verified(seq.seq_id, len(row.drafts), accepted)
-        error = result.errors.get(seq.seq_id)
-        if error is not None and seq.seq_id not in result.sound:
-            self.blocks.distrust(seq.block_ids)
-        if seq.finish_reason is not None:
-            return []
-        seq.scheduled += accepted
-        seq.length += accepted
-        self.blocks.register(seq, row.known_end)
-        self._advancing = seq
-        outputs = self._advance(seq, result, now)
-        if seq.finish_reason is not None:
-            return outputs
-        if error is not None:
-            return [*outputs, self._end(seq, "error", error)]
-        self.blocks.register(seq, row.known_end + accepted)
-        return outputs
-
-    def _advance(self, choice: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
-        """Append the tokens that a step drew for ``choice``, one unless drafts were accepted, and see whether one is
-        the last."""
-        state, wants_logprobs = choice.request, choice.request.spec.params.logprobs is not None
-        drawn = list(result.accepted.get(choice.seq_id, ()))
-        if choice.seq_id in result.tokens:
-            drawn.append(result.tokens[choice.seq_id])
-        output = EngineOutput(state.spec.request_id, choice.index, [], num_cached_tokens=state.num_cached_tokens)
-        problem = None
-        for token in drawn:
-            if choice.constraint is not None and (problem := choice.constraint.accept(token)) is not None:
-                break
-            choice.output_token_ids.append(token)
-            output.new_token_ids.append(token)
-            if len(output.new_token_ids) == len(drawn):
-                planned = choice.length
-                output.new_token_ids += self.jumps.jump(choice, token)
-                self.waiting.grew(choice, choice.length - planned)
-            reason = self._reason_to_end(choice, output)
-            if reason is not None:
-                self._finish(choice, reason)
-                break
-        new = len(output.new_token_ids)
-        self._generation_tokens += new
-        if wants_logprobs and new:
-            last = [result.logprobs[choice.seq_id]] if choice.seq_id in result.logprobs else []
-            output.logprobs = [*result.accepted_logprobs.get(choice.seq_id, []), *last][:new]
-        if choice.first_token_time is None and new:
-            choice.first_token_time = now
-            output.times = state.times(choice, None)
-            state.give_prompt(output)
-            choice.plain = not wants_logprobs and choice.constraint is None
-            choice.num_cached = state.num_cached_tokens
-        if choice.finish_reason is not None:
-            output.finish_reason = choice.finish_reason
-            output.times = state.times(choice, now)
-        outputs = [output] if new else []
-        return outputs if problem is None else [*outputs, self._end(choice, "error", problem)]
-
-    def _reason_to_end(self, choice: Sequence, output: EngineOutput) -> str | None:
-        """Return "stop" or "length" if the newest token of ``choice`` is its last, and say in ``output`` which stop."""
-        state, token = choice.request, choice.output_token_ids[-1]
-        length = choice.prompt_len + len(choice.output_token_ids)
-        if token in state.stop_ids and length > choice.draws[0].min_position:
-            output.stop_reason = None if token in state.eos else token
-            return "stop"
-        if choice.constraint is not None and choice.constraint.terminated:
-            output.complete = True
-            return "stop"
-        return "length" if length == choice.max_length else None
-
-    def _end(self, choice: Sequence, reason: str, error: str | None = None) -> EngineOutput:
-        """End a choice without another token; its last output."""
-        self._finish(choice, reason)
-        state = choice.request
-        return EngineOutput(
-            state.spec.request_id,
-            choice.index,
-            [],
-            finish_reason=reason,
-            num_cached_tokens=state.num_cached_tokens,
-            error=error,
-            times=state.times(choice, self.clock.now()),
-        )
-
-    def _finish(self, choice: Sequence, reason: str) -> None:
-        state = choice.request
-        choice.finish_reason = reason
-        if self.ended is not None:
-            self.ended.append(choice)
-        if self.speculation is not None:
-            self.speculation.ended(choice)
-        self._finished[reason] += 1
-        state.num_live -= 1
-        if choice is not state.leader or state.prompt_done or not state.num_live:
-            self._leave(choice)
-        if not state.num_live:
-            del self.requests[state.spec.request_id]
-            self.arrivals.order.ended(state.turn, state.computed_tokens)
-            if not self.requests:
-                self.arrivals.order.reset()
-            if state.leader.status is not Status.GONE:
-                self._leave(state.leader)
-
-    def _leave(self, seq: Sequence) -> None:
-        """Take a sequence out of the lists, and give its blocks back."""
-        if seq.status is Status.RUNNING:
-            self.running.remove(seq)
-            self._places -= self._places_of(seq)
-            self.blocks.release(seq)
-        elif seq.status is Status.WAITING:
-            self.waiting.remove(seq)
-        seq.status = Status.GONE
-
-    def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished prompts; requests that run keep theirs."""
-        self.cache.clear()
-
-    def stats(self) -> SchedulerStats:
-        """Gauges of this moment and counters since the start."""
-        return SchedulerStats(
-            waiting=self.waiting.num_new,
-            preempted=self.waiting.num_preempted,
-            running=len(self.running),
-            kv_blocks_total=self.config.num_blocks,
-            kv_blocks_used=self.config.num_blocks - self.cache.num_free,
-            kv_blocks_cached=self.cache.num_cached,
-            prefix_query_tokens=self._prefix_query_tokens,
-            prefix_hit_tokens=self._prefix_hit_tokens,
-            preemptions=self._preemptions,
-            prompt_tokens=self._prompt_tokens,
-            generation_tokens=self._generation_tokens,
-            jumped_tokens=self.jumps.taken,
-            steps=self._step,
-            timed_steps=self.times.steps,
-            step_seconds=self.times.measured,
-            predicted_step_seconds=self.times.predicted,
-            finished=dict(self._finished),
-            **({} if self.speculation is None else self.speculation.counts()),
-        )
