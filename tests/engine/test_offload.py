@@ -144,9 +144,9 @@ def test_ranks_of_one_host_share_its_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cpu_offload_gb": -1}, "cpu_offload_gb must be a number of GiB"),
-        ({"cpu_offload_gb": True}, "cpu_offload_gb must be a number of GiB"),
-        ({"cpu_offload_gb": float("nan")}, "cpu_offload_gb must be a number of GiB"),
+        ({"cpu_offload_gb": -1}, "cpu_offload_gb must be a number of at least 0"),
+        ({"cpu_offload_gb": True}, "cpu_offload_gb must be a number of at least 0"),
+        ({"cpu_offload_gb": float("nan")}, "cpu_offload_gb must be a number of at least 0"),
         ({"offload_folder": "/tmp"}, "give cpu_offload_gb too"),
         ({"cpu_offload_gb": 1, "native": True}, "leave out cpu_offload_gb"),
     ],

@@ -159,7 +159,8 @@ def test_nobody_goes_on_from_a_checkpoint_before_all_have_read(monkeypatch):
     """The memory of a rank that ends goes with it."""
     told, group, held = [], Group.alone(), []
 
-    def shared(nbytes):
+    def shared(sizes):
+        nbytes = sum(map(peer_pieces.room, sizes))
         held.append(ctypes.create_string_buffer(SIGNALS + nbytes))
         return PeerPieces([ctypes.addressof(held[0])], 0, nbytes, HostCopies())
 

@@ -274,7 +274,7 @@ async def test_beams_are_extended_token_by_token(client, engine):
 @pytest.mark.parametrize(
     ("changes", "words", "param"),
     [
-        ({"stream": True}, "needs stream=false", "use_beam_search"),
+        ({"stream": True}, "set stream=false", "use_beam_search"),
         ({"n": 11}, "n must be a whole number of 1 to 10", "n"),
         ({"temperature": 0.7}, "temperature must be 0 or 1 with beam search", "temperature"),
         ({"top_p": 0.5}, "leave top_p out", "top_p"),

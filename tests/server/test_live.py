@@ -319,8 +319,9 @@ def test_overload_is_refused_with_retry_after_and_ctrl_c_is_quiet(own_server):
     )
     waiting.start()
     wait_for(lambda: server.metric("transect_requests_waiting") == 1, "a full queue")
-    with pytest.raises(openai.RateLimitError) as caught:
+    with pytest.raises(openai.InternalServerError) as caught:
         server.client.chat.completions.create(model="m", messages=HELLO)
+    assert caught.value.status_code == 503
     assert int(caught.value.response.headers["retry-after"]) >= 1
     with pytest.raises(openai.BadRequestError, match="send at most 1 in one request"):
         server.client.completions.create(model="m", prompt=["a", "b"])  # which the queue can never take

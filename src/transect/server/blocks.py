@@ -35,7 +35,7 @@ class Block:
     id: str = ""
     name: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    """Of the tokens of a text, as OpenAI's API has them, where they are asked for."""
+    """Entries for the tokens of a text, in the form of OpenAI's API, if they were requested."""
 
 
 @dataclass(frozen=True, slots=True)

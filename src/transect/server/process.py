@@ -185,7 +185,7 @@ async def serve(
         options: names, keys, limits, and the seconds that running requests get after SIGTERM.
         sock: from ``bind``.
         ready: called once with the engine, when requests are accepted.
-        reload: replaces the engine's processes, on SIGHUP; None: SIGHUP ends the server.
+        reload: replaces the engine's processes, on SIGHUP; None if SIGHUP ends the server.
 
     Returns:
         The process's exit code.

@@ -145,7 +145,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class RunningRequest:
-    """What is known of a request that has not ended: its tokens, its text, and what may still become text."""
+    """Tokens and text of a request that has not ended, and the bytes that may still become text."""
 
     prompt: str | None
     prompt_token_ids: list[int]

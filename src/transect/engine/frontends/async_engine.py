@@ -266,8 +266,8 @@ class AsyncEngine(Generates):
         return Stream(request_id, prompt, ids, params, priority, pooling, client, weight)
 
     async def follow(self, stream: Stream) -> AsyncGenerator[Update, None]:
-        """Run a request here: a new one, or one that another engine like this one has left unfinished. Should this
-        engine end too, ``stream`` can go on elsewhere. Raises as ``generate`` does."""
+        """Run a request here: a new one, or one that another engine like this one has left unfinished. If this
+        engine ends too, ``stream`` can be continued elsewhere. Raises as ``generate`` does."""
         self._check_alive()
         if not stream.begun:
             self._check_room()

@@ -65,14 +65,14 @@ class Generates(ABC):
         add_special_tokens: bool = True,
         parse_special: bool = True,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The request as it stands after each step that has news for it; the last one is ``finished``.
+        """Yield the state of the request after each step with new output; the last one is ``finished``.
 
         Args:
             prompt: text, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``.
             params: None for the model's own defaults (``default_sampling_params``).
-            request_id: made up if not given.
+            request_id: a random id if None.
             priority: lower runs earlier.
-            add_special_tokens, parse_special: how a text is encoded, see ``LLM.generate``.
+            add_special_tokens, parse_special: encoding of a text, see ``LLM.generate``.
 
         Raises:
             ValueError: the request cannot be served as it is.

@@ -7,7 +7,7 @@ would have been: to the bit where ``numerics.py`` promises it.
 
 A request that ends replicas is replayed at most twice in a row without a token. Its first replay comes at once, with
 those of all other requests of the dead replica. The second replay runs alone, because the cause is not known until
-then. A token after a replay shows that the request does no harm, and the count begins anew.
+then. A token after a replay shows that the request does no harm, and the count is reset.
 """
 
 from __future__ import annotations
@@ -391,14 +391,14 @@ class Replicas(Generates):
         ``drain_s`` seconds continue in a new replica if its bits are the same, and end with an error if not.
 
         Raises:
-            ValueError: the new configuration or model is at fault; the old ones go on.
-            EngineDeadError: a replica could not be started for another reason; the old ones go on.
+            ValueError: the new configuration or model is at fault; the old ones keep running.
+            EngineDeadError: a replica could not be started for another reason; the old ones keep running.
         """
         assert self._supervisor is not None
         if config is not None and config.data_parallel_size != len(self.engines):
             raise ValueError(
                 f"data_parallel_size is {len(self.engines)} and cannot become {config.data_parallel_size} while the "
-                "server runs: start it anew"
+                "server runs: restart it"
             )
         before, self.config = self.config, config or self.config
         try:

@@ -65,7 +65,7 @@ class Ready(msgspec.Struct, tag="ready"):
     """Which kernels run, and why."""
     load_seconds: float
     numerics: Numerics
-    """What its bits depend on."""
+    """Fingerprint of everything that its bits depend on."""
 
 
 class Failed(msgspec.Struct, tag="failed"):

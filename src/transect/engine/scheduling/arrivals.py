@@ -39,7 +39,7 @@ class Arrivals:
         self._requests = self._sequences = 0
 
     def claim(self, request: Request, max_length: int) -> tuple[Claim, Key]:
-        """What a request would hold while it waits, and its place in the order, if it came now."""
+        """Return the claim of a request that arrives now, and its place in the order."""
         prompt, n = len(request.prompt_token_ids), request.params.n
         key = self.order.key(request.client, request.priority, max_length - prompt)
         return Claim(request.client, request.nbytes, self.order.tokens(prompt, max_length - prompt, n)), key

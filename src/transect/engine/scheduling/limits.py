@@ -12,7 +12,7 @@ def max_length(request: Request, config: SchedulerConfig) -> int:
 
     Raises:
         ValueError: there is no room for output in the context, for the choices among the running sequences, or for one
-            choice's KV in the whole pool; or it has a priority, and nobody looks at those. The message has the numbers
+            choice's KV in the whole pool; or it has a priority that the policy ignores. The message has the numbers
             and what to change.
     """
     check_priority(request.priority, config.scheduling_policy)

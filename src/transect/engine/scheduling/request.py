@@ -107,7 +107,7 @@ class Request(msgspec.Struct, frozen=True):
     def _check_output(self, given: tuple[tuple[int, ...] | None, ...]) -> None:
         params = self.params
         if len(given) != params.n or all(tokens is None for tokens in given):
-            raise ValueError(f"output_token_ids must have the tokens of {params.n} choices, one of which goes on")
+            raise ValueError(f"output_token_ids must have the tokens of {params.n} choices, one of which is unfinished")
         if params.seed is None and params.temperature:
             raise ValueError("output_token_ids were drawn with a seed that is not known: give params.seed")
         if params.max_tokens is not None and any(len(tokens or ()) >= params.max_tokens for tokens in given):

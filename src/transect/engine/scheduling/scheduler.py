@@ -258,7 +258,7 @@ class Scheduler(Bookkeeping):
             loser = found[1]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a running sequence; it queues up to be computed anew."""
+        """Take the blocks of a running sequence; it waits to be recomputed."""
         self.running.remove(seq)
         self._places -= self._places_of(seq)
         self.blocks.release(seq)

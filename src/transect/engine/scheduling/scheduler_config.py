@@ -43,9 +43,10 @@ class SchedulerConfig:
             where batches are static.
         scheduling_policy: "fcfs" serves a client's requests in the order of arrival, and takes no priorities;
             "priority" the more urgent ones first. Between clients tokens are shared in both (``policies/order.py``).
-        max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None: no bound.
+        max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None for no
+            bound.
         max_queue_bytes: bytes that these may hold together, one client half of them; max_queue_wait: seconds that a new
-            request may have to wait, as far as can be predicted (``policies/admission.py``). None: no bound.
+            request may have to wait, as far as can be predicted (``policies/admission.py``). None for no bound.
         max_prefill_chunk: prompt tokens of one sequence per step at the most, so that short prompts can run beside a
             long one and steps stay short; None for as many as the token budget leaves.
         watermark: share of the pool that must stay free when a sequence is admitted beside others, so that those that

@@ -23,7 +23,7 @@ PARALLEL_RETRY_S = 1.0
 
 
 class Bucket:
-    """So many a minute.
+    """Limit on a number per minute.
 
     Args:
         limit: None for no limit.

@@ -21,7 +21,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], tu
     """Run ``work`` and watch the connection at the same time.
 
     Args:
-        turns: clients that leave in crowds wait for their turns; None: nobody waits.
+        turns: gate for clients that leave in crowds; None for no gate.
         receive: the ASGI channel; the request's body must have been read already.
         work: cancelled, and awaited to its end, where the client goes away first.
 

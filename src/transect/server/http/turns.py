@@ -14,10 +14,10 @@ AT_ONCE = 8
 
 
 class Turns:
-    """A gate in the order of arrival. Nobody waits while few pass.
+    """A gate in the order of arrival, open while few pass.
 
     Args:
-        at_once: how many pass between two chances for others.
+        at_once: number that pass between two chances for others.
     """
 
     def __init__(self, at_once: int = AT_ONCE) -> None:

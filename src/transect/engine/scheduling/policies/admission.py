@@ -27,7 +27,7 @@ class QueueFull(RuntimeError):
     Args:
         waiting: requests that wait.
         retry_after: seconds after which another try may succeed.
-        reason: a sentence; None: the number of requests is bounded.
+        reason: a sentence; None if the number of requests is what is bounded.
         own: the request's client is at a limit of its own, and there is room for others.
     """
 
@@ -122,7 +122,7 @@ class Admission:
         """Refuse a request beyond a bound.
 
         Args:
-            waiting: what waits.
+            waiting: requests that wait, with their memory and work.
             ahead: share of its work that goes before this request, 0 to 1.
             retry_after: seconds, for bounds other than the wait.
 

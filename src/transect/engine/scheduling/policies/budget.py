@@ -34,9 +34,9 @@ full size, and a prompt that needs more than one step leaves room."""
 SHORTEST = 2
 """Shares of a step for the shortest prompts, if there are two or more; all other prompts get one share."""
 FELT = 2048
-"""So many tokens of a prompt count as waiting. A longer one is no longer queue, and the longest prompt is none: one
+"""Most tokens of a prompt that count as waiting. A longer one is no longer queue, and the longest prompt is none: one
 user waits for it, and the streams of all others would feel longer steps. Embeddings, scores and log-probabilities of
-prompts do not count: nobody reads along, and the sum of their times is the same."""
+prompts do not count: their results come in one piece, and the sum of their times is the same."""
 FEW = 8
 """Number of waiting prompts above which all their tokens count."""
 LARGE = 4

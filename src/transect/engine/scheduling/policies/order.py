@@ -4,7 +4,7 @@ Between clients this is start-time fair queueing (Goyal, Vin and Cheng 1996). Th
 start tag of the newest request that has got its turn. A request that arrives gets a start tag: the virtual time, or the
 end of what its client has been given before, if that is later. That end moves on by the tokens of the request over the
 weight of its client. So clients that want more than there is get tokens in proportion to their weights, a client that
-comes anew goes before the backlog of others, and a lone client's requests are served in the order of arrival. The
+is new goes before the backlog of others, and a lone client's requests are served in the order of arrival. The
 tokens of an answer are not known when it begins: they are estimated, and what was estimated too much is given back when
 it ends.
 
@@ -85,7 +85,7 @@ class Order:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all claims: nobody wants anything."""
+        """Forget all claims."""
         self.now = 0.0
         """The virtual time, in tokens of a client of weight 1."""
         self._ends: dict[str, float] = {}
@@ -128,13 +128,13 @@ class Order:
         self.now = max(self.now, turn.start)
 
     def ended(self, turn: Turn, computed: int) -> None:
-        """A request has ended, for which so many tokens were computed. Its client is given back what is left of the
-        estimate, or charged for the rest."""
+        """Settle the account of a request that ended after ``computed`` tokens: give the rest of the estimate back to
+        its client, or charge the excess."""
         if turn.client in self._ends:
             self._ends[turn.client] += (computed - turn.tokens) / turn.weight
 
     def _forget_served(self) -> None:
-        """Those whose claims lie in the past are like those that come anew."""
+        """Forget clients whose claims lie in the past: they are like new ones."""
         for client in [name for name, end in self._ends.items() if max(end, self._starts[name]) <= self.now]:
             del self._ends[client], self._starts[client]
         if len(self._ends) > 2 * MOST_CLIENTS:  # of many with a small claim, the smallest are forgotten

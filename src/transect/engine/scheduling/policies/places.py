@@ -19,7 +19,7 @@ small tags."""
 def exchange(
     running: Iterable[Sequence], waiting: Iterable[Sequence], places_of: Callable[[Sequence], int], most: int
 ) -> tuple[Sequence, Sequence] | None:
-    """Who gets a place next, and who loses one for it.
+    """Choose the sequence that gets a place next, and the one that loses it.
 
     Args:
         running: sequences that have places, best rank first.
