@@ -252,7 +252,9 @@ def test_the_command_keeps_the_best_of_every_operator(
     from transect.ops import registry
 
     for name in ("double", "twice"):
-        op = registry.Op(name, _launch, lambda x: Cost(0, 0, 0), cases=lambda: [CASE], knobs=lambda name=name: [_knobs(name=name)])
+        op = registry.Op(
+            name, _launch, lambda x: Cost(0, 0, 0), cases=lambda: [CASE], knobs=lambda name=name: [_knobs(name=name)]
+        )
         monkeypatch.setitem(registry._OPS, name, op)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "A new GPU")
