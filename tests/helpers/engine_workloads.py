@@ -242,7 +242,7 @@ class Run:
             ended=lambda seq_id: self._choices[seq_id].finish_reason is not None,
             breaks=self._breaks,
         )
-        self.executor.holders = lambda block_id: {s.seq_id for s in self._sequences() if block_id in s.block_ids}
+        self.executor.holders = self._holders
         self._left = list(workload.breaks)
         cache.on_garbage = self.executor.poison
         self.core = EngineCore(self.scheduler, self.executor, lag=workload.lag)
@@ -351,6 +351,12 @@ class Run:
         check(not (idle and self.core.has_work), "work, but a step without batch, result and output: livelock")
         self.clock.advance(1.0 + 0.1 * (len(self.scheduler._last[-1]) if self.scheduler._last else 0))
         self.steps += 1
+
+    def _holders(self, block_id: int) -> set[int]:
+        """The choices of requests that have a block; choices that are not forked yet get those of their leader."""
+        states = self.scheduler.requests.values()
+        holding = [state for state in states if any(block_id in seq.block_ids for seq in state.choices)]
+        return {seq.seq_id for state in holding for seq in state.choices}
 
     def _sequences(self) -> list[Sequence]:
         return [seq for state in self.scheduler.requests.values() for seq in state.choices]

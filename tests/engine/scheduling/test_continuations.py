@@ -82,7 +82,7 @@ def test_a_continued_request_is_not_kept_out_by_a_full_queue_and_goes_first():
     ("params", "given", "message"),
     [
         ({"n": 2, "seed": 1}, ((1,),), "tokens of 2 choices"),
-        ({"seed": 1}, (None,), "one of which goes on"),
+        ({"seed": 1}, (None,), "one of which is unfinished"),
         ({}, ((1,),), "a seed that is not known"),
         ({"seed": 1, "max_tokens": 2}, ((1, 2),), "all of its 2 tokens"),
     ],

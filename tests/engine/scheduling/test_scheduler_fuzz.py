@@ -125,3 +125,13 @@ def test_drafted_tokens_in_a_preemption_storm(workload: Workload):
 @given(workloads(lag=1, drafting=True, breaking=True))
 def test_drafted_tokens_in_steps_that_raise(workload: Workload):
     run(workload)
+
+
+def test_choices_that_fork_after_another_request_failed_on_their_blocks():
+    """A prompt fails on blocks that it shares with one whose second choice is not forked yet."""
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 3, "max_model_len": 8, "max_prefill_chunk": 1}
+    config = SchedulerConfig(num_blocks=7, block_size=1, watermark=0.0, seed=1, **sizes)
+    params = SamplingParams(seed=0)
+    forks = Arrival(1, (0, 7, 6, 5, 4), params.with_(n=2))
+    fails = Arrival(1, (0, 7, 6), params, fail=(-1, 0))
+    Run(Workload(config, (Arrival(0, (1,), params), forks, fails), lag=1)).finish()
