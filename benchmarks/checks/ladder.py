@@ -19,6 +19,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import _paths  # noqa: F401
 from benchmarks import record
 from transect.costs.ceilings import Ceilings
@@ -79,7 +81,9 @@ def main() -> None:
     known = json.loads(out.read_text()) if out.exists() else {}
     rungs = known.get("rungs", {}) if known.get("commit") == record.commit() else {}
     names = arguments.rungs or [name for name, rung in all_rungs().items() if not on_gpu or rung.kind == "triton"]
-    with ProcessPoolExecutor(1 if on_gpu else arguments.workers) as pool:
+    with ProcessPoolExecutor(
+        1 if on_gpu else arguments.workers, initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         jobs = {}
         for name in names:
             shares = [range(arguments.runs)[part::PARTS] for part in range(PARTS)]
