@@ -11,10 +11,9 @@ from planted_faults import ceilings
 from torch import nn
 from torch.utils.data import DataLoader
 
-from transect.explain.program.explain import Explain, explain_script
+from transect.explain.program.explain import Explain, explain_script, fit
 from transect.explain.program.finding import Material
 from transect.explain.program.findings_host import crowded, library, threads
-from transect.explain.program.plain import fit
 from transect.explain.program.sampler import Frame, Sample, Samples
 from transect.explain.program.script import Script
 from transect.explain.program.steps import StepTimes, StepWatch

@@ -9,6 +9,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +256,18 @@ def _compiled(rung: Rung, compiler: Workshop, path: Path) -> list[dict[str, Any]
         except Failed as error:
             found.append({"refused": f"{each.name}: {error}"})
     return found
+
+
+def check(
+    rung: Rung, path: Path, device: str, ceilings: Callable[[], Ceilings], *, compile_kernels: bool = True
+) -> Verdict:
+    """Grade a program on ``cpu`` or ``cuda`` in workshops of its own: one for the device, one that compiles.
+
+    Ceilings are measured where a floor is needed.
+    """
+    with ExitStack() as stack:
+        shop = stack.enter_context(Workshop(device if rung.kind == "triton" else "cpu"))
+        compiler = None
+        if compile_kernels and rung.compiled and device == "cpu":
+            compiler = stack.enter_context(Workshop(interpret=False))
+        return grade(rung, path, shop=shop, ceilings=ceilings, compiler=compiler)
