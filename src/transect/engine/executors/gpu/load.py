@@ -66,7 +66,7 @@ def load(
         ValueError: a file of the model is at fault.
     """
     config, tricks = setup.config, setup.tricks
-    chained = config.gpu.chained_blocks and not config.deterministic
+    chained = not config.deterministic
     work = warm_kernels.Work(
         config=setup.model,
         dtype=setup.dtype,
