@@ -42,7 +42,7 @@ from .group import Group
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
 from .pipeline import Pipeline
-from .replicas import Replicas, gather_tensors, on_cpu, square_of
+from .replicas import GradientReplicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
 from .ring_pairs import own_tokens
 from .sharded import Sharded
@@ -154,7 +154,7 @@ class Parallel:
         """True if each rank along the data axis has some of the experts."""
         self.cut = mesh.parts.size > 1 or self.shares_experts
         """True if the model is divided between ranks."""
-        self.spread: Replicas | Sharded | None = None
+        self.spread: GradientReplicas | Sharded | None = None
         self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
         self.parameters: dict[str, nn.Parameter] = {}
         for part, shard in zip(self.parts, self.shards, strict=True):
@@ -363,7 +363,7 @@ class Parallel:
             alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
             table = shared_table(self.model, trained) if plan.fused and self.pipeline is None else None
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
+            self.spread = GradientReplicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
         return self.spread.owned
 
     @property

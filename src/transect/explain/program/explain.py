@@ -28,7 +28,7 @@ from .findings import find
 from .gaps import Named, name_gaps
 from .recording import autograd_seconds, marks, profiler_seconds
 from .report import Explanation
-from .sampler import Samples
+from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
 from .split import Split, split_trace
 from .steady import Steady, Steps
@@ -160,7 +160,7 @@ class Explain:
 def explain_trace(
     trace: Trace,
     ceilings: Ceilings,
-    samples: Samples | None = None,
+    samples: StackSamples | None = None,
     *,
     profiler_s: float = 0.0,
     facts: dict[str, Any] | None = None,

@@ -67,7 +67,7 @@ def load(
     """
     config, tricks = setup.config, setup.tricks
     chained = not config.deterministic
-    work = warm_kernels.Work(
+    work = warm_kernels.KernelWork(
         config=setup.model,
         dtype=setup.dtype,
         block_size=config.block_size,
