@@ -27,6 +27,7 @@ from transect.bench.offline import decode_steps
 from transect.engine.executors.gpu import setup
 from transect.engine.frontends.llm import LLM
 from transect.engine.scheduling.sampling_params import SamplingParams
+from transect.ops.attention.paged.dispatch import PagedTriton
 from transect.ops.opset import OpSet
 
 CONFIG = {
@@ -81,6 +82,7 @@ def engines(folder: Path, context: int, config: dict[str, Any]) -> dict[str, LLM
 
     def in_tiles(*arguments: Any, **options: Any) -> OpSet:
         ops = resolve(*arguments, **options)
+        assert isinstance(ops.paged_attention, PagedTriton)
         return replace(ops, paged_attention=replace(ops.paged_attention, decode=None))
 
     with mock.patch.object(setup, "resolve_ops", in_tiles):

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ....models.decoder import Decoder
 from ....models.stored import StoredWeights
 from ....parallel.mesh import Mesh
-from ....parallel.parallelize import Parallel, ParallelPlan, parallelize
+from ....parallel.parallelize import Parallel, parallelize
+from ....parallel.plan import ParallelPlan
 from ....parallel.replicas import GradientReplicas
 from ....parallel.sharded import Sharded
 from ....parallel.world import World
