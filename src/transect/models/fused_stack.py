@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.linear.stream_products import Stream, StreamProducts
+from ..ops.linear.stream_products import ResidualStream, StreamProducts
 from ..ops.position import embed_tokens
 from ..spec.model import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
@@ -162,7 +162,7 @@ class FusedStack:
     ) -> tuple[Tensor, Tensor | None]:
         """Does what ``_run`` does, by products that begin and end at the residual stream."""
         first = self._layers[0].attention_norm
-        stream = Stream(x_TD, first(x_TD), None, first.eps)
+        stream = ResidualStream(x_TD, first(x_TD), None, first.eps)
         chains = self._chains if len(x_TD) == 1 and not self._offloaded() else [None] * len(self._layers)
         qkv: Tensor | None = None
         for layer, after, chain in zip(self._in_turn(self._layers), [*self._layers[1:], None], chains, strict=True):
