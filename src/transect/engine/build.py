@@ -22,6 +22,7 @@ from ..costs.model import kv_bytes_per_token, weight_bytes
 from ..costs.storage import Storage, storage_for, storage_held
 from ..costs.units import GIB
 from ..models.decoder import Decoder
+from ..models.native import NativeStack
 from ..models.weights.kinds import rounded_values
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
@@ -232,7 +233,9 @@ def _build_cpu(
         whole = native and not lacks_layers(source.config, config.block_size, config.quantization)
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
-            beside = "beside the packed weights, layers operator by operator"
+            beside = "beside the packed weights"
+            if not isinstance(model.stack, NativeStack):
+                whole, beside = False, f"{beside}, layers operator by operator"
             why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
