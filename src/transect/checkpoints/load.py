@@ -223,9 +223,9 @@ def load_model(
         there = packed_matrices(model)
         fill(model, (each for each in weights if each[0] not in there))
     if beside is not None and any(name.startswith("layers.") for name in beside.factors):
-        log.info("the adapter stays beside packed weights: layers run operator by operator")
         put_beside(model, beside)
-        return model
+        by_layer = by_layer or any(low.magnitude is not None for low in beside.factors.values())
+        log.info("the adapter stays beside packed weights%s", ": layers run operator by operator" if by_layer else "")
     if by_layer:
         return model
     return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)

@@ -17,7 +17,7 @@ CPU_LINK, CPU_LATENCY = 2e9, 1e-3
 """Bytes per second and seconds of gloo over the loopback of a host, assumed."""
 
 
-class Pace:
+class RunPace:
     """Listens to a run, and keeps what its steps take."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Pace:
         return statistics.median(counted) if counted else None
 
 
-def compared(trainer: Trainer, pace: Pace) -> str | None:
+def compared(trainer: Trainer, pace: RunPace) -> str | None:
     """Predicted beside measured, of a run that several ranks or the host took part in; else None."""
     parallel = trainer.config.parallel
     if (parallel.layout.size == 1 and parallel.offload == "none") or pace.median is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,17 +14,20 @@ import torch
 
 from ..checkpoints.adapter import is_beside
 from ..checkpoints.kv_scales import take_scales
+from ..checkpoints.layouts import held_layouts
 from ..checkpoints.load import cache_dtype, in_blocks, kernels, kv_dtype, lacks_layers, load_model
 from ..checkpoints.resolve import ModelSource, resolve
 from ..costs.memory.streaming import StreamPlan
-from ..costs.model import kv_bytes_per_token
-from ..costs.storage import Storage, storage_for
+from ..costs.model import kv_bytes_per_token, weight_bytes
+from ..costs.storage import Storage, storage_for, storage_held
+from ..costs.units import GIB
+from ..models.decoder import Decoder
+from ..models.native import NativeStack
 from ..models.weights.kinds import rounded_values
-from ..models.weights.measure import storage_of_model
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
-from ..spec.numbers.registry import cache_bits, takes_scales
+from ..spec.numbers.registry import cache_bits, roundings, takes_scales
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
 from ..text.grammar.vocabulary import Vocabulary
@@ -35,7 +40,6 @@ from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
-from .host_room import check_weights
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
 from .numerics import UNKNOWN, Numerics, numerics_of
 from .offload import stream_plan
@@ -229,7 +233,9 @@ def _build_cpu(
         whole = native and not lacks_layers(source.config, config.block_size, config.quantization)
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
-            beside = "beside the packed weights, layers operator by operator"
+            beside = "beside the packed weights"
+            if not isinstance(model.stack, NativeStack):
+                whole, beside = False, f"{beside}, layers operator by operator"
             why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
@@ -272,3 +278,74 @@ def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) ->
     storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
     shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
     return stream_plan(config, source.config, storage, shapes, ranks=1 if mesh is None else mesh.world.on_host)
+
+
+def check_weights(
+    config: EngineConfig,
+    source: ModelSource,
+    free: int,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    *,
+    ranks: int = 1,
+) -> None:
+    """Refuse weights that do not fit in the host's memory, before they are read or drawn.
+
+    Without this check a model that is too large takes all memory, and the system kills the engine, or another program,
+    without a message. Only a certain misfit is refused: the check counts the weights alone, in the fewest bits in which
+    they may be held.
+
+    Args:
+        free: bytes of this host's memory.
+        shapes: each rank's shapes of the weights; None for whole weights.
+        ranks: number of ranks on this host with such weights.
+
+    Raises:
+        ValueError: the weights do not fit; the message has the numbers, and what to change.
+    """
+    storage = storage_for(4 if config.dtype == "float32" else 2, config.quantization)
+    needed = ranks * weight_bytes(source.config, storage, shapes)
+    if needed <= free:
+        return
+    if config.quantization is None and config.dtype != "float32":
+        packed = storage_held(storage, held_layouts(source))
+        needed = min(needed, ranks * weight_bytes(source.config, packed, shapes))
+    if source.kind == "gguf":  # its blocks are held as they are, the table among them
+        needed = min(needed, sum(file.stat().st_size for file in source.gguf_files))
+    if needed <= free:
+        return
+    each = f" over {ranks} ranks of this host" if ranks > 1 else ""
+    fewest = next(iter(roundings()))
+    fewer = "" if config.quantization == fewest else f"hold them in fewer bits (quantization={fewest!r}), "
+    raise ValueError(
+        f"the weights take {needed / GIB:.1f} GiB of memory{each}, and {free / GIB:.1f} GiB are free: {fewer}take a "
+        "smaller model, or let layers come from a disk (cpu_offload_gb with offload_folder)"
+    )
+
+
+def storage_of_model(model: Decoder, *, activation: float = 16, kv: float = 16) -> Storage:
+    """Return the ``Storage`` of a loaded model, as its weights say; ``storage_for`` is that of a model not loaded.
+
+    Args:
+        model: its matrices' bits are averaged over the layers, one figure a matrix.
+        activation: bits of a number of the activations.
+        kv: bits of a number of the cache.
+    """
+    sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+    for name, weight in model.weights():
+        if name != "head":
+            count = sizes[name.split(".", 2)[2]]
+            count[0] += weight.nbytes
+            count[1] += weight.out_features * weight.in_features
+    bits = {name: 8 * size / numbers for name, (size, numbers) in sizes.items()}
+    whole = [sum(column) for column in zip(*sizes.values(), strict=True)]
+    linear = 8 * whole[0] / whole[1]
+    return Storage(
+        linear=linear,
+        embed=model.embed.bits,
+        head=model.head.format.bits,
+        norm=8 * model.norm.weight.element_size(),
+        activation=activation,
+        kv=kv,
+        head_copied=model.config.tied_embeddings and not model.head_tied,
+        matrices=tuple((name, each) for name, each in bits.items() if each != linear),
+    )

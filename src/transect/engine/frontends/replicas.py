@@ -31,7 +31,7 @@ from . import wire
 from .async_engine import AsyncEngine, EngineHealth
 from .generating import Generates
 from .inputs import check_params
-from .streams import EngineDeadError, Stream
+from .streams import EngineDeadError, OutputStream
 from .supervisor import Supervisor
 from .vllm_arguments import engine_settings
 
@@ -94,7 +94,7 @@ class Replicas(Generates):
         self.config = config
         self.engines = list(engines)
         self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size)
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         """The requests that have not ended."""
         self._where: dict[str, AsyncEngine] = {}
         """The replica of each request that one has."""
@@ -227,7 +227,7 @@ class Replicas(Generates):
             raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
 
     @contextlib.asynccontextmanager
-    async def _placed(self, stream: Stream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
+    async def _placed(self, stream: OutputStream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
         """A replica for a request, counted there while it is entered; None if the request was aborted meanwhile.
         ``full``: replicas that have refused it."""
         params = stream.params
@@ -260,7 +260,7 @@ class Replicas(Generates):
             if alone or (place is not None and place.alone):
                 self._alone.release()
 
-    def _begin_news(self, place: _Place, stream: Stream, update: Update) -> None:
+    def _begin_news(self, place: _Place, stream: OutputStream, update: Update) -> None:
         """The first token of a request has come from a replica, so it was not what ended the one before."""
         place.silent, update.approximate = False, place.approximate
         stream.deaths = 0
@@ -268,7 +268,7 @@ class Replicas(Generates):
             place.alone = False
             self._alone.release()
 
-    def _moved_to(self, engine: AsyncEngine, stream: Stream) -> bool:
+    def _moved_to(self, engine: AsyncEngine, stream: OutputStream) -> bool:
         """Note where a stream goes. True if it has tokens of an engine of which this one does not promise the bits."""
         before, stream.engine = stream.engine, engine
         if before is None or not stream.begun:
@@ -280,7 +280,7 @@ class Replicas(Generates):
             raise ValueError("the answer's replica has ended, and the others have another model: send it again")
         return True
 
-    def _check_replay(self, stream: Stream, reason: str) -> None:
+    def _check_replay(self, stream: OutputStream, reason: str) -> None:
         """Decide that a stream whose replica has ended is replayed.
 
         Raises:
@@ -303,7 +303,7 @@ class Replicas(Generates):
                 "replayed again; shorten or change it, or send it again if others were the cause"
             )
 
-    async def _living(self, stream: Stream | None = None) -> list[int]:
+    async def _living(self, stream: OutputStream | None = None) -> list[int]:
         """The replicas that live; waits for one that is being started if there is none, unless ``stream`` is aborted.
 
         Raises:

@@ -14,7 +14,6 @@ from . import limits
 from .arrivals import Arrivals
 from .batch import Clock, ScheduledBatch, ScheduledRow, StepResult
 from .drafters.registry import SpeculativeConfig
-from .failures import failures
 from .jump_ahead import JumpAhead
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
@@ -352,3 +351,25 @@ class Bookkeeping:
             finished=dict(self._finished),
             **({} if self.speculation is None else self.speculation.counts()),
         )
+
+
+def failures(
+    row: ScheduledRow, seq: Sequence, errors: dict[int, str], ignored: Callable[[int], bool] = lambda seq_id: False
+) -> list[tuple[Sequence, str]]:
+    """The living choices that the errors of a step end, each with its message, as far as they concern ``row``.
+
+    Args:
+        ignored: seq_ids whose errors mean nothing.
+    """
+    choices = seq.request.choices
+    if not row.draws:
+        error = errors.get(row.seq_id)
+        # The choices may have been forked, by the next step in flight, from the prompt that failed.
+        concerned = [seq] if any(choice.output_token_ids for choice in choices) else choices
+        return [] if error is None else [(choice, error) for choice in concerned if choice.finish_reason is None]
+    failed = [(choices[draw.choice], errors.get(draw.seq_id)) for draw in row.draws]
+    return [
+        (choice, error)
+        for choice, error in failed
+        if error is not None and choice.finish_reason is None and not ignored(choice.seq_id)
+    ]

@@ -32,8 +32,7 @@ from operator import attrgetter
 from . import limits
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .bookkeeping import Bookkeeping
-from .plan import Plan
-from .policies.budget import Coming
+from .policies.budget import Budget, Coming
 from .policies.places import LOOKED_AT, exchange
 from .request import Sequence, Status
 
@@ -43,6 +42,43 @@ BEHIND = 2**32
 """Added to the choice in a rank: behind all choices of that request. Taken from it: before them."""
 BARRED = ("kv", "places")
 """Reasons that hold back the queue's head however large the step is."""
+
+
+class Plan:
+    """A step in the making."""
+
+    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "shares", "step")
+
+    def __init__(self, step: int, budget: Budget) -> None:
+        self.step = step
+        self.chunk = budget.chunk
+        self.shares = [list(share) for share in budget.shares]
+        """Remaining tokens of each share, see ``Share``."""
+        self.rows: list[ScheduledRow] = []
+        self.sequences: list[Sequence] = []
+        """The sequence of each row."""
+        self.copies: list[tuple[int, int]] = []
+        self.forks: list[Sequence] = []
+        """Choices that begin with this step and are not yet among the running."""
+
+    def sizes(self) -> tuple[int, int]:
+        """Rows of several tokens, which are prompts, and tokens of all rows."""
+        counts = [row.num_tokens for row in self.rows]
+        return sum(count > 1 for count in counts), sum(counts)
+
+    def allows(self, count: int) -> int:
+        """Tokens that a prompt with ``count`` tokens to compute may take of the step."""
+        left = next((tokens for over, tokens in self.shares if count > over), count)
+        return min(count, left, self.chunk)
+
+    def take(self, count: int, most: int) -> int:
+        """Give a prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how many."""
+        taken = max(1, min(self.allows(count), most))
+        for share in self.shares:
+            if count > share[0]:
+                share[1] = max(0, share[1] - taken)
+                break
+        return taken
 
 
 class Scheduler(Bookkeeping):

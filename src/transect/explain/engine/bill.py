@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .log import Life, LoggedStep, RunLog, StepRow
+from .log import DecisionRunLog, Life, LoggedStep, StepRow
 from .work import StepWork
 
 PARTS: Mapping[str, str] = {
@@ -87,7 +87,7 @@ class Bill:
         return found
 
 
-def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
+def bill(log: DecisionRunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
     """Return the bill of a request.
 
     Raises:
@@ -122,7 +122,7 @@ def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
 class _Meter:
     """Names the pieces of a life, one after the other."""
 
-    def __init__(self, log: RunLog, life: Life, own: list[tuple[int, StepRow]], work: StepWork) -> None:
+    def __init__(self, log: DecisionRunLog, life: Life, own: list[tuple[int, StepRow]], work: StepWork) -> None:
         self.log, self.life, self.work = log, life, work
         self.pieces: list[tuple[float, float, str]] = []
         """(begin, end, part), without holes."""

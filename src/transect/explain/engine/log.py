@@ -78,11 +78,11 @@ class Life:
     ends: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
     """By choice: why it ended, its output tokens, the hashes of its full blocks."""
     steps: list[tuple[int, StepRow]] = field(default_factory=list)
-    """(index into ``RunLog.steps``, row) of every row of its choices."""
+    """(index into ``DecisionRunLog.steps``, row) of every row of its choices."""
 
 
 @dataclass(slots=True)
-class RunLog:
+class DecisionRunLog:
     """A whole log, or as much of it as there is.
 
     Attributes:
@@ -133,7 +133,7 @@ class RunLog:
         return self.requests[name if name in found else found[0]]
 
 
-def load(path: str | Path) -> RunLog:
+def load(path: str | Path) -> DecisionRunLog:
     """Read the log in a file.
 
     Raises:
@@ -146,7 +146,7 @@ def load(path: str | Path) -> RunLog:
     return build(read_records(data))
 
 
-def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> RunLog:
+def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> DecisionRunLog:
     """Build a log from its records, the header first.
 
     ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
@@ -155,7 +155,7 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
     events = list(records)
     header = events.pop(0)
     assert isinstance(header, Header)
-    log = RunLog(header, events, [], {}, [], complete, idle)
+    log = DecisionRunLog(header, events, [], {}, [], complete, idle)
     by_number: dict[int, LoggedStep] = {}
     of_seq: dict[int, tuple[Life, int]] = {}
     last: list[StepRow] | None = [] if complete else None

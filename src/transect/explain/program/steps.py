@@ -187,7 +187,7 @@ def _padded(ids: Tensor, pad: int) -> float:
     return float((padded.flip(1).cumprod(1).flip(1) | padded.cumprod(1)).double().mean())
 
 
-class StepTimes:
+class UnprofiledSteps:
     """The times of steps without profiling, after those that warm up.
 
     Args:

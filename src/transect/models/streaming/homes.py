@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, PendingTransfer
 from ...hardware.host_memory import Ring, host_memory
 
 PINNERS = 4
@@ -102,10 +102,10 @@ class FileHomes:
         weakref.finalize(self, self._file.close)
         self._writing: dict[int, Tensor] = {}
         """Layers of which something has been loaded."""
-        self._written: deque[tuple[Pending, Tensor]] = deque()
+        self._written: deque[tuple[PendingTransfer, Tensor]] = deque()
         """Memory that is free once it is written."""
         self._ring: Ring | None = None
-        self._reading: deque[tuple[int, Tensor, Pending]] = deque()
+        self._reading: deque[tuple[int, Tensor, PendingTransfer]] = deque()
         """Layers that are read, in their order."""
         self._next: int | None = None
         """The layer to be read into the memory of the one that was sent last."""

@@ -18,7 +18,7 @@ from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Wei
 
 if TYPE_CHECKING:
     from ...ops.comm.peer_memory import Push
-    from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 
 
 class Dense(Weight):
@@ -150,10 +150,10 @@ class DenseStream:
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
         return wanted is None and self._products.takes(x, sizes)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         return self._products.add(x, self._weight, residual, scale, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self._products.linear(stream, self._weight, self._bias)
 
     def chain(self, after: Sequence[StreamProduct]) -> None:
@@ -162,7 +162,7 @@ class DenseStream:
     def plain(self, x: Tensor) -> Tensor:
         return self._products.product(x, self._weight)
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: ResidualStream) -> Tensor:
         return self._products.gate_up(stream, self._weight)
 
 

@@ -103,7 +103,7 @@ def _ahead(name: Name, rank: int, stages: int, micro_batches: int, chunks: int) 
 
 def most_kept(name: Name, rank: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
     """Count the activations that a rank keeps at once, at most, each of a micro-batch in a run of layers: as
-    ``Timeline.kept``, without the timeline."""
+    ``ScheduleTimeline.kept``, without the timeline."""
     return min(_ahead(name, rank, stages, micro_batches, chunks) + 1, micro_batches * chunks)
 
 
@@ -117,7 +117,7 @@ def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> l
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ScheduleTimeline:
     """When each rank does what.
 
     Attributes:
@@ -146,7 +146,7 @@ class Timeline:
         return most
 
 
-def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> Timeline:
+def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, link: float = 0.0) -> ScheduleTimeline:
     """Run a schedule on a virtual clock.
 
     Args:
@@ -176,7 +176,7 @@ def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, lin
         if not moved:
             stuck = next(rank for rank, todo in enumerate(actions) if len(spans[rank]) < len(todo))
             raise ValueError(f"rank {stuck} waits for ever with {actions[stuck][len(spans[stuck])]}")
-    return Timeline(spans, max(clock))
+    return ScheduleTimeline(spans, max(clock))
 
 
 def _ready(
@@ -196,7 +196,7 @@ def _later(time: float | None, by: float) -> float | None:
     return None if time is None else time + by
 
 
-def drawn(timeline: Timeline, width: int = 110) -> Sequence[str]:
+def drawn(timeline: ScheduleTimeline, width: int = 110) -> Sequence[str]:
     """A line for each rank: its actions along the time, dots where it waits."""
     unit = min(end - begin for rank in timeline.spans for _, begin, end in rank)
     cell = max(len(str(action)) for rank in timeline.spans for action, _, _ in rank) + 1

@@ -25,7 +25,7 @@ JOB = "transect.train.loop.follow:follow"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunArguments:
     """A run as the first rank has it: the arguments of its ``Trainer``."""
 
     config: dict[str, Any]
@@ -70,7 +70,7 @@ def started_again(config: TrainConfig) -> bool:
 
 
 @contextlib.contextmanager
-def crew(run: Run) -> Iterator[World | None]:
+def crew(run: RunArguments) -> Iterator[World | None]:
     """Provide the ranks of a run: None for a single rank, those of ``torchrun``, or children of this process.
 
     Raises:
@@ -100,7 +100,7 @@ def crew(run: Run) -> Iterator[World | None]:
         ranks.close()
 
 
-def follow(world: World, run: Run, should_stop: Callable[[], bool] = lambda: False) -> None:
+def follow(world: World, run: RunArguments, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Train as the first rank does, until it stops, or all do because ``should_stop`` is true here after a step. What
     all ranks know to be at fault with the run is the first one's to say; what only this one knows ends it, and thereby
     the others."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..data.loader import Position
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class StepFailed(ValueError):
@@ -67,7 +67,7 @@ class Objective:
         all ranks' are shown."""
         return {}
 
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
         """Validation; None without data. ``share``: what this rank computes of it; all ranks call it."""
         raise NotImplementedError
 
