@@ -97,8 +97,11 @@ def row(name: str, done: Applied) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """What each change promised and gave."""
-    lines = ["| script | change | before, ms | promised, ms | gave, ms | once, ms |", "|---|---|---:|---:|---:|---:|"]
+    """Return the predicted and the measured gain of each change."""
+    lines = [
+        "| script | change | before, ms | predicted gain, ms | gain, ms | one-time cost, ms |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for each in result["rows"]:
         promised = f"{1e3 * each['predicted_s']:.1f}"
         if each["failed"]:
