@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and what is to be known about it."""
+    """An engine, and the facts about it that callers need."""
 
     core: EngineCore
     source: ModelSource
@@ -58,17 +58,17 @@ class BuiltEngine:
     kv_tokens: int
     eos_token_ids: tuple[int, ...]
     kernels: str
-    """Which kernels run, and why: the start-up line."""
+    """Running kernels and the reason for them, as a start-up line."""
     report: tuple[str, ...] = ()
-    """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
+    """On a GPU: the use of its memory and the times of the start-up. On several ranks: the task of each rank."""
     ranks: Ranks | None = None
     """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
-    """All ranks, and the place of this one; None if there is only one."""
+    """All ranks, and the coordinates of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
     """Fingerprint of everything that its bits depend on."""
     speaks: bool = True
-    """True on the one rank that decides and logs what runs."""
+    """True on the one rank that decides and logs steps."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
         """Return the grammar compiler of this model (``GrammarCompiler``); it reads the tokenizer when first needed."""
@@ -202,8 +202,8 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
 def _build_cpu(
     config: EngineConfig, source: ModelSource, mesh: Mesh | None
 ) -> tuple[Runner, KVSize, str, Storage, str]:
-    """The model and its cache in the memory of the host, which kernels run and why, in which formats, and what in the
-    kernels decides about bits."""
+    """Load the model and its cache into host memory. Returns the runner, the cache's size, the kernels that run with
+    the reason, the formats, and the kernel settings that affect bits."""
     on_host = 1 if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
@@ -267,7 +267,7 @@ def _build_cpu(
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:
-    """The layers that stream on a CPU, where plain torch does not hold the codes of every format."""
+    """Plan the layers that stream on a CPU, where plain torch does not hold the codes of every format."""
     quantization = None if rounded_values(config.quantization) else config.quantization
     storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
     shapes = None if mesh is None else shard_of(source.config, mesh).shapes()

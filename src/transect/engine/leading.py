@@ -1,5 +1,5 @@
-"""The cores of an engine on several ranks: that of rank 0, which has the callers, and those that do as they are told.
-``ranks.py`` says why they agree."""
+"""The cores of an engine on several ranks: rank 0 serves the callers, and the other ranks follow its orders.
+``ranks.py`` explains why all ranks agree."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .scheduling.request import Request
 
 
 class Message(NamedTuple):
-    """Call of a method of ``EngineCore``. ``group``: place along the data axis of the ranks that make the call; None
-    for all ranks."""
+    """A call of a method of ``EngineCore``. ``group``: coordinate along the data axis of the ranks that make the call;
+    None for all ranks."""
 
     method: str
     arguments: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Orders:
 
 
 class LeadingCore(EngineCore):
-    """The engine of rank 0: does what it is asked, and has the other ranks do the same."""
+    """The engine of rank 0: executes calls, and makes the other ranks do the same."""
 
     def __init__(self, core: EngineCore, ranks: Ranks) -> None:
         super().__init__(core.scheduler, core.executor, lag=core.lag, decisions=core.decisions)
@@ -41,7 +41,7 @@ class LeadingCore(EngineCore):
         self._ranks = ranks
         self._messages: list[Message] = []
         self._lost = ""
-        """The exception after which the other ranks may have gone another way."""
+        """Exception after which the other ranks may have diverged."""
 
     def add(self, request: Request) -> None:
         self._check_together()
@@ -84,7 +84,7 @@ class LeadingCore(EngineCore):
             )
 
     def release(self) -> None:
-        """Let the other ranks go; they wait for another job."""
+        """Release the other ranks, which wait for another job."""
         if self._ranks.failure is None:
             self._ranks.world.announce(None)
 
@@ -95,7 +95,7 @@ class LeadingCore(EngineCore):
 
 
 class FollowingCore(EngineCore):
-    """The engine of another rank. How long steps take, which may size the next ones, it has from rank 0."""
+    """The engine of another rank. It receives learned step times, which may size later steps, from rank 0."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core.scheduler, core.executor, lag=core.lag)

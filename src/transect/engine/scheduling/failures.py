@@ -1,4 +1,4 @@
-"""Which choices the errors of a step end."""
+"""Choices that end because of a step's errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .request import Sequence
 def failures(
     row: ScheduledRow, seq: Sequence, errors: dict[int, str], ignored: Callable[[int], bool] = lambda seq_id: False
 ) -> list[tuple[Sequence, str]]:
-    """The living choices that the errors of a step end, each with its message, as far as they concern ``row``.
+    """List the living choices of ``row`` that the errors of a step end, each with its message.
 
     Args:
         ignored: seq_ids whose errors mean nothing.

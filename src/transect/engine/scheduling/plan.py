@@ -1,4 +1,4 @@
-"""A step while the scheduler plans it."""
+"""A step during planning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .request import Sequence
 
 
 class Plan:
-    """A step in the making."""
+    """A step during planning."""
 
     __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "shares", "step")
 
@@ -25,17 +25,18 @@ class Plan:
         """Choices that begin with this step and are not yet among the running."""
 
     def sizes(self) -> tuple[int, int]:
-        """Rows of several tokens, which are prompts, and tokens of all rows."""
+        """Return the number of rows with several tokens, which are prompts, and the tokens of all rows."""
         counts = [row.num_tokens for row in self.rows]
         return sum(count > 1 for count in counts), sum(counts)
 
     def allows(self, count: int) -> int:
-        """Tokens that a prompt with ``count`` tokens to compute may take of the step."""
+        """Return the tokens that a prompt with ``count`` tokens to compute may take of the step."""
         left = next((tokens for over, tokens in self.shares if count > over), count)
         return min(count, left, self.chunk)
 
     def take(self, count: int, most: int) -> int:
-        """Give a prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how many."""
+        """Take tokens of the step for a prompt with ``count`` tokens to compute, one token to ``most``. Returns their
+        number."""
         taken = max(1, min(self.allows(count), most))
         for share in self.shares:
             if count > share[0]:

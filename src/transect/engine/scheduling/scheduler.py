@@ -40,9 +40,10 @@ from .request import Sequence, Status
 _by_rank = attrgetter("rank")
 
 BEHIND = 2**32
-"""Added to the choice in a rank: behind all choices of that request. Taken from it: before them."""
+"""Offset of the choice in a rank: added, the sequence ranks after all choices of its request; subtracted, before
+them."""
 BARRED = ("kv", "places")
-"""Reasons that hold back the queue's head however large the step is."""
+"""Reasons that hold back the queue's head at any step size."""
 
 
 class Scheduler(Bookkeeping):
@@ -58,8 +59,8 @@ class Scheduler(Bookkeeping):
         return self.budget.coming(self.running, self.waiting, self._cut, self.held_back in BARRED)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
-        must come back through ``commit``, in order."""
+        """Plan the next step; None if nothing can run now (no work, or all sequences wait for the step in flight). Each
+        batch must be returned through ``commit``, in order."""
         block_size = self.config.block_size
         running, depth = self.running, self.config.pipeline_depth
         if self.held_back == "places" and self.arrivals.order.shared:
@@ -149,11 +150,13 @@ class Scheduler(Bookkeeping):
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Drafts are in flight or would pay: the next step is planned when all tokens before it are known."""
+        """True if drafts are in flight or would pay: the next step is then planned after all earlier tokens are
+        known."""
         return self.drafting or (self.speculation is not None and self.speculation.worthwhile)
 
     def _draft(self, spare: int) -> dict[int, tuple[int, ...]]:
-        """Drafts by seq_id for the next step, at most ``spare`` tokens in all; none while tokens are in flight."""
+        """Return drafts by seq_id for the next step, at most ``spare`` tokens in total; none while tokens are in
+        flight."""
         assert self.speculation is not None
         decoding, others, all_known = [], 0, True
         for seq in self.running:
@@ -171,14 +174,14 @@ class Scheduler(Bookkeeping):
         return found if all_known else {}
 
     def _fit(self, seq: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """The leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""
+        """Return the leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""
         size = self.config.block_size
         while seq.length + len(drafts) > len(seq.block_ids) * size and self.blocks.grow(seq):
             pass
         return drafts[: len(seq.block_ids) * size - seq.length]
 
     def _plan_row(self, seq: Sequence, end: int, plan: Plan) -> None:
-        """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""
+        """Add ``seq`` to the step up to position ``end``, with a draw if that completes it."""
         state = seq.request
         spec = state.spec
         start = seq.scheduled
@@ -198,7 +201,7 @@ class Scheduler(Bookkeeping):
         plan.sequences.append(seq)
 
     def _complete_prompt(self, leader: Sequence, plan: Plan) -> tuple[Draw, ...]:
-        """The leader's last prompt chunk is planned: fork. Returns the draws of the choices that are alive."""
+        """Fork the choices when the leader's last prompt chunk is planned. Returns the draws of the living choices."""
         state = leader.request
         self._places -= self._places_of(leader)
         state.prompt_done = True
@@ -217,8 +220,8 @@ class Scheduler(Bookkeeping):
         return tuple(choice.draws[0] for choice in alive)
 
     def _make_room(self, seq: Sequence, end: int, plan: Plan) -> bool:
-        """See to it that ``seq`` has its own blocks for writing up to position ``end``, by preemption if need be. False
-        when it cannot run in this step: it was preempted itself, or the blocks come with the step in flight."""
+        """Ensure that ``seq`` has its own blocks for writing up to position ``end``, by preemption if necessary. False
+        if it cannot run in this step: it was preempted itself, or blocks are freed only after the step in flight."""
         while True:
             if seq.shared_block is not None:
                 if self.blocks.owns_shared_block(seq):
@@ -240,8 +243,8 @@ class Scheduler(Bookkeeping):
                 return False
 
     def _yield_places(self) -> None:
-        """Let clients below their share of places have some of clients above (``policies/places``). The next sequence
-        that gets one comes to the head of the queue, and the one that loses its place waits right behind."""
+        """Give places of clients above their share to clients below (``policies/places``). The next sequence that gets
+        one moves to the head of the queue, and the one that loses its place waits right behind it."""
         most, front = self.config.max_num_seqs, self.waiting.in_order()[:LOOKED_AT]
         found = exchange(self.running, front, self._places_of, most)
         if found is None:
@@ -258,7 +261,7 @@ class Scheduler(Bookkeeping):
             loser = found[1]
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a running sequence; it waits to be recomputed."""
+        """Free the blocks of a running sequence, which then waits to be recomputed."""
         self.running.remove(seq)
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
@@ -268,7 +271,8 @@ class Scheduler(Bookkeeping):
         self._preemptions += 1
 
     def _admit(self, spare: int, plan: Plan) -> None:
-        """Admit from the head of the queue what ``spare`` tokens, the places and the KV blocks allow."""
+        """Admit as many sequences from the head of the queue as ``spare`` tokens, the places and the KV blocks
+        allow."""
         if self._static:
             self._admit_static(spare, plan)
             return
@@ -287,7 +291,7 @@ class Scheduler(Bookkeeping):
             spare, prompts, tokens = spare - used, prompts + (used > 1), tokens + used
 
     def _admit_static(self, spare: int, plan: Plan) -> None:
-        """Admit preempted members of the present batch; when all have ended, the next batch."""
+        """Admit preempted members of the current batch; when all have ended, the next batch."""
         fresh = not (self.running or self.waiting.num_preempted or self.blocks.returns_pending)
         reserved = 0
         while (seq := self.waiting.head()) is not None:
@@ -302,8 +306,8 @@ class Scheduler(Bookkeeping):
             spare -= used
 
     def _try_admit(self, seq: Sequence, spare: int, plan: Plan, passed: Sequence | None = None) -> int | None:
-        """Admit ``seq``, if it can be, and plan its first tokens, at most ``spare``. Returns their number. ``passed``:
-        the queue's head, where ``seq`` goes before it."""
+        """Admit ``seq``, if possible, and plan its first tokens, at most ``spare``. Returns their number. ``passed``:
+        the queue's head, if ``seq`` overtakes it."""
         blocks, state = self.blocks, seq.request
         if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
             self.held_back = "flight"

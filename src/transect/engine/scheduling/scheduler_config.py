@@ -1,4 +1,4 @@
-"""The numbers that steer the scheduler."""
+"""Settings of the scheduler."""
 
 from __future__ import annotations
 

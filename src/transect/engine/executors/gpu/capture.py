@@ -14,13 +14,14 @@ from .startup_times import StartupTimes
 from .step_sizes import row_buckets
 
 WARM_WIDTHS = 2
-"""Widths of block tables whose graphs are captured at the start where no server waits (contexts up to 4096 tokens)."""
+"""Widths of block tables whose graphs are captured at start-up outside of servers (contexts up to 4096 tokens)."""
 
 
 def capture(
     setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes, mesh: Mesh | None = None
 ) -> tuple[GPURunner, int]:
-    """The runner, and the bytes of its KV cache, which has one block more than ``cache`` says, for padding."""
+    """Build the runner and capture its graphs. Returns the runner and the bytes of its KV cache, which has one block
+    more than ``cache`` for padding."""
     config = setup.config
     caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.cache_dtype)
     for each in caches:

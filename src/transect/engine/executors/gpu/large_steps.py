@@ -14,7 +14,7 @@ from ...scheduling.sampling_params import SamplingParams
 from .step_sizes import FEWEST_ROWS
 
 EACH = 240
-"""Tokens of a prompt, where there are several."""
+"""Tokens of each prompt, if there are several."""
 BEGUN = 16
 """Tokens of a prompt that are computed before its chunk."""
 _PARAMS = SamplingParams(temperature=0.0)
@@ -23,7 +23,7 @@ _PARAMS = SamplingParams(temperature=0.0)
 def large_steps(
     graph_tokens: int, padding_block: int, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
 ) -> Iterator[ScheduledBatch]:
-    """The smallest steps that no graph is for; none where graphs are for all.
+    """Yield the smallest steps that have no graph; none if all steps have graphs.
 
     Args:
         graph_tokens: tokens of the largest step that has a graph.
@@ -44,7 +44,7 @@ def large_steps(
 
 
 def _row(index: int, start: int, tokens: int, blocks: list[int]) -> ScheduledRow:
-    """A row of a sequence that no scheduler knows, with a draw."""
+    """Build a row with a draw, for a sequence that the scheduler does not know."""
     seq_id, prompt = -1 - index, (0,) * (start + tokens)
     draw = Draw(seq_id, 0, 0, _PARAMS, prompt, [])
     return ScheduledRow(seq_id, start, tokens, prompt, [], blocks, (draw,))

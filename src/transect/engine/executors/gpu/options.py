@@ -1,4 +1,4 @@
-"""Switches of what makes the GPU engine fast, to see what each is worth (``benchmarks/engine/ablation.py``)."""
+"""Switches of the GPU engine's optimizations, to measure the gain of each (``benchmarks/engine/ablation.py``)."""
 
 from __future__ import annotations
 
@@ -53,5 +53,5 @@ class GPUOptions:
         check_values(self)
 
     def __str__(self) -> str:
-        """The switches that are not as they are by default."""
+        """List the switches that differ from their defaults."""
         return ", ".join(changed_fields(self))

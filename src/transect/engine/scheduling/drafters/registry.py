@@ -1,4 +1,4 @@
-"""The settings of speculative decoding, and the drafters by name."""
+"""Settings of speculative decoding, and the drafters by name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .ngram import LONGEST, SHORTEST, NgramDrafter
 from .suffix import SuffixDrafter
 
 METHODS: dict[str, Callable[[int, int], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
-"""Method -> drafter of (shortest, longest) match."""
+"""Constructors of drafters by method, called with (shortest, longest) match."""
 DEFAULT_MOST = 16
-"""Drafts per sequence and step, at the most."""
+"""Default of the most drafts per sequence and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,5 +69,5 @@ class SpeculativeConfig:
         return cls(**settings)
 
     def drafter(self) -> Drafter:
-        """A new drafter of this method."""
+        """Build a new drafter of this method."""
         return METHODS[self.method](self.prompt_lookup_min, self.prompt_lookup_max)

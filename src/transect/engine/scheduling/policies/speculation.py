@@ -28,20 +28,20 @@ LEAST_GAIN = 1.03
 LEARN_STEPS = 4
 """Steps whose times must be known before the first draft."""
 DECAY = 0.9
-"""Weight of older guesses at each new one: estimates follow the last ten or so. (Decay at each token would favour the
+"""Factor on older guesses at each new one: estimates follow the last ten or so. (Decay at each token would favour the
 newest trial, which is a miss whenever a guess was wrong.)"""
 PRIOR_TRIALS = 4.0
 """Weight of the acceptance of all sequences in the estimate of one, in trials."""
 PROBES = 2
-"""Steps of a size that must be measured before its predicted time counts; until then more rows are taken to cost
-nothing, so that sizes are tried. Sizes up to the same power of two count as one."""
+"""Steps of a size that must be measured before its predicted time counts; until then additional rows are assumed to be
+free, so that sizes are tried. Sizes up to the same power of two count as one."""
 FINE_ROWS, COARSE_ROWS = 64, 16
 """Corrections are kept for each number of rows up to the first number, and beyond it for each range of the second."""
 CORRECTION_RATE = 0.1
 """Least weight of the newest step in a correction."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
-"""Lengths of matches that are judged apart."""
+"""Lengths of matches whose acceptance is estimated separately."""
 
 
 class Acceptance:
@@ -58,26 +58,26 @@ class Acceptance:
         self.trials = DECAY * self.trials + hits + missed
 
     def rate(self, prior: float) -> float:
-        """The chance, given that of comparable guesses."""
+        """Return the estimated chance, given the rate of comparable guesses."""
         return (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
 
 
 class Corrections:
-    """Measured over predicted time from one result to the next, by rows of a step."""
+    """Ratios of measured to predicted time between results, by rows of a step."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[float, int]] = {}
-        """(ratio, steps) by range of rows; 0 is for all together."""
+        """(ratio, steps) by range of rows; 0 for all steps together."""
 
     def learn(self, rows: int, ratio: float) -> None:
-        """Take in a step."""
+        """Record a step."""
         for key in (_range(rows), 0):
             before, count = self._found.get(key, (1.0, 0))
             weight = max(CORRECTION_RATE, 1 / (count + 1))
             self._found[key] = before + weight * (ratio - before), count + 1
 
     def factor(self, rows: int) -> float:
-        """Return the factor for steps of ``rows`` rows; that of all steps if there was no such step."""
+        """Return the factor for steps of ``rows`` rows, or that of all steps if there was no such step."""
         return self._found.get(_range(rows), self._found.get(0, (1.0, 0)))[0]
 
 
@@ -107,20 +107,20 @@ class Speculation:
         self.drafted = 0
         """Tokens drafted for verification."""
         self.accepted_at = [0] * config.num_speculative_tokens
-        """Accepted tokens by their place among the drafts of a row."""
+        """Accepted tokens by their index among the drafts of a row."""
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
-        """(seq_id, accepted drafts) of the rows since this was last emptied, by the decision log."""
+        """(seq_id, accepted drafts) of the rows since the decision log last emptied this list."""
         self.worthwhile = False
-        """Drafts pay for the sequences that were last asked about."""
+        """True if drafts pay for the sequences of the last ``drafts`` call."""
         self._times = times
         self._tracks: dict[int, _Track] = {}
         self._common = [Acceptance(1.0, 2.0) for _ in range(len(MATCHES) + 1)]
         """Acceptance over all sequences, by length of match."""
         self._corrections = {False: Corrections(), True: Corrections()}
-        """For steps without drafts, and with: these are planned when the step before is done, so no planning is hidden
-        behind the device."""
+        """Corrections for steps without and with drafts: the latter are planned after the previous step is done, so
+        their planning is not hidden behind the device."""
         self._measured = [0] * 32
-        """Decode steps by the bit length of their tokens."""
+        """Number of decode steps by the bit length of their tokens."""
 
     def drafts(self, sequences: Listed[Sequence], room: int) -> dict[int, tuple[int, ...]]:
         """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together."""
@@ -149,7 +149,7 @@ class Speculation:
             self.accepted_at[at] += 1
 
     def counts(self) -> dict[str, Any]:
-        """The counters, as fields of ``SchedulerStats``."""
+        """Return the counters as fields of ``SchedulerStats``."""
         accepted = {str(place): count for place, count in enumerate(self.accepted_at)}
         return {"drafted_tokens": self.drafted, "accepted_at": accepted}
 
@@ -171,7 +171,7 @@ class Speculation:
             self._corrections[drafted].learn(load.tokens, min(max(seconds / expected, 0.25), 4.0))
 
     def _guess(self, seq: Sequence) -> Guess:
-        """The guess for the next tokens of a sequence; the one before is marked by what came."""
+        """Guess the next tokens of a sequence, after marking the last guess by the tokens that came."""
         track = self._tracks.get(seq.seq_id)
         if track is None:
             track = self._tracks[seq.seq_id] = _Track()
@@ -205,7 +205,7 @@ class Speculation:
         return found
 
     def _best_counts(self, gains: list[tuple[float, int]], sequences: Listed[Sequence], room: int) -> dict[int, int]:
-        """Drafts of each sequence, by its place, so that tokens per second are the most."""
+        """Choose the number of drafts of each sequence, by its index, that maximizes tokens per second."""
         seconds = self._seconds_of(sequences)
         rows = len(sequences)
         best_rate, best = LEAST_GAIN * rows / seconds(0), 0
