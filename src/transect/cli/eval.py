@@ -96,7 +96,7 @@ def _formats(
     calibrate: Path | None,
     calibrate_tokens: int,
 ) -> None:
-    """One table of all formats. ``engine``: settings of the ``LLM`` that measures, its dtype among them."""
+    """Compare all formats in one table. ``engine``: settings of the measuring ``LLM``, including its dtype."""
     from dataclasses import asdict
 
     from ..bench.compare_formats import draw, formats_of, measure_all

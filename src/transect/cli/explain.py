@@ -1,4 +1,4 @@
-"""``transect explain``: what happens inside. Sub-commands look at one thing each."""
+"""``transect explain``: analyses of requests, runs and programs, one per sub-command."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def request(
     api_key: ApiKey = None,
     as_json: Json = False,
 ) -> None:
-    """Where a request's time went: its bill, from its arrival to its last token. The parts add up to the whole."""
+    """Show a request's bill: its time by cause, from its arrival to its last token. The parts add up to the whole."""
     import json
 
     from ..explain.engine.bill import bill
@@ -128,7 +128,7 @@ def replay(
 
 
 AGAIN_S = 10.0
-"""A program without steps that took no longer is run again to time it."""
+"""Longest run, in seconds, of a program without steps that is repeated to time it."""
 HtmlFile = Annotated[Path | None, output_file("--html", help="Write the report as one page that loads nothing.")]
 JsonFile = Annotated[Path | None, output_file("--json", help="Write all figures to this file.")]
 

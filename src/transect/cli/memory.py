@@ -1,4 +1,4 @@
-"""``transect memory``: what a run needs before it starts, whether that fits, and what to change if it does not."""
+"""``transect memory``: the memory of a run before it starts, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SERVING = (
     *("context", "max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
     *("cpu_offload_gb", "offload_folder", "link"),
 )
-"""Options that mean something for an engine alone."""
+"""Options that apply to engines only."""
 TRAINING = (
     *("task", "objective", "precision", "optimizer", "checkpointing", "micro_batch", "seq_len", "accumulate", "rank"),
     *("dp", "zero", "fsdp", "cp", "sp", "reduce", "offload", "offload_all", "changes"),
 )
-"""Options that mean something for a run; all but ``dp`` for a run alone."""
+"""Options that apply to training runs; all but ``dp`` to those only."""
 LEAST_BUDGET = 1 << 20
-"""Bytes. Who gives fewer has left the unit out."""
+"""Fewest bytes of a budget; smaller numbers lack their unit."""
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
@@ -319,7 +319,7 @@ def _predicted(
     card: Preset | None,
 ) -> dict[int, float]:
     """Predict the seconds of a decode step on a card, for one sequence and for as many as fit, half of their context
-    long. Empty where the cost model has no coefficients: CPUs, experts that ranks share, other formats and dtypes."""
+    long. Empty if the cost model has no coefficients: CPUs, experts that ranks share, other formats and dtypes."""
     from dataclasses import replace
 
     from ..costs.machine import Machine

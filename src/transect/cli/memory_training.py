@@ -79,7 +79,7 @@ def is_run(model: str) -> bool:
 
 
 def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: int, json: bool) -> bool:
-    """Print the account of the rank that needs most, and whether it fits; return the latter.
+    """Print the account of the rank that needs most, and the verdict; return True if it fits.
 
     Args:
         kind: ``cpu`` or ``cuda``.
@@ -154,7 +154,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
 
 
 def _stages(stages: list[StageMemory]) -> None:
-    """The terms of every stage beside each other."""
+    """Show the terms of every stage as columns of one table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

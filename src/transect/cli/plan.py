@@ -1,4 +1,4 @@
-"""``transect plan``: how to run something on machines that may not be here."""
+"""``transect plan``: plans of services and training runs on machines that need not be present."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ def training(
 
 
 def _check_changes(changes: Sequence[str]) -> None:
-    """ValueError if ``--set`` gives what an option of the command says, or what the ranking chooses."""
+    """Check that ``--set`` gives nothing that an option of the command sets, or that the ranking chooses. Raises
+    ValueError."""
     for change in changes:
         name = change.partition("=")[0].strip()
         if name == "data.seq_len":
@@ -116,7 +117,7 @@ def _check_changes(changes: Sequence[str]) -> None:
 
 
 def _plan(config: Any, model: Any) -> Any:
-    """The memory plan on a GPU."""
+    """Return the memory plan on a GPU."""
     import torch
 
     from ..train.loop.memory import plan_of

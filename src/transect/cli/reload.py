@@ -46,7 +46,7 @@ def command(
 
 
 def _parent(pid: Any) -> int:
-    """The process that has started an engine.
+    """Return the process that started an engine.
 
     Raises:
         ValueError: there is no such engine here.

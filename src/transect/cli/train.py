@@ -75,7 +75,7 @@ def command(
 
 @contextlib.contextmanager
 def _asked_to_stop() -> Iterator[list[int]]:
-    """The signals that ask for an end, as they come; the third one ends at once."""
+    """Collect the signals that request an end; the third one ends the process at once."""
     asked: list[int] = []
 
     def stop(signum: int, _frame: Any) -> None:
@@ -128,7 +128,7 @@ def _run(trainer: Trainer) -> int:
 
 
 def matrix_rate(trainer: Trainer) -> MatrixRate | None:
-    """The rate that MFU is a share of: of products in the run's dtype on its device; None where it is not known."""
+    """Return the rate that MFU is relative to: products in the run's dtype on its device; None if unknown."""
     from ..hardware.device import detect
     from ..ops.cpu.ceilings import device_measurement
     from ..train.loop.report import MatrixRate
@@ -144,7 +144,7 @@ def matrix_rate(trainer: Trainer) -> MatrixRate | None:
 
 
 def newest_run(folder: Path) -> Path:
-    """The run whose checkpoint was written last. ValueError if there is none."""
+    """Return the run whose checkpoint was written last. Raises ValueError if there is none."""
     from ..train.loop.checkpoint import list_steps
 
     runs = [(steps[-1].stat().st_mtime, path) for path in folder.glob("*") if (steps := list_steps(path))]

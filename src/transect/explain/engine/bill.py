@@ -30,7 +30,7 @@ PARTS: Mapping[str, str] = {
     "compute": "its own tokens",
     "host": "between steps",
 }
-"""Name of a part, and what it means. They are always given in this order."""
+"""Names of parts with their meanings, in their fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Span:
     seconds: float
     parts: Mapping[str, float]
     floor: float
-    """The least time for its own tokens alone; 0 where device or model is not known."""
+    """Least time for the span's own tokens alone; 0 if device or model is unknown."""
     tokens: int
 
 
@@ -54,13 +54,13 @@ class Bill:
     cached_tokens: int
     output_tokens: int
     finish_reason: str
-    """Empty while the choice is unfinished."""
+    """Finish reason; empty while the choice is unfinished."""
     ttft: Span | None
     """Time up to the first token; None before it."""
     decode: Span | None
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; times in milliseconds."""
+        """Return the bill for JSON; times in milliseconds."""
         found: dict[str, Any] = asdict(self)
         for name in ("ttft", "decode"):
             span = getattr(self, name)
@@ -120,7 +120,7 @@ def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
 
 
 class _Meter:
-    """Names the pieces of a life, one after the other."""
+    """Cuts a life into named pieces, in order."""
 
     def __init__(self, log: RunLog, life: Life, own: list[tuple[int, StepRow]], work: StepWork) -> None:
         self.log, self.life, self.work = log, life, work
@@ -169,7 +169,7 @@ class _Meter:
             reached = max(reached, expected)
 
     def _queued(self, at: float, first: LoggedStep) -> None:
-        """From joining the queue to the first step: named by what each decision in between held against the head."""
+        """Name the time from joining the queue to the first step, by the reason that each decision in between gave."""
         name = "queue: flight"
         for step in self.log.steps:
             moment = step.planned.at
@@ -182,7 +182,7 @@ class _Meter:
         self._piece(at, first.begins, name)
 
     def _between(self, at: float, until: float, steps: list[LoggedStep], name: str) -> None:
-        """Between two own steps: other steps ran, or none."""
+        """Name the time between two of the request's steps, in which other steps ran, or none."""
         for step in steps:
             if step.at is None:
                 continue

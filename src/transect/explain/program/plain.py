@@ -8,11 +8,11 @@ from .gaps import Named
 from .split import Split
 
 SLOWED = {"launch": 0.8, "host": 0.35, "sync": 0.5, "loading": 0.35, "unrated": 0.2}
-"""Parts that profiling makes longer (calls of operators, and Python), and the share of each that it can be."""
+"""Parts that profiling lengthens (calls of operators, and Python), each with its largest share that can be overhead."""
 
 
 def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
-    """Change the parts so that all but "profiler" add up to ``plain`` seconds.
+    """Scale the parts so that all but "profiler" add up to ``plain`` seconds.
 
     Returns:
         ``named`` with times that fit.

@@ -1,4 +1,4 @@
-"""The ``Storage`` of a model that is there, as its weights say: what ``storage.py`` says of one that is not."""
+"""The ``Storage`` of an existing model, measured on its weights; ``storage.py`` predicts it for other models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..decoder import Decoder
 
 
 def storage_of_model(model: Decoder, *, activation: float = 16, kv: float = 16) -> Storage:
-    """Bits of a number, matrix by matrix over all layers. ``activation``, ``kv``: of numbers that are no weights."""
+    """Measure the bits of a number, matrix by matrix over all layers. ``activation``, ``kv``: bits of other numbers."""
     sizes: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for name, weight in model.weights():
         if name != "head":
