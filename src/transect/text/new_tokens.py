@@ -1,4 +1,4 @@
-"""A tokenizer with further tokens, as files."""
+"""Extension of a tokenizer by further tokens, as files."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 
 def write_with_tokens(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:
-    """Write the tokenizer of a model with further tokens into ``folder``, which has nothing else then. Those that it
-    has already are left as they are. What is written ``<|like this|>`` becomes special: the text of a chat
-    cannot spell it.
+    """Write the tokenizer of a model with further tokens into ``folder``, which must contain nothing else. Existing
+    tokens are unchanged. Tokens written ``<|like this|>`` become special: the text of a chat cannot spell them.
 
     Several processes may write the same into one folder: each file is always a whole one.
 

@@ -1,4 +1,4 @@
-"""Processes that check grammars, with a spare one that is warm: one that had to be ended is replaced at once."""
+"""Processes that check grammars, with a warm spare that replaces a killed one at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .checker import Checker
 from .vocabulary import Vocabulary
 
 MOST_KEPT = 256 * 2**20
-"""Bytes by which a process may have grown and still be used again."""
+"""Largest growth, in bytes, of a process that is reused."""
 
 
 class Checkers:
@@ -32,7 +32,7 @@ class Checkers:
 
     @contextmanager
     def one(self) -> Iterator[Checker]:
-        """A process, for as long as the block lasts."""
+        """Lend a process for the length of the block."""
         checker = self._ready.get()
         try:
             yield checker
@@ -45,13 +45,13 @@ class Checkers:
                 self._warm(checker)
 
     def close(self) -> None:
-        """End all processes, whatever they are doing."""
+        """End all processes, even busy ones."""
         self._closed = True
         for checker in self._all:
             checker.close()
 
     def _warm(self, checker: Checker) -> None:
-        """Start a process again in a thread, and lend it when it is ready."""
+        """Restart a process in a thread, and lend it when it is ready."""
 
         def start() -> None:
             try:

@@ -1,4 +1,4 @@
-"""From a grammar to a constraint, beside the steps of an engine and within limits."""
+"""Compilation of grammars to constraints, outside of the engine's steps and within limits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .vocabulary import Vocabulary
 
 KEPT = 256
 KEPT_BYTES = 8 * 2**20
-"""Compiled grammars that are kept, by their number and by the length of their texts."""
+"""Limit of kept compiled grammars, measured by the length of their texts."""
 MOST_THREADS = 4
 
 
@@ -39,14 +39,14 @@ class GrammarCompiler:
         self._tokenizer: Any = None
         self._vocabulary: Vocabulary | None = None
         self._known: OrderedDict[str, Any | str] = OrderedDict()
-        """By grammar: llguidance's matcher, or why there is none."""
+        """llguidance's matcher of each grammar, or the reason why there is none."""
         self._known_bytes = 0
         self._threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
         self._checkers: Checkers | None = None
         self._pool: FairPool | None = None
 
     def submit(self, params: StructuredOutputsParams, client: str = "") -> Future[GrammarConstraint]:
-        """``compile`` in another thread; clients share the threads by time."""
+        """Compile in another thread; clients share the threads by time."""
         with self._lock:
             if self._pool is None:
                 self._pool = FairPool(self._threads, "grammar")

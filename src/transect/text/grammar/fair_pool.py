@@ -1,4 +1,4 @@
-"""Threads that work for many clients: the client that has had the least of their time comes next.
+"""A thread pool for many clients: the client that has used the least time is served next.
 
 A client whose work takes long, again and again, waits behind everybody else, and holds up others by the piece of work
 that runs, not by its backlog.
@@ -15,9 +15,9 @@ from concurrent.futures import Future
 from typing import Any
 
 MEMORY_S = 60.0
-"""Seconds after which time that a client has had counts 1 / e."""
+"""Time constant, in seconds, of the decay of used time."""
 MOST_CLIENTS = 1024
-"""Clients whose time is remembered."""
+"""Clients whose used time is kept."""
 
 
 class FairPool:
@@ -34,14 +34,14 @@ class FairPool:
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
         self._used: dict[str, tuple[float, float]] = {}
-        """By client: seconds that it has had, and when they were counted."""
+        """(used seconds, time of counting) of each client."""
         self._running: dict[str, int] = {}
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._closed = False
 
     def submit(self, client: str, work: Callable[[], Any]) -> Future[Any]:
-        """The result of ``work`` to come."""
+        """Queue work; returns a future of its result."""
         future: Future[Any] = Future()
         with self._changed:
             if self._closed:
@@ -55,7 +55,7 @@ class FairPool:
         return future
 
     def close(self) -> None:
-        """End the threads when they have done what they do; what waits is cancelled."""
+        """End the threads after their current work, and cancel waiting work."""
         with self._changed:
             self._closed = True
             for waiting in self._waiting.values():
@@ -92,7 +92,7 @@ class FairPool:
                     del self._running[client]
 
     def _had(self, client: str) -> float:
-        """Seconds that a client has had lately."""
+        """Return the seconds that a client has used recently."""
         seconds, at = self._used.get(client, (0.0, 0.0))
         return seconds * math.exp((at - self._clock()) / MEMORY_S)
 

@@ -58,8 +58,8 @@ class ToolUse:
 
 
 def tools_of(values: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
-    """Tools in OpenAI's form, ``{"type": "function", "function": {"name": ...}}``, or with the function's fields at the
-    top, as ``/v1/responses`` has them.
+    """Check tools in OpenAI's form, ``{"type": "function", "function": {"name": ...}}``, or with the function's fields
+    at the top, as in ``/v1/responses``.
 
     Raises:
         ValueError: one of them is malformed; the message begins with ``tools``.

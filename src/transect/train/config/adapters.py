@@ -76,7 +76,7 @@ class LoRAConfig:
         _check_names("modules_to_save", self.modules_to_save, (*TABLES, "norm"), (*MATRICES, *PEFT_NAMES, *NORMS))
 
     def refuses_merging(self) -> bool:
-        """True if merged layers cannot compute such adapters; ``Adapted.refuses_merging`` gives the reason."""
+        """Return True if merged layers cannot compute such adapters; ``Adapted.refuses_merging`` gives the reason."""
         return self.dora or self.dropout > 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 NAMES = ("next_token", "dpo", "kto", "orpo", "grpo", "distill")
-"""Objectives with settings below, or without any."""
+"""Objectives with settings below, or without settings."""
 FOLDER = Path(__file__).parents[1] / "objectives"
 
 
@@ -37,13 +37,14 @@ class ObjectiveKind:
 
 @cache
 def objectives() -> tuple[str, ...]:
-    """Names of all objectives: those with settings here, and files of ``train/objectives/`` that hold a record."""
+    """List the names of all objectives: those with settings here, and files of ``train/objectives/`` that contain a
+    record."""
     found = (path.stem for path in sorted(FOLDER.glob("*.py")) if "\nOBJECTIVE = " in path.read_text(encoding="utf-8"))
     return (*NAMES, *found)
 
 
 def check_objective(name: object) -> None:
-    """See that there is such an objective.
+    """Check that an objective of this name exists.
 
     Raises:
         ValueError: there is none; the message lists them.
@@ -53,7 +54,7 @@ def check_objective(name: object) -> None:
 
 
 def objective_kind(name: object) -> ObjectiveKind | None:
-    """The record of an objective in one file; None for the others, and for names that do not exist."""
+    """Return the record of an objective in one file; None for other objectives, and for unknown names."""
     if name in NAMES or name not in objectives():
         return None
     found: ObjectiveKind = import_module(f"transect.train.objectives.{name}").OBJECTIVE
@@ -223,7 +224,7 @@ class GRPOConfig:
 
     @property
     def steps_a_rollout(self) -> int:
-        """Optimizer steps that the answers of one rollout are used for."""
+        """Optimizer steps that use the answers of one rollout."""
         return self.iterations * self.minibatches
 
     @property

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def repeats(weights: Sequence[float], tokens: Sequence[int]) -> list[float]:
-    """Repetitions of each source in an epoch that has as many tokens as all sources together.
+    """Compute the repetitions of each source in an epoch with as many tokens as all sources together.
 
     Args:
         weights: shares of the tokens of an epoch; they need not add up to 1.
@@ -19,8 +19,8 @@ def repeats(weights: Sequence[float], tokens: Sequence[int]) -> list[float]:
 
 
 def mixed(units: np.ndarray, source: np.ndarray, often: Sequence[float], generator: np.random.Generator) -> np.ndarray:
-    """The units of an epoch in random order: those of source s ``often[s]`` times, a different part of them in every
-    epoch where that is no whole number.
+    """Choose the units of an epoch in random order: those of source s ``often[s]`` times; of a fractional repetition,
+    another part in every epoch.
 
     Args:
         units: windows or documents, int64. source: the source of each.
