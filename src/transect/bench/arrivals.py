@@ -7,7 +7,7 @@ import random
 
 
 def random_arrivals(count: int, rate: float, *, burstiness: float = 1.0, seed: int | str = 0) -> list[float]:
-    """``count`` arrivals at ``rate`` per second on average.
+    """Draw ``count`` arrivals at ``rate`` per second on average.
 
     Args:
         rate: requests per second; infinite lets all of them arrive at once.

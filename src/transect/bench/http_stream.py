@@ -62,7 +62,7 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> Reply:
-        """One GET.
+        """Send a GET request.
 
         Raises:
             RequestFailed: as for ``post``.
@@ -70,8 +70,8 @@ class HttpClient:
         return await self._request(f"GET {self._prefix}{path} HTTP/1.1\r\n{self._fields}\r\n".encode(), None)
 
     async def post(self, path: str, body: bytes, on_event: OnEvent | None = None) -> Reply:
-        """One POST of JSON. ``on_event(data, moment)`` is called for each event of an event stream, ``moment`` as
-        ``time.perf_counter`` gave it when the bytes came.
+        """Send a POST request with JSON. ``on_event(data, moment)`` is called for each event of an event stream,
+        ``moment`` as ``time.perf_counter`` at the arrival of its bytes.
 
         Raises:
             RequestFailed: ``connect``, ``timeout``, ``disconnected`` or ``bad reply``.
@@ -129,7 +129,7 @@ class HttpClient:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one request at a time. ``heard``: bytes of an answer to the last request have come."""
+    """One connection, one request at a time. ``heard``: True if bytes of an answer to the last request have arrived."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport

@@ -53,7 +53,7 @@ class Lengths:
         return cls("uniform", low, high)
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Draw one length."""
         if self.kind == "uniform":
             return rng.randint(self.low, self.high)
         return min(self.high, max(1, round(math.exp(rng.gauss(math.log(self.median), self.sigma)))))

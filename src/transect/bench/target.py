@@ -139,7 +139,7 @@ class Stream:
         self.error: RequestFailed | None = None
 
     def take(self, data: bytes, now: float) -> None:
-        """Take one event of the stream."""
+        """Add one event of the stream."""
         if data == b"[DONE]":
             return
         try:

@@ -1,4 +1,4 @@
-"""Tables with more rows than their files have, for tokens that a vocabulary did not have."""
+"""Tables with more rows than their files, for added tokens."""
 
 from __future__ import annotations
 

@@ -225,7 +225,8 @@ def _awq_parts(settings: Mapping[str, Any], found: Mapping[str, Any], prefix: st
 
 
 _PARTS = {GPTQ_METHOD.name: _gptq_parts, AWQ_METHOD.name: _awq_parts}
-"""Codes ``[O, I]``, zeros as codes and scales ``[O, G]`` of a matrix in words, by the method of the checkpoint."""
+"""Functions that read codes ``[O, I]``, zeros as codes and scales ``[O, G]`` of a matrix in words, by the checkpoint's
+method."""
 
 
 def _parts_of(settings: Mapping[str, Any]) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
@@ -291,7 +292,7 @@ def groups_of(settings: Mapping[str, Any], inputs: int, name: str) -> int:
 
 
 def block_of(settings: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, where it is for blocks."""
+    """Return the rows and columns of a block that shares a scale; None without blocks."""
     found = settings.get("weight_block_size")
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():

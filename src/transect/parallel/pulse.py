@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 HUNG = 3
-"""The exit code of a run that stopped because of what it saw."""
+"""Exit code of a run that stopped because of an observed failure."""
 GRACE_S = 2.0
 """Seconds by which ranks other than the first wait longer, so that rank 0 reports."""
 
@@ -39,7 +39,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A rank's place in the run: ``seconds`` spent there; ``alone`` if no other rank is waited for."""
+    """A rank's place in the run: ``seconds`` spent there; ``alone`` if the phase waits for no other rank."""
 
     step: int
     what: str
@@ -74,7 +74,7 @@ class Pulse:
         self._since = time.monotonic()
         self._count = 0
         self._heard: dict[int, tuple[int, float]] = {}
-        """The last count of each rank, and when it was new."""
+        """Last count of each rank, and the time at which it was new."""
         self._over = threading.Event()
 
     def at(self, step: int, what: str, *, alone: bool = False) -> None:
@@ -96,7 +96,7 @@ class Pulse:
             thread.join(self.interval)
 
     def look(self) -> str | None:
-        """Publish this rank's beat. Return what is wrong if the run hangs, else None."""
+        """Publish this rank's beat. Returns an error if the run hangs, else None."""
         now = time.monotonic()
         mine = self._publish(now)
         if mine.alone or mine.seconds < self.timeout / 2:
