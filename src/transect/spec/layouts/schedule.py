@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each stage does, in which order. Plain arithmetic, no torch.
+"""Pipeline schedules as data: the actions of each stage, in order. Plain arithmetic, no torch.
 
 A schedule is a list of ``Action`` for each rank: the forward or the backward pass of one micro-batch through one of the
 rank's runs of layers. It can be printed, simulated, and run (``pipeline.py``); all three read the same list.
@@ -25,7 +25,7 @@ NAMES: tuple[Name, ...] = ("gpipe", "1f1b", "interleaved")
 
 
 class Action(NamedTuple):
-    """``kind`` F or B: forward or backward; of which micro-batch, through which of the rank's runs of layers."""
+    """``kind`` F or B, forward or backward: of a micro-batch, through one of the rank's runs of layers."""
 
     kind: Literal["F", "B"]
     micro_batch: int
@@ -39,7 +39,7 @@ Schedule = list[list[Action]]
 
 
 def check(name: Name, stages: int, micro_batches: int, chunks: int = 1) -> None:
-    """See that there is such a schedule, with the arguments and the error of ``schedule``."""
+    """Check that there is such a schedule, with the arguments and the error of ``schedule``."""
     if name not in NAMES:
         raise ValueError(f"schedule is one of {', '.join(NAMES)}, not {name!r}")
     if stages < 1 or micro_batches < 1 or chunks < 1:
@@ -84,7 +84,8 @@ def _one_forward_one_backward(rank: int, stages: int, micro_batches: int) -> lis
 
 
 def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> list[Action]:
-    """Groups of as many micro-batches as stages go through the first chunk, then through the next one."""
+    """List the actions of an interleaved schedule: groups of as many micro-batches as stages go through the first
+    chunk, then through the next one."""
     forward, backward = [], []
     for number in range(micro_batches * chunks):
         group, place = divmod(number, stages * chunks)
@@ -95,20 +96,20 @@ def _interleaved(rank: int, stages: int, micro_batches: int, chunks: int) -> lis
 
 
 def _ahead(name: Name, rank: int, stages: int, micro_batches: int, chunks: int) -> int:
-    """Count the forward passes of a rank before forward and backward passes take turns."""
+    """Count the forward passes of a rank before forward and backward passes alternate."""
     if name == "gpipe" or (name == "interleaved" and micro_batches == stages):
         return micro_batches * chunks
     return stages - rank - 1 if name == "1f1b" else 2 * (stages - rank - 1) + (chunks - 1) * stages
 
 
 def most_kept(name: Name, rank: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
-    """Count the activations that a rank keeps at once, at most, each of a micro-batch in a run of layers: as
+    """Count the most activations that a rank keeps at a time, each of a micro-batch in a run of layers: as
     ``Timeline.kept``, without the timeline."""
     return min(_ahead(name, rank, stages, micro_batches, chunks) + 1, micro_batches * chunks)
 
 
 def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:
-    """``ahead`` forward passes, then one of each in turn, then the backward passes that are left."""
+    """List ``ahead`` forward passes, then alternate one of each, then list the remaining backward passes."""
     ahead = min(ahead, len(forward))
     found = forward[:ahead]
     for one, other in zip(forward[ahead:], backward, strict=False):
@@ -118,7 +119,7 @@ def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> l
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """When each rank does what.
+    """The actions of each rank in time.
 
     Attributes:
         spans: for each rank (action, begin, end), in order.
@@ -130,7 +131,7 @@ class Timeline:
 
     @property
     def bubbles(self) -> list[float]:
-        """The part of the time in which each rank waits."""
+        """Share of the time in which each rank waits."""
         return [1 - sum(end - begin for _, begin, end in rank) / self.length for rank in self.spans]
 
     @property
@@ -182,7 +183,8 @@ def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, lin
 def _ready(
     action: Action, place: int, places: int, ends: dict[tuple[str, int, int], float], link: float
 ) -> float | None:
-    """Return when the inputs of an action are there, None if not yet known. ``place`` of ``places`` runs of layers."""
+    """Return the time at which the inputs of an action arrive, None if not yet known. ``place`` of ``places`` runs of
+    layers."""
     if action.kind == "F":
         return 0.0 if place == 0 else _later(ends.get(("F", action.micro_batch, place - 1)), link)
     own = ends.get(("F", action.micro_batch, place))
@@ -197,7 +199,7 @@ def _later(time: float | None, by: float) -> float | None:
 
 
 def drawn(timeline: Timeline, width: int = 110) -> Sequence[str]:
-    """A line for each rank: its actions along the time, dots where it waits."""
+    """Draw a line for each rank: its actions over time, with dots while it waits."""
     unit = min(end - begin for rank in timeline.spans for _, begin, end in rank)
     cell = max(len(str(action)) for rank in timeline.spans for action, _, _ in rank) + 1
     lines = []
