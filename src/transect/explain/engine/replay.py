@@ -132,7 +132,8 @@ class RecordedDrafts(Speculation):
     """Tokens of the next step's rows, by seq_id."""
 
     def drafts(self, sequences: Listed[Sequence], room: int) -> dict[int, tuple[int, ...]]:
-        """Draft tokens as recorded; see ``Speculation``. Their values do not matter to the scheduler."""
+        """Return the recorded number of draft tokens; see ``Speculation``. Their values do not matter to the
+        scheduler."""
         counts = {seq.seq_id: self.rows.get(seq.seq_id, 1) - 1 for seq in sequences}
         found = {seq_id: (0,) * count for seq_id, count in counts.items() if count > 0}
         self.worthwhile = bool(found)

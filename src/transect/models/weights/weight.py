@@ -341,7 +341,8 @@ class Weight(nn.Module):
         return None
 
     def seams(self) -> Seams | None:
-        """Communication of the ranks that share a layer which this matrix ends; None if no ranks share it."""
+        """Return the communication of the ranks that share the layer that this matrix ends; None if no ranks share
+        it."""
         return None
 
     def training_part(self) -> TrainingPart:

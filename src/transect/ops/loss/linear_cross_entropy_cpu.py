@@ -28,7 +28,8 @@ class LinearCrossEntropy:
         self._native = kernels(torch.get_num_threads())
 
     def __call__(self, x: Tensor, weight: Tensor, target: Tensor, ignore_index: int = -100) -> Tensor:
-        """x ``[T, D]``, weight ``[V, D]``, target ``[T]`` int64 -> a float32 scalar; NaN if no target counts.
+        """Compute the loss of x ``[T, D]``, weight ``[V, D]``, target ``[T]`` int64 -> a float32 scalar; NaN if no
+        target counts.
 
         Other dtypes than float32 are computed by torch.
 
