@@ -114,8 +114,8 @@ def sizes_between(least: int, most: int, factor: int) -> tuple[int, ...]:
     """
     if least < 1 or most < least or factor < 2:
         raise ValueError(
-            f"sizes from {least} to {most} by a factor of {factor} are none: give a least size of 1 or more, a largest "
-            "one that is no smaller, and a factor of 2 or more"
+            f"sizes from {least} to {most} by a factor of {factor} cannot be listed: give a least size of 1 or more, "
+            "a largest one that is no smaller, and a factor of 2 or more"
         )
     found = [least]
     while found[-1] < most:

@@ -49,7 +49,7 @@ class HttpClient:
     def __init__(self, url: str, headers: dict[str, str] | None = None, timeout_s: float | None = None) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no server: give a URL such as http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not the address of a server: give a URL such as http://127.0.0.1:8000")
         self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
         self._host = parts.hostname
         self._port = parts.port or (443 if self._ssl else 80)
@@ -198,7 +198,7 @@ class _Connection(asyncio.Protocol):
         self._buffer = b""
         first, *lines = head.split(b"\r\n")
         if not first.startswith(b"HTTP/1."):
-            raise ValueError("it is no HTTP/1.1 answer")
+            raise ValueError("it is not an HTTP/1.1 answer")
         self._status = int(first.split(b" ", 2)[1])
         fields = {name.strip().lower(): value.strip().lower() for name, _, value in (f.partition(b":") for f in lines)}
         self._keep = fields.get(b"connection") != b"close" and first.startswith(b"HTTP/1.1")

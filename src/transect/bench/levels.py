@@ -88,7 +88,7 @@ def trace_level(
         start: second of the trace at which to begin.
 
     Raises:
-        ValueError: the file is no trace, or ``speed`` is not above 0.
+        ValueError: the file is not a trace, or ``speed`` is not above 0.
     """
     asked = faster(read_trace(path, limit=limit, start=start, seed=source.seed), speed)
     return Level("x trace", speed, work_of(asked, vocab=(0, source.highest_id), seed=source.seed))

@@ -95,7 +95,7 @@ def lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, object) of each element of a JSON list or of each line of a JSON lines file.
 
     Raises:
-        ValueError: it cannot be read, or an element is no object.
+        ValueError: it cannot be read, or an element is not an object.
     """
     try:
         text = path.read_text()

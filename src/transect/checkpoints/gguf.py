@@ -150,7 +150,7 @@ def _columns(file: GGUFFile, name: str, tensor: QuantizedTensor, columns: slice)
     if part.start % block.block or part.stop % block.block:
         raise ValueError(
             f"{file.path}: the tensor {name!r} packs {block.block} numbers of a row together, and a cut at "
-            f"columns {part.start} and {part.stop} would part them; take fewer parts or a file of another type"
+            f"columns {part.start} and {part.stop} would split them; take fewer parts or a file of another type"
         )
     width = (tensor.shape[0], part.stop - part.start)
     blocks = tensor.blocks[:, block.row_bytes(part.start) if part.start else 0 : block.row_bytes(part.stop)]

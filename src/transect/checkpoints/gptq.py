@@ -87,7 +87,7 @@ def round_model(
         The grid of each matrix by its name in ``weight_shapes``.
 
     Raises:
-        ValueError: rows that are no whole groups (the message names the matrix), or a text that is too short.
+        ValueError: rows that are not whole groups (the message names the matrix), or a text that is too short.
     """
     check_groups(model, group)
     grids: dict[str, Grid] = {}

@@ -250,7 +250,7 @@ def listing(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
     for path in _files(directory):
         try:
             file = stack.enter_context(safe_open(path, framework="pt"))
-            for name in file.keys():  # noqa: SIM118  (a safetensors file is no mapping)
+            for name in file.keys():  # noqa: SIM118  (a safetensors file is not a mapping)
                 view = file.get_slice(name)
                 stored = _Stored(file, path, name, tuple(view.get_shape()), str(view.get_dtype()))
                 if _OTHER_PARTS.fullmatch(name):

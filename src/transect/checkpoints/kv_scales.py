@@ -34,7 +34,7 @@ def read_scales(directory: Path, layers: int, kv_heads: int) -> Tensor | None:
     all its heads.
 
     Raises:
-        ValueError: a file is damaged, a layer has none while others do, or they are no positive numbers, one for a
+        ValueError: a file is damaged, a layer has none while others do, or they are not positive numbers, one for a
             layer or for each key head; the message names the tensor.
     """
     with ExitStack() as stack:

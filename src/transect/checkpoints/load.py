@@ -119,7 +119,7 @@ def fill(
         advance: told of the bytes of each weight that has been read.
 
     Raises:
-        ValueError: files that are damaged, or a model that is no shard of them.
+        ValueError: files that are damaged, or a model that is not a shard of them.
     """
     with Staging(model.device) as staging:
         for name, stored in weights:

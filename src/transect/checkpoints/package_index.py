@@ -71,7 +71,7 @@ def download_wheel(
             except httpx.HTTPStatusError as error:
                 refused.append(f"{name} answered {error.response.status_code}")
             except httpx.InvalidURL as error:
-                refused.append(f"{name} is no address: {error}")
+                refused.append(f"{name} is not an address: {error}")
             except httpx.HTTPError as error:
                 unreachable.append(f"{name}: {' '.join(str(error).split()) or type(error).__name__}")
     if unreachable:

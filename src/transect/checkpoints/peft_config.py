@@ -82,9 +82,9 @@ def read_settings(directory: Path) -> PeftSettings:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
-        raise ValueError(f"{directory} is no adapter in PEFT's layout: it has no {CONFIG}") from None
+        raise ValueError(f"{directory} is not an adapter in PEFT's layout: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     kind = values.get("peft_type")
@@ -131,7 +131,7 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if not 2 <= size <= MAX_HEADER:
-                raise ValueError("it is no safetensors file")
+                raise ValueError("it is not a safetensors file")
             header = json.loads(file.read(size))
         about = header.pop("__metadata__", None) or {}
         return {name.removeprefix(PREFIX): tuple(entry["shape"]) for name, entry in header.items()}, about

@@ -200,7 +200,7 @@ def _put(
     codes = suffix in ("qweight", "weight_packed", LISTED) or (suffix == "weight" and found[name].dtype in _CODES)
     if codes and len(found[name].shape) != 2:
         raise ValueError(
-            f"the codes {name!r} of shape {list(found[name].shape)} are no matrix; download the file again"
+            f"the codes {name!r} of shape {list(found[name].shape)} are not a matrix; download the file again"
         )
     if suffix == "qweight":
         matrix = (f"{prefix}.weight", *of_method(_WORDS, settings)(found, prefix, settings))
@@ -256,7 +256,7 @@ def _gptq(
     def rows(part: slice) -> Tensor:
         g_idx = torch.arange(inputs) // (inputs // groups) if order is None else all_of(order)
         if order is not None and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < groups:
-            raise ValueError(f"the tensor {f'{prefix}.g_idx'!r} names groups that are not there")
+            raise ValueError(f"the tensor {f'{prefix}.g_idx'!r} names groups that do not exist")
         own = slice(*part.indices(outputs))
         codes = qweight.file.get_slice(qweight.name)[:, own]
         wide = slice(own.start // PER_WORD * PER_WORD, -(-own.stop // PER_WORD) * PER_WORD)
@@ -387,7 +387,7 @@ def _mxfp4(found: Mapping[str, Any], name: str) -> tuple[tuple[int, ...], Callab
     blocks = found[name]
     if len(blocks.shape) != 4 or blocks.shape[3] != MX_BLOCK // 2:
         raise ValueError(
-            f"{blocks.path}: the tensor {name!r} of shape {list(blocks.shape)} is no stack of MXFP4 blocks"
+            f"{blocks.path}: the tensor {name!r} of shape {list(blocks.shape)} is not a stack of MXFP4 blocks"
         )
     experts, outputs, groups, _ = blocks.shape
     return (experts, groups * MX_BLOCK, outputs), partial(_mxfp4_expert, *_stack(found, name))
@@ -410,7 +410,7 @@ def _expert_blocks(blocks: Any, scales: Any, expert: int, rows: slice, columns: 
     if part.start % MX_BLOCK or part.stop % MX_BLOCK:
         raise ValueError(
             f"the tensor {blocks.name!r} packs {MX_BLOCK} numbers of a row together, and a cut at columns {part.start} "
-            f"and {part.stop} would part them; take fewer parts"
+            f"and {part.stop} would split them; take fewer parts"
         )
     codes, exponents = _mxfp4_parts(
         blocks, scales, (expert, rows, slice(part.start // MX_BLOCK, part.stop // MX_BLOCK))

@@ -122,7 +122,7 @@ def resolve(
             allow_download,
         )
     if not name or "\0" in name:
-        raise ValueError(f"{name!r} is no model name; give {_choices()}")
+        raise ValueError(f"{name!r} is not a model name; give {_choices()}")
     path = Path(name).expanduser()
     of_hub = _HUB_ID.fullmatch(name) or _HUB_GGUF.fullmatch(name)
     if revision is not None and (load_format == "dummy" or path.exists() or not of_hub):
@@ -283,7 +283,7 @@ def _from_directory(path: Path, name: str) -> ModelSource:
         hint = f"; give one of its GGUF files: {', '.join(files[:5])}" if files else ""
         if (path / "last").is_dir():
             hint = f": it is a training run, whose newest checkpoint is {path / 'last'}"
-        raise ValueError(f"the directory {path} has no config.json, so it is no model in Hugging Face layout{hint}")
+        raise ValueError(f"the directory {path} has no config.json, so it is not a model in Hugging Face layout{hint}")
     config = from_hf_directory(path)
     if config.tied_embeddings and has_own_head(path):
         log.warning("%s has a head with values of its own, so tie_word_embeddings of its config.json is not true", name)
@@ -294,7 +294,7 @@ def _from_directory(path: Path, name: str) -> ModelSource:
 def _from_file(path: Path, name: str) -> ModelSource:
     path = path.absolute()  # not resolved: the hub's cache has links to files with other names
     if path.suffix.lower() != ".gguf":
-        raise ValueError(f"{path} is no .gguf file; give {_choices()}")
+        raise ValueError(f"{path} is not a .gguf file; give {_choices()}")
     file = GGUFFile.open(path)
     try:
         config = from_gguf(file.metadata, file.tensors)

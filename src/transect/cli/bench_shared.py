@@ -53,8 +53,8 @@ class Subject:
         highest = max((part[name] for part in parts for name in ("of_floor", "mbu", "mfu")), default=0.0)
         if highest > 1:
             print(
-                f"transect: {highest:.0%} of what the device can do means that this was {self.measured}, and seen too "
-                "low: `transect hardware --again` measures it anew, best while nothing else runs"
+                f"transect: {highest:.0%} of the device's ceiling means that the ceiling, {self.measured}, is too low: "
+                "measure it again with `transect hardware --again` while nothing else runs"
             )
 
 

@@ -135,7 +135,7 @@ def listed(values: list[Any], option: str) -> tuple[Any, ...]:
     """Parse an option that may be repeated, be a JSON list (as in vLLM), or be empty.
 
     Raises:
-        ValueError: a value begins as a JSON list and is none.
+        ValueError: a value begins like a JSON list but is not one.
     """
     found: list[Any] = []
     for value in values:

@@ -51,7 +51,7 @@ def start(
     rung: Name,
     folder: Folder,
     solution: Annotated[bool, typer.Option("--solution", help="The shipped solution instead of the hole.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a program that is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing program.")] = False,
 ) -> None:
     """Write a folder with a page to read, a program with a hole, a test and hints."""
     from ..learn.folder import write

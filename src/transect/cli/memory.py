@@ -198,7 +198,7 @@ def _device(name: str, memory: str | None) -> str:
     if name == "auto":
         return "cuda" if memory is not None or torch.cuda.is_available() else "cpu"
     if name == "cuda" and memory is None and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here whose free memory could be asked: give --gpu or --device-memory")
+        raise ValueError("no GPU was found to read its free memory: give --gpu or --device-memory")
     return name
 
 
@@ -209,7 +209,7 @@ def _free(kind: str) -> int:
 
     free = free_bytes(torch.device(kind))
     if free is None:
-        raise ValueError("this system does not say how much memory is free: give --gpu or --device-memory")
+        raise ValueError("this system does not report its free memory: give --gpu or --device-memory")
     return free
 
 
@@ -403,7 +403,7 @@ def _link(kind: str, given: float | None, card: Preset | None) -> tuple[float, s
     rate = None if known is None else known.ceilings.host_to_device_bytes_per_second
     if rate is not None:
         return rate, f"the host link, measured at {rate / 1e9:.1f} GB/s"
-    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link says another)"
+    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link sets another)"
 
 
 def _weights(stage: StageEstimate) -> int:

@@ -46,7 +46,7 @@ def run_of(model: str, options: Mapping[str, Any], given: Collection[str], chang
         changes: ``key=value`` settings, which go over all.
 
     Raises:
-        ValueError: the file is no run's, or what it asks for cannot be.
+        ValueError: the file is not a run's, or what it asks for cannot be.
     """
     from ..train.config import TrainConfig
     from ..train.loop.crew import check
@@ -149,7 +149,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
         print(f"fits: {gib(estimate.needed)} of {gib(budget)}{share}")
     else:
         print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there{share}")
-        print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
+        print(f"smallest change that does: {change}" if change else "only a smaller model or task would fit")
     return fits
 
 

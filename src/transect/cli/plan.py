@@ -112,7 +112,7 @@ def _check_changes(changes: Sequence[str]) -> None:
         if name in CHOSEN or name.startswith("parallel."):
             raise ValueError(
                 f"--set {name}: this is chosen for each layout. Leave it out; --gpus, --axes, --tokens and --offload "
-                "say what may be chosen"
+                "limit the choice"
             )
 
 
@@ -154,7 +154,7 @@ def _show(result: Ranking, name: str, gpu: str, tokens: int, top: int) -> None:
         print(f"does not fit: {other.spread}: needs {gib(other.estimate.needed)} of {gib(result.budget)}")
     reasons = {reason: spread for spread, reason in result.refused}
     for reason, spread in list(reasons.items())[:3]:
-        print(f"cannot be: {spread}: {reason}")
+        print(f"impossible: {spread}: {reason}")
 
 
 def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: int, axes: list[str]) -> None:
@@ -166,7 +166,9 @@ def _nothing(result: Ranking, config: Any, plan: Any, machine: Machine, tokens: 
     if not result.others:
         alone = f"{', '.join(axes) or 'none'} within hosts of {machine.per_host} (--axes, --per-host)"
         why = (
-            "change what the reasons above name" if result.refused else f"{result.gpus} devices do not go into {alone}"
+            "change the settings that the reasons above name"
+            if result.refused
+            else f"{result.gpus} devices cannot be divided into {alone}"
         )
         print(f"no layout can be used: {why}", file=sys.stderr)
         return

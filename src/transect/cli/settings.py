@@ -90,7 +90,7 @@ class Command(TyperCommand):
         except Exception as error:
             flag = str(getattr(error, "option_name", ""))  # of an option that does not exist
             if given := _replacement(_named(flag).removeprefix("no_")):
-                raise ValueError(f"{flag} is gone: give --{given.replace('_', '-')}") from None
+                raise ValueError(f"{flag} was removed: give --{given.replace('_', '-')}") from None
             raise
 
     def invoke(self, ctx: Any) -> Any:
@@ -182,7 +182,7 @@ def _read_config(context: typer.Context, path: Path | None) -> Path | None:
             param = params.get(name)
             if param is None or name in ("config", "help"):
                 if given := _replacement(name):
-                    raise ValueError(f"{path}: {key} is gone: give {given}")
+                    raise ValueError(f"{path}: {key} was removed: give {given}")
                 near = difflib.get_close_matches(name, params, n=1)
                 hint = f"; did you mean {near[0].replace('_', '-')!r}?" if near else ""
                 raise ValueError(f"{path}: {context.command_path} has no option {key!r}{hint}")
@@ -248,7 +248,7 @@ ConfigFile = Annotated[
     Path | None,
     typer.Option(
         "--config",
-        help="A YAML or TOML file of options: `port: 8000`. The command line and the environment go over it.",
+        help="A YAML or TOML file of options: `port: 8000`. The command line and the environment take precedence.",
         is_eager=True,
         callback=_read_config,
         allow_from_autoenv=True,
@@ -263,7 +263,7 @@ def _writable(context: typer.Context, file: Path | None) -> Path | None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        reason = "a file stands where its folder would be"
+        reason = "a file has the path of its folder"
     except OSError as error:
         reason = error.strerror or str(error)
     else:

@@ -42,7 +42,7 @@ def command(
         found = checkpoint.newest(run or newest_run(Path("runs")))
         settings = TrainConfig.from_dict({**found.state["config"], "run_dir": str(found.path.parent)}, changes)
     elif config is None:
-        raise ValueError("give a TOML file to train by, or --resume")
+        raise ValueError("give the TOML file of a run, or --resume")
     else:
         settings = TrainConfig.from_toml(config, changes)
         # torchrun starts the same command again after a rank has ended: the run goes on.
@@ -81,7 +81,7 @@ def _asked_to_stop() -> Iterator[list[int]]:
     def stop(signum: int, _frame: Any) -> None:
         asked.append(signum)
         if len(asked) == 2:
-            print("transect: a checkpoint is being written; once more ends at once and loses it", file=sys.stderr)
+            print("transect: a checkpoint is being written; a third signal ends the run without it", file=sys.stderr)
         if len(asked) > 2:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
@@ -116,7 +116,7 @@ def _run(trainer: Trainer) -> int:
     if said := compared(trainer, pace):
         print(said)
     if not trainer.finished:
-        print(f"stopped at step {trainer.steps_done}; transect train --resume --run {settings.run_dir} goes on")
+        print(f"stopped at step {trainer.steps_done}; continue with transect train --resume --run {settings.run_dir}")
         return 128 + (asked or [signal.SIGTERM])[0]  # or another rank was asked
     if trainer.stopped_early:
         print(f"stopped early at step {trainer.steps_done}: {trainer.best.since} measurements without a better loss")

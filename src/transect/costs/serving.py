@@ -51,7 +51,7 @@ class Efficiency:
         norm: the p of the p-norm of both bounds.
         keys: share of the read bandwidth that attention of decodes reaches.
         pairs: share of the matrix rate that attention of prompts reaches.
-        moved: share of the bandwidth that norms, rotations and activations reach; they are no part of the floor.
+        moved: share of the bandwidth that norms, rotations and activations reach; they are not part of the floor.
         step: seconds of any step. layer: of each layer. row: of each row.
         sums: seconds of a collective over its measured or published time; kernels beside it wait for all ranks.
     """

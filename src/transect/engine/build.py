@@ -174,7 +174,7 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
     """Load the class that ``scheduler_cls`` names.
 
     Raises:
-        ValueError: there is no such file, module or class, or it is no ``Scheduler``.
+        ValueError: there is no such file, module or class, or it is not a ``Scheduler``.
     """
     if name is None:
         return Scheduler
@@ -183,7 +183,7 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
             file, _, attribute = name.rpartition(":")
             spec = importlib.util.spec_from_file_location(Path(file).stem, file)
             if spec is None or spec.loader is None:
-                raise ImportError(f"{file} is no Python file")
+                raise ImportError(f"{file} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:

@@ -290,7 +290,7 @@ class EngineConfig:
 
     def _check_offload(self) -> None:
         if self.offload_folder is not None and not self.cpu_offload_gb:
-            raise ValueError("offload_folder holds layers that stream, and none do: give cpu_offload_gb too")
+            raise ValueError("offload_folder holds layers that stream, and no layers stream: give cpu_offload_gb too")
         if self.cpu_offload_gb and self.native:
             raise ValueError(
                 "native=True asks for the C++ kernels, which have all layers in memory: leave out cpu_offload_gb"

@@ -103,7 +103,7 @@ def free_memory() -> int:
     """
     free = _meminfo_available()
     if free is None:
-        raise ValueError("this system does not say how much memory is free: give num_kv_blocks or kv_cache_bytes")
+        raise ValueError("this system does not report its free memory: give num_kv_blocks or kv_cache_bytes")
     container = _cgroup_available()
     return free if container is None else min(free, container)
 

@@ -79,7 +79,7 @@ class LeadingCore(EngineCore):
     def _check_together(self) -> None:
         if self._lost:
             raise RuntimeError(
-                f"a step of this engine was broken off ({self._lost}), and its other ranks may have gone on: make "
+                f"a step of this engine was interrupted ({self._lost}), and its other ranks may have continued: create "
                 "another engine"
             )
 

@@ -237,7 +237,7 @@ class QuantizedTensor:
         copy.
 
         Raises:
-            ValueError: the tensor is no matrix.
+            ValueError: the tensor is not a matrix.
         """
         if len(self.shape) != 2:
             raise ValueError(f"rows() needs a matrix, this tensor has shape {list(self.shape)}")

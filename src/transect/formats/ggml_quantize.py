@@ -29,8 +29,8 @@ def quantize(array: np.ndarray, type_name: str, importance: np.ndarray | None = 
             matrix's inputs), used by the types of 4 to 6 bits. None if all weigh the same.
 
     Raises:
-        ValueError: another type, a last dimension that is no multiple of the block, a number that is not finite, or one
-            too large for a float16 scale; an importance of another length, or one that is negative or not finite.
+        ValueError: another type, a last dimension that is not a multiple of the block, a number that is not finite, or
+            one too large for a float16 scale; an importance of another length, or one that is negative or not finite.
     """
     if type_name not in WRITABLE:
         raise ValueError(f"cannot quantize to {type_name!r}; choose one of {', '.join(WRITABLE)}")

@@ -69,7 +69,7 @@ class GGUFFile:
         """Map a file and read its lists; the tensor data stays on disk until it is used.
 
         Raises:
-            ValueError: the file cannot be read, is no GGUF file, is truncated or corrupt, is one part of several of
+            ValueError: the file cannot be read, is not a GGUF file, is truncated or corrupt, is one part of several of
                 which others are not beside it, or holds a tensor of an unsupported type. The message is one line that
                 names the file and says what to do.
         """

@@ -60,7 +60,7 @@ def detect(which: str = "auto") -> Device:
     try:
         device = torch.device(which)
     except RuntimeError as error:
-        raise ValueError(f"{which!r} names no device; use auto, cpu, cuda or cuda:0") from error
+        raise ValueError(f"{which!r} does not name a device; use auto, cpu, cuda or cuda:0") from error
     if device.type != "cuda":
         raise ValueError(f"{which!r} is not a device that can be measured; use auto, cpu, cuda or cuda:0")
     if not torch.cuda.is_available():

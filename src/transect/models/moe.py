@@ -78,7 +78,7 @@ SLOPE = 1.702
 
 
 class Router(nn.Module):
-    """``x [T, D] -> logits [T, E]`` in float32, whatever the model computes in. ``score_bias`` is no part of them."""
+    """``x [T, D] -> logits [T, E]`` in float32, whatever the model computes in. ``score_bias`` is not part of them."""
 
     bias: nn.Parameter | None
     score_bias: Tensor | None

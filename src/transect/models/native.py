@@ -181,8 +181,8 @@ def take_packed(model: Decoder, path: Path) -> bool:
 
 
 def keep_packed(model: Decoder, path: Path | None) -> None:
-    """Write a model's packed matrices, so that the next start maps them. A file that cannot be written is no error: the
-    model is then packed again at the next start."""
+    """Write a model's packed matrices, so that the next start maps them. A file that cannot be written is not an error:
+    the model is then packed again at the next start."""
     if path is None:
         return
     try:

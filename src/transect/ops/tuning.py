@@ -81,7 +81,7 @@ def _read(path: Path) -> dict[str, dict[str, Config]]:
         found = json.loads(path.read_text())["choices"]
         return {launcher: {size: dict(config) for size, config in found[launcher].items()} for launcher in found}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        log.warning("%s cannot be read (%s) and is left aside; `transect tune OP` writes it anew", path, error)
+        log.warning("%s cannot be read (%s) and is ignored; `transect tune OP` writes a new one", path, error)
         return {}
 
 

@@ -55,7 +55,7 @@ def _answer(store: Store, size: int, until: float, patience: float) -> str:
         missing = [rank for rank in missing if not _answered(store, rank, name)]
         if not missing:
             return name
-        _wait(until, f"rank {missing[0]} has not come within {patience:.0f} s")
+        _wait(until, f"rank {missing[0]} did not arrive within {patience:.0f} s")
 
 
 def _answered(store: Store, rank: int, name: str) -> bool:
@@ -73,7 +73,7 @@ def _ask(store: Store, rank: int, until: float, patience: float) -> str:
     question = uuid.uuid4().hex
     store.set(_asks(rank), question)
     while not store.check([_given(question)]):
-        _wait(until, f"rank 0 has not come within {patience:.0f} s")
+        _wait(until, f"rank 0 did not arrive within {patience:.0f} s")
     name = store.get(_given(question)).decode()
     store.set(_taken(question, name), "")
     return name

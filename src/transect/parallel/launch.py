@@ -132,7 +132,7 @@ class Ranks:
         if self.failure is not None:
             return RankFailure(self.failure)
         if broken(error):
-            return RankFailure("another rank has ended, and this one cannot go on without it")
+            return RankFailure("another rank has ended, and this one cannot continue without it")
         return error
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Ranks:
             leaving.start()
             leaving.join(END_S)
         if leaving.is_alive():
-            log.warning("NCCL has not let go within %g s: this process can start no other ranks", END_S)
+            log.warning("NCCL was not released within %g s: this process can start no other ranks", END_S)
 
     def _abort(self) -> None:
         """End kernels that wait for an ended rank, so that this process gets its GPU back."""

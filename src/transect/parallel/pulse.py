@@ -133,13 +133,13 @@ class Pulse:
         found = []
         for rank in range(self.size):
             if rank in silent:
-                found.append(f"rank {rank} is not heard of any more")
+                found.append(f"rank {rank} sends no more signs of life")
             else:
                 beat = beats[rank]
                 found.append(f"rank {rank} is at {beat.what} of step {beat.step} for {beat.seconds:.0f} s")
         return (
-            f"no rank has got on for {self.timeout:g} s (parallel.timeout): {'; '.join(found)}. Go on with --resume, "
-            "or raise parallel.timeout if steps may take as long"
+            f"no rank has made progress for {self.timeout:g} s (parallel.timeout): {'; '.join(found)}. Continue with "
+            "--resume, or raise parallel.timeout if steps may take as long"
         )
 
     def _run(self) -> None:
@@ -153,7 +153,7 @@ class Pulse:
                 return
 
     def _exit(self, message: str) -> None:
-        if self.rank == 0 or "rank 0 is not heard of" in message:
+        if self.rank == 0 or "rank 0 sends no signs of life" in message:
             print(f"transect: error: {message}", file=sys.stderr, flush=True)
         os._exit(HUNG)
 

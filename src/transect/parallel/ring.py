@@ -71,7 +71,7 @@ class RingContext:
 
     def positions(self) -> Tensor:
         """Raise ValueError: positions are unknown here, and models that need them are refused before a run."""
-        raise ValueError("ring attention scales no queries by position: set parallel.context to 1")
+        raise ValueError("ring attention does not support scales of queries by position: set parallel.context to 1")
 
     def attend(
         self,
@@ -88,7 +88,9 @@ class RingContext:
     ) -> Tensor:
         """Compute ring attention, see ``AttentionContext.attend``; all ranks call it together."""
         if softcap is not None or sinks is not None or chunk is not None:
-            raise ValueError("ring attention knows no caps on scores, sinks or chunks: set parallel.context to 1")
+            raise ValueError(
+                "ring attention does not support caps on scores, sinks or chunks: set parallel.context to 1"
+            )
         if q_THd.is_cuda and q_THd.dtype != torch.float64:
             found: Tensor = _KernelRing.apply(q_THd, k_TKd, v_TKd, scale, window, self.kernels)
             return found

@@ -130,7 +130,7 @@ class Sharded:
             unit.copies, unit.complete = copies, complete
         if self.peers is not None:
             self.peers.stepped()  # when all pieces are there, others may read them
-        model.to(device)  # what is no parameter
+        model.to(device)  # what is not a parameter
         self._summing: Unit | None = None
         model.stack = self._run
         model.register_forward_pre_hook(lambda *_: self.root.gather())

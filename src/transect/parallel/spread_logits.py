@@ -21,7 +21,7 @@ def spread_logits(world: World, group: Group, vocab: int, rows: int, dtype: torc
     """
     share = vocabulary_share(vocab, group.size)
     if share % GROUP:
-        return f"parts of {share} of {vocab} tokens are no whole groups of {GROUP}"
+        return f"parts of {share} of {vocab} tokens are not whole groups of {GROUP}"
     nbytes = rows * share * dtype.itemsize
     held = world.logits.get(group.ranks)
     if held is not None and held.own.nbytes < nbytes:

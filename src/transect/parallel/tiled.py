@@ -7,7 +7,7 @@ gradients of one. With t tiles each matrix is cut by its outputs, which are cont
     backward   dx += g_i W_i             dW_i = g_i^T x leaves as soon as it is made
 
 So a device holds two tiles and the gradient of one, whatever the size of a layer. Pieces, states and checkpoints are
-those of a model that is not tiled. What is no matrix is whole while the layer runs. Several ranks send a tile by a
+those of a model that is not tiled. What is not a matrix is whole while the layer runs. Several ranks send a tile by a
 broadcast from each that has some of it, and sum its gradient there: this is for memory, and slower than whole layers.
 
 Rajbhandari et al. 2021, arXiv:2104.07857, section 5.1.3.
@@ -44,7 +44,7 @@ class TiledUnit(Unit):
 
     @property
     def _first_vector(self) -> int:
-        """Offset in the whole unit of the parameters that are no matrices, which come last."""
+        """Offset in the whole unit of the parameters that are not matrices, which come last."""
         return min((self.starts[n] for n, p in self.parameters.items() if p.ndim < 2), default=self._end)
 
     @property

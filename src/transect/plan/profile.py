@@ -64,7 +64,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
         try:
             found = msgspec.json.decode(path.read_bytes(), type=cls)
         except (OSError, msgspec.DecodeError) as error:
-            raise ValueError(f"{path} is no profile ({error}): make one with `transect plan calibrate`") from None
+            raise ValueError(f"{path} is not a profile ({error}): make one with `transect plan calibrate`") from None
         if found.format != FORMAT:
             raise ValueError(f"{path} has format {found.format}, not {FORMAT}: calibrate again")
         return found

@@ -53,7 +53,7 @@ from .serving import Engine, Serving
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
     for status, text in {
-        400: "something in the request must be changed",
+        400: "the request is not valid; the message names what to change",
         401: "a valid API key is needed",
         403: "for the operator's key",
         404: "no such model",

@@ -62,7 +62,7 @@ def beam_params(body: SamplingBody, params: SamplingParams, width: int, longest:
             message = f"beam search compares answers by the model's own probabilities: leave {name} out"
             raise ApiError(400, message, param=name, code="unsupported_parameter")
     if params.structured_outputs is not None:
-        message = "beam search does not go with a form of the answer or with tools: leave one of them out"
+        message = "beam search cannot be combined with a response format or tools: leave one of them out"
         raise ApiError(400, message, param="use_beam_search", code="unsupported_parameter")
     try:
         return BeamSearchParams(

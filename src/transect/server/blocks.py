@@ -60,7 +60,7 @@ class Blocks:
         """Add a piece of the answer, and return the events that it causes.
 
         Args:
-            logprobs: of the tokens that came with it. Those of tokens that are no text yet wait for it.
+            logprobs: of the tokens that came with it. Those of tokens that are not text yet wait for it.
         """
         self._logprobs += logprobs
         news: list[News] = []

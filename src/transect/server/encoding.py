@@ -28,7 +28,7 @@ class TooManyTokens(ValueError):
     """The text has more tokens than fit: at least ``at_least``."""
 
     def __init__(self, at_least: int, limit: int) -> None:
-        super().__init__(f"the text has at least {at_least} tokens, and {limit} are the most")
+        super().__init__(f"the text has at least {at_least} tokens, and at most {limit} are allowed")
         self.at_least = at_least
 
 

@@ -62,7 +62,7 @@ def bind(host: str, port: int) -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ValueError(f"--host {host!r} is no address of this machine ({error.strerror or error})") from None
+        raise ValueError(f"--host {host!r} is not an address of this machine ({error.strerror or error})") from None
     sock = socket.socket(family, kind, protocol)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

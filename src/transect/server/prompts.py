@@ -119,7 +119,7 @@ async def gap_prompts(
     ``suffix``.
 
     Raises:
-        ApiError: 400 where a prompt is no text, or too long, or there are too many.
+        ApiError: 400 where a prompt is not text, or too long, or there are too many.
     """
     many = [prompt] if isinstance(prompt, str) else list(prompt)
     limit = serving.options.max_prompts
@@ -141,7 +141,7 @@ def truncated(serving: Serving, prompt: Prompt, most: int | None, room: int) -> 
     """Keep the last ``most`` tokens of a prompt; -1 keeps as many as leave ``room`` for the answer in the context.
 
     Raises:
-        ApiError: 400 where ``most`` is no number of tokens, or the answer takes all of the context.
+        ApiError: 400 where ``most`` is not a number of tokens, or the answer takes all of the context.
     """
     if most is None:
         return prompt

@@ -49,7 +49,7 @@ def structured_outputs(body: StructuredFields) -> StructuredOutputsParams | None
             space = body.guided_whitespace_pattern
             found.append(StructuredOutputsParams.of({kind: value, "whitespace_pattern": space, "field": field}))
     if len(found) > 1:
-        raise ValueError(f"{found[1].field} and {found[0].field} both say what the answer must look like: give one")
+        raise ValueError(f"{found[1].field} and {found[0].field} both set the form of the answer: give only one")
     return found[0] if found else None
 
 

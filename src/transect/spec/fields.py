@@ -1,7 +1,7 @@
 """Values of untrusted files: each is checked when it is read, and errors name the field.
 
 ``Fields`` reads the keys of a config.json, of a tokenizer's settings or of a GGUF file's metadata. ``read_json_object``
-reads the file: what is no JSON object, is nested beyond reason or holds NaN is an error that names the file.
+reads the file: what is not JSON object, is nested beyond reason or holds NaN is an error that names the file.
 """
 
 from __future__ import annotations
@@ -136,4 +136,4 @@ class Fields:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")

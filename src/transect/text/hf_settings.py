@@ -97,7 +97,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file without its nulls; {} if there is no file.
 
     Raises:
-        ValueError: it is no JSON object.
+        ValueError: it is not JSON object.
     """
     if not path.is_file():
         return {}

@@ -148,12 +148,12 @@ class HFTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Tokens that are no text."""
+        """Tokens that are not text."""
         return sorted(self.tokenizer.special_ids)
 
     @property
     def all_special_tokens(self) -> list[str]:
-        """Spellings of tokens that are no text."""
+        """Spellings of tokens that are not text."""
         return list(self.tokenizer.special_texts)
 
     def _spelling(self, token: int | None) -> str | None:

@@ -44,7 +44,7 @@ class Tokenizer:
         vocab_size: the highest token id plus one. A model may have more rows than that, which stand for no text.
         bos_token_id: the token that begins a text, or None.
         eos_token_ids: tokens that end a model's answer; may be several, may be empty.
-        special_ids: tokens that are no text and that decoding leaves out by default.
+        special_ids: tokens that are not text and that decoding leaves out by default.
         special_texts: their spellings.
         drops_leading_space: this family puts a space before every text, which decoding takes off again.
     """

@@ -57,7 +57,7 @@ class Waiting:
 
     def result(self) -> StepResult:
         """Return the result of the step; call ``draw`` before."""
-        assert self._drawn is not None, "the result is wanted before the draws were made"
+        assert self._drawn is not None, "the result was requested before the draws were made"
         return self._drawn.result()
 
 

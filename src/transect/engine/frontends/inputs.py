@@ -128,7 +128,7 @@ def room_for_prompt(answer: int, max_model_len: int) -> int:
     if answer >= max_model_len:
         raise ValueError(
             f"truncate_prompt_tokens -1 keeps what max_tokens leaves of the context, and {answer} of {max_model_len} "
-            "tokens leave nothing: lower max_tokens, or say how many tokens of the prompt to keep"
+            "tokens leave no room: lower max_tokens, or give the number of prompt tokens to keep"
         )
     return max_model_len - answer
 

@@ -341,7 +341,7 @@ class LLM:
 
     def _check_open(self) -> None:
         if self._has_ranks and not self._end_ranks.alive:
-            raise ValueError("this engine was closed, and its other ranks have ended: make another LLM")
+            raise ValueError("this engine was closed, and its other ranks have ended: create another LLM")
 
     # ---- step by step ------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The engine process: loads the model, then turns messages into steps until it is told to stop.
+"""The engine process: loads the model, then turns messages into steps until the parent stops it.
 
 Started by ``AsyncEngine`` as ``python -m transect.engine.frontends.process ENDPOINT`` with the configuration as
 msgpack on its standard input. That pipe stays open for as long as the parent lives; when it closes, this process

@@ -93,7 +93,7 @@ class Supervisor:
         while True:
             await asyncio.sleep(WATCH_S)
             now = loop.time()
-            # A pause of this process is no silence of the engines: their messages wait in the socket.
+            # A pause of this process is not silence of the engines: their messages wait in the socket.
             passed, before = min(now - before, 2 * WATCH_S), now
             for index, engine in enumerate(self._engines):
                 if engine.death is None:

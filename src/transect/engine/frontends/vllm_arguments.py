@@ -72,7 +72,7 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "gpu":
             settings[name] = value
         elif name in EngineConfig.REPLACED:
-            raise TypeError(f"{name} is gone: give {EngineConfig.REPLACED[name]}")
+            raise TypeError(f"{name} was removed: give {EngineConfig.REPLACED[name]}")
         elif name in NOTHING:
             if not any(type(value) is type(nothing) and value == nothing for nothing in NOTHING[name]):
                 allowed = " or ".join(repr(nothing) for nothing in NOTHING[name] if nothing is not None) or "None"

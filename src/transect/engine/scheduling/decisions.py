@@ -374,7 +374,7 @@ def read_records(data: bytes) -> Iterator[Record]:
     """Yield the records in ``data``, up to the last complete one.
 
     Raises:
-        ValueError: this is no decision log, or one of another version.
+        ValueError: this is not a decision log, or one of another version.
     """
     at = 0
     first = True
@@ -386,7 +386,7 @@ def read_records(data: bytes) -> Iterator[Record]:
         try:
             record = _decoders["h" if first else ""].decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            what = "this is no decision log" if first else "the decision log is damaged"
+            what = "this is not a decision log" if first else "the decision log is damaged"
             raise ValueError(f"{what} (byte {at}: {error}): give a file that --decision-log wrote") from None
         if first and record.format != FORMAT:
             raise ValueError(
@@ -396,4 +396,4 @@ def read_records(data: bytes) -> Iterator[Record]:
         yield record
         at += _LENGTH.size + length
     if first:
-        raise ValueError("this is no decision log (it has no header): give a file that --decision-log wrote")
+        raise ValueError("this is not a decision log (it has no header): give a file that --decision-log wrote")

@@ -118,7 +118,7 @@ class WaitingQueue:
 
     def _take_out(self, seq: Sequence) -> None:
         index = bisect_left(self._sequences, seq.rank, key=_by_rank)
-        assert self._sequences[index] is seq, f"{seq} does not wait"
+        assert self._sequences[index] is seq, f"{seq} is not waiting"
         del self._sequences[index]
         self._count(seq, -1)
 

@@ -163,7 +163,7 @@ def explain(loss: Tensor, record: ForwardRecord | None = None) -> Backward:
         record: made during the forward pass; gives the names of modules and weights.
 
     Raises:
-        ValueError: no scalar, or one that depends on nothing that wants a gradient.
+        ValueError: not a scalar, or one that depends on no tensor that requires a gradient.
     """
     check(loss)
     record = record or ForwardRecord()
@@ -193,8 +193,8 @@ def check(loss: Any) -> None:
         raise ValueError(f"the loss must be a single number, not of shape {list(loss.shape)}: take its mean or sum")
     if loss.grad_fn is None:
         raise ValueError(
-            "the loss depends on nothing that wants a gradient: use parameters, or tensors with requires_grad=True, "
-            "and neither no_grad nor detach on the way"
+            "the loss depends on no tensor that requires a gradient: use parameters, or tensors with "
+            "requires_grad=True, and neither no_grad nor detach on the way"
         )
 
 
@@ -301,7 +301,7 @@ class _Timer:
         return self._between(first, last)
 
     def seconds(self, node: Any) -> float:
-        """Time of a node that has run, in seconds."""
+        """Return the time of a node that has run, in seconds."""
         first, last = self._marks[node]
         return self._between(first, last)
 

@@ -78,7 +78,7 @@ def explain_script(path: Path) -> Backward:
             values = _run(path, lambda: runpy.run_path(str(path), run_name=RUN_NAME))
         if "loss" not in values:
             raise ValueError(
-                f"{path} leaves no loss: assign a scalar to `loss`, or define a function `loss()` that returns one, "
+                f"{path} defines no loss: assign a scalar to `loss`, or define a function `loss()` that returns one, "
                 'outside of `if __name__ == "__main__"`'
             )
         loss = values["loss"]

@@ -138,7 +138,7 @@ def load(path: str | Path) -> RunLog:
     """Read the log in a file.
 
     Raises:
-        ValueError: there is no such file, or it is no decision log.
+        ValueError: there is no such file, or it is not a decision log.
     """
     try:
         data = Path(path).read_bytes()

@@ -260,7 +260,7 @@ class _Replay:
 
     def _commit(self, event: Done) -> None:
         if event.step not in self.batches:
-            raise ValueError(f"{DAMAGED}: step {event.step} ended and was not planned")
+            raise ValueError(f"{DAMAGED}: step {event.step} ended without having been planned")
         batch = self.batches.pop(event.step)
         if event.learned:
             self.scheduler.times.learn(StepLoad.of(batch.spans(), batch.scored), event.learned)

@@ -72,7 +72,7 @@ def synchronisation(material: Material) -> Iterator[Finding]:
         yield Finding(
             "sync",
             "the program waits for the GPU",
-            f"{len(waits)} times, after which the GPU has nothing to do until it is given work again",
+            f"{len(waits)} times, after each of which the GPU is idle until the host issues new work",
             max(0.0, min(waited, split.own - max(split.busy - read, split.issuing))),
             "keep values in tensors and read them once, after the loop (.item(), .cpu() and print() wait)",
         )

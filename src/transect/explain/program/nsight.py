@@ -38,7 +38,7 @@ def read_export(path: Path, progress: Callable[[float], None] | None = None) -> 
     """Read the events of an export.
 
     Raises:
-        ValueError: it is no export of Nsight Systems, or has no events of CUDA or NVTX.
+        ValueError: it is not an export of Nsight Systems, or has no events of CUDA or NVTX.
     """
     trace = Trace(str(path))
     try:
@@ -50,7 +50,7 @@ def read_export(path: Path, progress: Callable[[float], None] | None = None) -> 
                     progress(number / (export.count or 1))
     except sqlite3.DatabaseError as error:
         raise ValueError(
-            f"{path} is no export of Nsight Systems ({error}): give what `nsys export --type sqlite` wrote"
+            f"{path} is not an export of Nsight Systems ({error}): give what `nsys export --type sqlite` wrote"
         ) from None
     if not trace.size:
         raise ValueError(

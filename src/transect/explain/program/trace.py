@@ -119,7 +119,7 @@ class Trace:
     def add(self, event: Any) -> None:
         """Add an event decoded from JSON; an event that is incomplete or of an unknown kind is only counted."""
         if not isinstance(event, dict):
-            self.other["things that are no events"] = self.other.get("things that are no events", 0) + 1
+            self.other["entries that are not events"] = self.other.get("entries that are not events", 0) + 1
             return
         kind = KINDS.get(str(event.get("cat", "")).lower())
         begin: Any = event.get("ts")
@@ -300,6 +300,6 @@ def _number(value: Any) -> bool:
 
 
 def _printable(value: Any) -> str:
-    """Replace unprintable characters: names may hold bytes that are no characters."""
+    """Replace unprintable characters: names may hold bytes that are not characters."""
     text = str(value)
     return text if text.isprintable() else "".join(each if each.isprintable() else "?" for each in text)

@@ -46,7 +46,7 @@ class _Text:
         return bool(piece)
 
     def peek(self) -> str:
-        """Return the next character that is no space; empty at the end."""
+        """Return the next character that is not a space; empty at the end."""
         while True:
             while self.at < len(self.buffer) and self.buffer[self.at] in _SPACE:
                 self.at += 1
@@ -98,7 +98,7 @@ def events(text: _Text, head: dict[str, Any]) -> Iterator[Any]:
     stored in ``head``.
 
     Raises:
-        EOFError: the file ends too early. ValueError: this is no trace.
+        EOFError: the file ends too early. ValueError: this is not a trace.
     """
     first = text.peek()
     if first == "[":
@@ -173,7 +173,7 @@ def read_trace(path: str | Path, progress: Callable[[float], None] | None = None
         progress: called with the share of the file that has been read.
 
     Raises:
-        ValueError: there is no such file, or it is no trace with events of torch's profiler.
+        ValueError: there is no such file, or it is not a trace with events of torch's profiler.
     """
     path = Path(path)
     try:
@@ -198,7 +198,7 @@ def read_trace(path: str | Path, progress: Callable[[float], None] | None = None
             trace.truncated = True
         except ValueError as error:
             raise ValueError(
-                f"{path} is no Chrome trace ({error}): give what torch.profiler's export_chrome_trace wrote"
+                f"{path} is not a Chrome trace ({error}): give what torch.profiler's export_chrome_trace wrote"
             ) from None
         trace.head = head
     if not trace.size:

@@ -25,7 +25,7 @@ from .workshop import Failed, Run, Submission, Workshop, workshop
 
 PLANNED = "h100-80gb"
 BELOW = 0.5
-"""A time below this share of the floor is no time of this work: the ceilings are not that far off."""
+"""A time below this share of the floor cannot be of this work: the ceilings are not that far off."""
 ROUNDS = 20
 """Times that the measured calls are made on a GPU."""
 AGAIN = 3

@@ -84,7 +84,7 @@ class Submission:
             self.close()
             raise Failed(f"it did not return within {self.timeout:.0f} s") from None
         except (wire.Ended, OSError):
-            raise Failed(f"it ended its process instead of returning a result{self.last_words()}") from None
+            raise Failed(f"it ended its process without returning a result{self.last_words()}") from None
         except ValueError as error:
             raise Failed(f"it wrote into the grader's connection: {error}") from None
         if not isinstance(reply, dict) or reply.get("nonce") != nonce:

@@ -176,9 +176,9 @@ class Adapted(Weight):
 
     def refuses_merging(self) -> str | None:
         if self.m is not None:
-            return "DoRA scales the outputs of a product, which merged layers keep in no place"
+            return "DoRA scales the outputs of a product, which merged layers do not keep"
         if self.dropout is not None and self.dropout.p > 0:
-            return "an adapter with dropout sees another input than the matrix beside it"
+            return "an adapter with dropout has another input than the matrix beside it"
         return self.base.refuses_merging()
 
     def tie(self, table: nn.Parameter) -> bool:

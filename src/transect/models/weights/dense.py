@@ -157,7 +157,7 @@ class DenseStream:
         return self._products.linear(stream, self._weight, self._bias)
 
     def chain(self, after: Sequence[StreamProduct]) -> None:
-        """Return None: there is no such kernel."""
+        """Return None, because there is no such kernel."""
 
     def plain(self, x: Tensor) -> Tensor:
         return self._products.product(x, self._weight)

@@ -72,7 +72,7 @@ class GGUFBlocks(Weight):
 
     def load(self, values: Values | BlockCodes, staging: Staging) -> None:
         if not isinstance(values, BlockCodes):
-            raise ValueError(f"blocks of {self.block_type} are read, not made: the file holds other numbers")
+            raise ValueError(f"{self.block_type} blocks can only be read from a file, and the file holds other numbers")
         self.arranged.copy_(arrange(self.block_type, staging.bring(values.blocks), self.in_features))
 
     def draw(self, std: float, generator: torch.Generator | None = None) -> None:

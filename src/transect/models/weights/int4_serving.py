@@ -2,8 +2,8 @@ r"""``ServingInt4``: a matrix of 4-bit codes in groups that is multiplied as it 
 (``ops/linear/packed/int4/int4_matmul.py``).
 
 It is quantized when it is loaded, to the nearest code, on the device, in groups of 128 along a row with a scale and a
-zero in bfloat16: 4.25 bits a number. Rows whose length is no multiple of 128 are filled up with their last number, and
-inputs with zeros.
+zero in bfloat16: 4.25 bits a number. Rows whose length is not a multiple of 128 are filled up with their last number,
+and inputs with zeros.
 
 The same rounding on other ways to compute: ``rounded`` gives the values that the codes stand for, and ``affine_groups``
 the codes for the C++ CPU kernels, which have a scale for each 32 numbers, here four times the same.
@@ -203,7 +203,9 @@ class ServingInt4(Weight):
                 self.order.copy_(values.order)
             return
         if self.group != SERVING_GROUP or self.order is not None:
-            raise ValueError("other groups than of 128 neighbours are read, not made: the file holds plain numbers")
+            raise ValueError(
+                "groups of another size than 128 can only be read from a file, and the file holds plain numbers"
+            )
         codes, scale, zero = served_codes(staging.bring(dense_values(values)))
         self.arranged.copy_(arrange_codes(codes, scale, zero))
 
@@ -353,7 +355,7 @@ def affine_groups(weight: Tensor) -> AffineGroups:
     """Return the same quantization for the C++ CPU kernels.
 
     Raises:
-        ValueError: K is no multiple of 32.
+        ValueError: K is not a multiple of 32.
     """
     k = weight.shape[1]
     if k % PANEL:

@@ -38,7 +38,7 @@ class Packed(Weight):
     Args:
         half: dense matrices are kept in bfloat16, not as they come.
         rounding: all matrices are rounded to this format, one that ``refuses`` has nothing against.
-        whole: it is no part of a matrix, so a checkpoint's scales of blocks are whole too.
+        whole: it is not part of a matrix, so a checkpoint's scales of blocks are whole too.
     """
 
     def __init__(

@@ -127,7 +127,7 @@ class Scaled8(Weight):
             staging.copy(values.scale, self.scale)
             return
         if self.blocks:
-            raise ValueError("scales of blocks are read, not made: the file holds plain numbers")
+            raise ValueError("scales of blocks can only be read from a file, and the file holds plain numbers")
         codes, scale = (to_fp8 if self.fp8 else to_int8)(staging.bring(dense_values(values)))
         self.codes.copy_(codes.view(torch.int8))
         self.scale.copy_(scale[:, 0])

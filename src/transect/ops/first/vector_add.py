@@ -124,7 +124,7 @@ def _trace() -> Trace:
         lambda: {"x": sample(37), "y": sample(37, seed=1)},
         functools.partial(triton_add, config={"block": 8, "warps": 1}),
         watch=("_add_kernel", "index", "inside", "x", "y"),
-        note="Each element has one program. 37 is no multiple of 8: look at the last one (--program 4), whose mask "
+        note="Each element has one program. 37 is not a multiple of 8: look at the last one (--program 4), whose mask "
         "leaves 3 elements off.",
     )
 

@@ -34,7 +34,7 @@ class LinearCrossEntropy:
         Other dtypes than float32 are computed by torch.
 
         Raises:
-            ValueError: a target that is no row of the weight.
+            ValueError: a target that is not a row of the weight.
         """
         if x.dtype != torch.float32 or weight.dtype != torch.float32:
             return linear_cross_entropy_torch.linear_cross_entropy(x, weight, target, ignore_index)

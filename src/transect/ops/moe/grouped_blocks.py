@@ -216,7 +216,7 @@ def triton_grouped_blocks(
     """Compute ``reference`` in Triton; can be captured in a CUDA graph.
 
     Raises:
-        ValueError: a type that is not taken, or experts whose outputs are no whole sixteens.
+        ValueError: a type that is not taken, or experts whose outputs are not whole sixteens.
     """
     require("grouped_blocks", x)
     experts = len(starts) - 1

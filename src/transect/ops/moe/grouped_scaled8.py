@@ -103,13 +103,13 @@ def triton_grouped_scaled8(
     """Compute ``reference`` in Triton; can be captured in a CUDA graph.
 
     Raises:
-        ValueError: scales of blocks where an expert's outputs are no whole blocks.
+        ValueError: scales of blocks where an expert's outputs are not whole blocks.
     """
     require("grouped_scaled8", x)
     experts, blocked = len(starts) - 1, scale.ndim == 2
     n, k = len(codes) // experts, codes.shape[1]
     if blocked and n % BLOCK:
-        raise ValueError(f"grouped_scaled8: experts of {n} outputs are no whole blocks of {BLOCK}")
+        raise ValueError(f"grouped_scaled8: experts of {n} outputs are not whole blocks of {BLOCK}")
     x, codes, scale = x.contiguous(), codes.contiguous(), scale.contiguous()
     rows = len(x) if order is None else len(order)
     out = x.new_empty(rows, n)

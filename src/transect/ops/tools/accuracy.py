@@ -22,7 +22,7 @@ from ..registry import Implementation, Op
 FEW = 64
 DRAWS = 16
 LAYOUTS = ("contiguous", "apart", "padded")
-_SPECIAL = "NaN or infinities do not stand where float64 has them"
+_SPECIAL = "NaN or infinities are not in the same places as in float64"
 
 
 @dataclass(frozen=True, slots=True)

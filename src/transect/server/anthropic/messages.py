@@ -114,7 +114,7 @@ class Messages:
 
 
 def _block(block: Block) -> dict[str, Any]:
-    """Return a complete block as plain data. Arguments that were cut off are no valid JSON: the block then has none."""
+    """Return a complete block as plain data, without arguments that were cut off, which are not valid JSON."""
     if block.kind == "text":
         return {"type": "text", "text": block.content}
     if block.kind == "thoughts":

@@ -170,7 +170,7 @@ def _key_of(line: str, name: str) -> ApiKey:
     try:
         value: dict[str, Any] = json.loads(line)
     except ValueError as error:
-        raise ValueError(f"it begins as a JSON object and is none ({error})") from None
+        raise ValueError(f"it begins like a JSON object but is not one ({error})") from None
     key = value.pop("key", None)
     if not isinstance(key, str) or not key:
         raise ValueError('it must have the key: {"key": "...", "name": "..."}')

@@ -140,7 +140,11 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse input that is not HTTP; called by uvicorn."""
-        self.refuse(ApiError(400, "this is not a request that HTTP/1.1 allows: check its head", code="invalid_http"))
+        self.refuse(
+            ApiError(
+                400, "this is not a valid HTTP/1.1 request: check its first line and its headers", code="invalid_http"
+            )
+        )
 
     @property
     def _has_part_of_head(self) -> bool:

@@ -99,7 +99,7 @@ class EventStream(Response):
             try:
                 async for body in events:
                     if not body:
-                        continue  # a token that is no text yet
+                        continue  # a token that is not text yet
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             except OSError:
                 raise

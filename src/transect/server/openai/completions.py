@@ -71,7 +71,7 @@ class Completion:
         """
         for name in ("echo", "truncate_prompt_tokens"):
             if getattr(self.body, name):
-                raise ApiError(400, f"suffix and {name} do not go together", param=name, code="unsupported_parameter")
+                raise ApiError(400, f"suffix and {name} cannot be combined", param=name, code="unsupported_parameter")
         gap = gap_of(self.serving.engine.tokenizer, add_special=self.body.add_special_tokens is not False)
         if gap is None:
             message = "this model has no tokens for filling in text before a suffix: leave suffix out"

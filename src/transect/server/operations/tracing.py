@@ -50,7 +50,7 @@ def exporter_for(endpoint: str) -> Any:
         port = -1
     if parts.scheme not in ("http", "https", "grpc") or not parts.hostname or port == -1:
         raise ValueError(
-            f"--otlp-traces-endpoint {endpoint!r} is no address: give http://HOST:4318 or grpc://HOST:4317"
+            f"--otlp-traces-endpoint {endpoint!r} is not an address: give http://HOST:4318 or grpc://HOST:4317"
         )
     by_address = "grpc" if parts.scheme == "grpc" or port == GRPC_PORT else "http/protobuf"
     protocol = os.environ.get(PROTOCOL) or by_address

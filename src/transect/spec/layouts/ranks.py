@@ -26,7 +26,7 @@ class RankLayout:
     else.
 
     Raises:
-        ValueError: a size is no whole number of at least 1.
+        ValueError: a size is not a whole number of at least 1.
     """
 
     tensor: int = 1

@@ -253,7 +253,7 @@ def _of_heads(spread: Spread, model: ModelConfig) -> Iterator[Reason]:
             odd = "norms of queries over all heads" if model.qk_norm_whole else "attention sinks"
             yield Reason(f"a model with {odd} is not cut between ranks for training")
     if spread.context > 1 and (model.plain_attention or model.attention_temperature is not None):
-        yield Reason("ring attention knows no caps on scores, no attention sinks and no chunks")
+        yield Reason("ring attention does not support caps on scores, attention sinks or chunks")
 
 
 def _of_layers(spread: Spread, model: ModelConfig) -> Iterator[Reason]:

@@ -180,7 +180,7 @@ class Shard:
         return None if self.rank else WeightPart(ALL, ALL)  # one rank adds the bias
 
     def _head_part(self, name: str, shape: tuple[int, ...]) -> WeightPart:
-        """Return the part of a layer's weights that are no matrices."""
+        """Return the part of a layer's weights that are not matrices."""
         module = name.removesuffix(".weight")
         if module in CUT_HEADS and (module == "attention.sinks" or self.model.qk_norm_whole):
             return WeightPart(self._even(shape[0], CUT_HEADS[module]), ALL)

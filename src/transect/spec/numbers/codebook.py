@@ -18,7 +18,7 @@ def codebook_format(
     them. Checkpoints are for this program alone.
 
     Raises:
-        ValueError: values that are no codebook.
+        ValueError: values that are not codebook.
     """
     codebook = Codebook(values, group, scale_dtype)
 
@@ -47,7 +47,7 @@ def codebook_of(settings: Mapping[str, Any]) -> Codebook:
     """Read the codebook of a checkpoint that ``codebook_format`` describes.
 
     Raises:
-        ValueError: the settings are no codebook.
+        ValueError: the settings are not codebook.
     """
     values = settings.get("values")
     if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):

@@ -77,10 +77,10 @@ class BlockType:
         halves: byte offsets of the float16 numbers in a block.
         packed: False for F32, F16 and BF16, whose block is one number.
         file_type: llama.cpp's number of a file whose matrices are mostly of the type; None if the type is not written.
-        smaller: the type that takes its place where rows are no whole blocks.
+        smaller: the type that takes its place where rows are not whole blocks.
         tables: the type of embedding and head in files of this type, where rounding hurts most.
         searched: codes are searched for, and heed the importance of columns.
-        listed: values of the 16 codes of 4 bits, where they are no whole numbers in turn.
+        listed: values of the 16 codes of 4 bits, where they are not whole numbers in turn.
     """
 
     name: str

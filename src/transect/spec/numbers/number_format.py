@@ -46,7 +46,7 @@ class Codebook:
         if self.scale_dtype not in SCALE_BITS:
             raise ValueError(f"scales of a codebook are {', '.join(SCALE_BITS)}, not {self.scale_dtype!r}")
         if self.group % (8 // self.code_bits):
-            raise ValueError(f"groups of {self.group} codes of {self.code_bits} bits are no whole bytes")
+            raise ValueError(f"groups of {self.group} codes of {self.code_bits} bits are not whole bytes")
 
     @property
     def code_bits(self) -> int:

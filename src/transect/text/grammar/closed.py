@@ -17,7 +17,7 @@ _OBJECTS = ("properties", "$defs", "definitions")
 """Keywords whose values are objects of schemas."""
 _NAMED = (*_OBJECTS, "patternProperties", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 _PLACES = ("items", "prefixItems", "anyOf", "oneOf", "additionalProperties", "contains")
 """Keywords whose values are schemas, or lists of them, for a whole value."""
 

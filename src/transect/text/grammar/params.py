@@ -87,7 +87,7 @@ class StructuredOutputsParams:
         if not isinstance(value, str):
             raise ValueError(f"{self.field} {name} must be text, got {type(value).__name__}")
         if len(value) > limit:
-            raise ValueError(f"{self.field} {name} has {len(value)} characters; {limit} are the most that it may have")
+            raise ValueError(f"{self.field} {name} has {len(value)} characters; at most {limit} are allowed")
 
     def _check_choice(self) -> None:
         if self.choice is None:
@@ -112,7 +112,7 @@ class StructuredOutputsParams:
         """Return ``json`` as an object.
 
         Raises:
-            ValueError: it is text that is no JSON, or holds what JSON cannot.
+            ValueError: it is text that is not JSON, or holds what JSON cannot.
         """
         try:
             return json.loads(self.json) if isinstance(self.json, str) else json.loads(json.dumps(self.json))

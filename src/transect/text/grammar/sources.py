@@ -21,7 +21,7 @@ JSON Schema permits."""
 _SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values are objects of schemas; in all other places an object is a schema or holds some."""
 _VALUES = frozenset(("const", "enum", "default", "examples", "required", "x-guidance"))
-"""Keywords whose values are no schemas."""
+"""Keywords whose values are not schemas."""
 
 
 def grammar_of(params: StructuredOutputsParams, special_ids: Mapping[str, int] | None = None) -> str:
@@ -75,7 +75,7 @@ def json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     """Return the schema of ``params.json`` with what makes it work here.
 
     Raises:
-        ValueError: it is no schema.
+        ValueError: it is not a schema.
     """
     schema = params.schema()
     if isinstance(schema, bool):

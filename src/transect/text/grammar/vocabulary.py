@@ -27,7 +27,7 @@ class Vocabulary:
 
     Attributes:
         tokens: bytes by id; b"" for an id that stands for no text.
-        special_ids: tokens that are no text.
+        special_ids: tokens that are not text.
         eos_ids: tokens that end an answer; where the model has none, the last of ``tokens`` is made up for it.
         size: ids that the model's logits have.
         encode: function that tokenizes a text as the model would; None for greedy tokenization.

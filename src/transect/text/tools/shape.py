@@ -112,7 +112,7 @@ class CallShape:
         """
         if form and use.mode == "auto" and not self.begin:
             raise ValueError(
-                "tools and response_format do not go together here, because calls of this model have no mark of their "
+                "tools and response_format cannot be combined here, because calls of this model have no mark of their "
                 "own: set tool_choice to required or none"
             )
 

@@ -91,4 +91,4 @@ def _check_names(setting: str, given: tuple[str, ...], own: tuple[str, ...], oth
         try:
             re.compile(entry)
         except re.error as error:
-            raise ValueError(f"lora.{setting}: {entry!r} is no regular expression ({error})") from None
+            raise ValueError(f"lora.{setting}: {entry!r} is not a regular expression ({error})") from None

@@ -81,7 +81,7 @@ class DPOConfig:
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"dpo.label_smoothing must be at least 0 and less than 0.5, not {self.label_smoothing}")
         if self.label_smoothing and self.loss in ("hinge", "ipo"):
-            raise ValueError(f'dpo.label_smoothing means nothing for dpo.loss = "{self.loss}": leave it out')
+            raise ValueError(f'dpo.label_smoothing has no effect with dpo.loss = "{self.loss}": leave it out')
         if self.loss == "robust" and not self.label_smoothing:
             raise ValueError('dpo.loss = "robust" needs dpo.label_smoothing: the share of wrong labels, such as 0.1')
 

@@ -91,7 +91,7 @@ def overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, 
     """Copy nested values with ``key=value`` settings applied; a value is TOML, or a bare word.
 
     Raises:
-        ValueError: not of this form, or a key below something that is no table.
+        ValueError: not of this form, or a key below something that is not a table.
     """
     made = copy.deepcopy(dict(values))
     for setting in settings:
@@ -107,6 +107,6 @@ def overridden(values: Mapping[str, Any], settings: Sequence[str]) -> dict[str, 
         for table in tables:
             place = place.setdefault(table, {})
             if not isinstance(place, dict):
-                raise ValueError(f"the setting {key} is not known: {table} is no table")
+                raise ValueError(f"the setting {key} is not known: {table} is not a table")
         place[name] = value
     return made

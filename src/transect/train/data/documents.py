@@ -213,8 +213,8 @@ class Reader:
         return self._forms.tallies
 
     def file(self, file: DataFile) -> Iterator[Document]:
-        """Yield every document of a file that is no token file. Raises ValueError, with the location, if it cannot be
-        read."""
+        """Yield every document of a file that is not a token file. Raises ValueError, with the location, if it cannot
+        be read."""
         if file.kind == "text":
             self.tallies.append(Tally(os.fspath(file.path), read=1))
             yield text_tokens(file.text(), self._tokenizer), None
@@ -398,7 +398,7 @@ class _Rendered:
         if not self._tokenizer.decode(answer, skip_special_tokens=True).strip():
             raise ValueError(
                 f"the chat template prints nothing of the answer messages[{turn - self.added}], so that it would train "
-                'the model to say nothing: give it "weight": 0, take it out, or set data.chat_template'
+                'the model to answer nothing: give it "weight": 0, take it out, or set data.chat_template'
             )
 
     def check(self, found: Any) -> None:

@@ -166,8 +166,8 @@ def trained(messages: Messages, first: int = 0) -> tuple[Messages, frozenset[int
                 masked.add(number)
         if own and number >= first and number not in masked and _is_empty(message):
             raise ValueError(
-                f'messages[{number}] is an empty answer, which would train the model to say nothing: give it "weight": '
-                "0, or take it out"
+                f"messages[{number}] is an empty answer, which would train the model to answer nothing: give it "
+                '"weight": 0, or take it out'
             )
     return plain, frozenset(masked)
 

@@ -75,8 +75,8 @@ def quantize_model(
     if kv_scales and (calibration is None or not (use and use.kv_scales)):
         with_scales = listed((each for each in uses if uses[each].kv_scales), "and")
         raise ValueError(
-            f"scales of the KV cache are for {with_scales}, and a text must tell them: choose one of these and give "
-            "--calibrate FILE, or leave --kv-scales out"
+            f"scales of the KV cache are for {with_scales}, and need a text to calibrate with: choose one of these and "
+            "give --calibrate FILE, or leave --kv-scales out"
         )
     if calibration is not None and not takes_calibration(name) and not kv_scales:
         raise ValueError(f"{name} rounds to the nearest and takes no calibration: leave --calibrate out")

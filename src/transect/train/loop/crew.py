@@ -97,7 +97,7 @@ class Crew:
 
     def any(self, flag: bool) -> bool:
         """Return the logical OR of a flag over all ranks; every rank must call it."""
-        self.at("the question whether to go on")
+        self.at("the decision to continue")
         return any(self.world.exchange(flag))
 
     def made(self, make: Callable[[], Made], undo: Callable[[], object]) -> Made:
@@ -112,7 +112,7 @@ class Crew:
             found = make()
         except StepFailed as error:
             failure = Failure(str(error), user=True)
-        self.at("the question whether all have data")
+        self.at("the check that all ranks have data")
         try:
             self.world.exchange(failure)
         except SharedValueError as error:

@@ -115,4 +115,4 @@ def first_bad_tensor(model: Decoder, loss: Callable[[], Tensor], gradients: Mapp
     for name, gradient in reversed(list(gradients.items())):  # the backward pass goes from the head down
         if not bool(gradient.isfinite().all()):
             return f"the gradient of {name}"
-    return "no tensor that is left to see"
+    return "no tensor that still exists"

@@ -146,7 +146,7 @@ def fit(config: TrainConfig, model: ModelConfig, device: torch.device, free: int
         limit = parse_bytes(config.memory)
         free = limit if free is None else min(free, limit)
     if free is None:
-        chosen = f"checkpointing {plan.checkpointing}: this system does not say how much memory is free"
+        chosen = f"checkpointing {plan.checkpointing}: this system does not report its free memory"
         return _said(Fitted(plan.checkpointing, account(model, plan), chosen))
     asked = config.checkpointing != "auto"
     found = (plan, account(model, plan)) if asked else first_that_fits(model, plan, free, account)

@@ -34,9 +34,9 @@ class MatrixRate:
     def too_low(self, mfu: float) -> str:
         """Explain in one sentence why a share can be above 1."""
         return (
-            f"MFU of {mfu:.0%} means that the rate it is a share of is too low: "
+            f"MFU of {mfu:.0%} means that the device's measured rate is too low: "
             f"{self.flops_per_second / 1e12:.3g} TFLOP/s of {self.dtype}, {self.origin}; "
-            "`transect hardware --again` measures it anew, best while nothing else runs"
+            "measure it again with `transect hardware --again` while nothing else runs"
         )
 
 

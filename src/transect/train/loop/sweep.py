@@ -65,7 +65,7 @@ def read_grid(path: str | Path) -> list[Point]:
     """Read the runs of a sweep's file, in the order of the grid.
 
     Raises:
-        ValueError: the file or the base cannot be read, a key is no setting, or a value does not fit it.
+        ValueError: the file or the base cannot be read, a key is not a setting, or a value does not fit it.
     """
     path = Path(path)
     try:

@@ -161,9 +161,9 @@ class Trainer:
         """Notices for the user, shown before the run starts."""
         for table in config.unused():
             need = 'task = "lora" or "qlora"' if table == "lora" else f'objective = "{table}"'
-            self.told.append(f"the settings of [{table}] mean nothing to this run: they are for {need}")
+            self.told.append(f"the settings of [{table}] have no effect on this run: they are for {need}")
         if config.objective == "grpo" and config.accumulate > 1:
-            self.told.append("accumulate means nothing to this run: a step has the micro-batches that its answers fill")
+            self.told.append("accumulate has no effect on this run: a step has the micro-batches that its answers fill")
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         begun = config

@@ -128,7 +128,7 @@ def read_pairs(
         tell: receives a summary of each file.
 
     Raises:
-        ValueError: no file, or a row that is no pair; its place is named.
+        ValueError: no file, or a row that is not a pair; its place is named.
     """
 
     def sides(form: Form) -> list[Side]:

@@ -175,7 +175,7 @@ class GRPO(Objective):
         if tensors and not torch.equal(tensors.get("drawn", drawn), drawn):  # earlier checkpoints do not say
             log.warning(
                 "the answers in the checkpoint were drawn from other prompts or with other settings (temperature, "
-                "cuts, minibatches, seed, a reference): they are left, and the next step draws anew"
+                "cuts, minibatches, seed, a reference): they are dropped, and the next step draws new ones"
             )
         elif tensors:
             self._rollout = Rollout.from_state(tensors)

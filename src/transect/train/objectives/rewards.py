@@ -55,7 +55,7 @@ def reward_function(name: str) -> Reward:
             f"({type(error).__name__}: {error})"
         ) from error
     if not callable(found):
-        raise ValueError(f"grpo.reward: {name!r} is no function")
+        raise ValueError(f"grpo.reward: {name!r} is not a function")
     reward: Reward = found
     return reward
 

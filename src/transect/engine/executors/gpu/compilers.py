@@ -134,7 +134,9 @@ class Compilers:
                 compiled(self._sent[answer["done"]])
                 count += 1
         if needed:
-            log.warning("processes that compile kernels ended early: %d are compiled when first launched", len(needed))
+            log.warning(
+                "processes that compile kernels ended early: %d kernels are compiled at their first launch", len(needed)
+            )
         self._left_alone = True
         threading.Thread(target=self._process.communicate, daemon=True).start()
         return count
@@ -267,7 +269,7 @@ def _capability() -> int:
     # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
     codes += [driver.cuDeviceGetAttribute(ctypes.byref(part), 75 + i, device) for i, part in enumerate(parts)]
     if any(codes):
-        raise RuntimeError(f"the CUDA driver answered {codes}")
+        raise RuntimeError(f"the CUDA driver returned {codes}")
     return 10 * parts[0].value + parts[1].value
 
 

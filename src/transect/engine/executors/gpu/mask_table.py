@@ -60,7 +60,7 @@ class MaskTable:
 
     def kept(self, rows: int) -> Tensor:
         """Return the waiting logits, ``[rows, V]``, always in the same memory."""
-        assert self._logits is not None, "no logits have been left here"
+        assert self._logits is not None, "no logits have been stored here"
         return self._logits[:rows]
 
     def send(self, constraints: Sequence[Constraint]) -> list[str | None]:

@@ -180,7 +180,7 @@ def check_cache(config: EngineConfig, model: ModelConfig) -> None:
     """Refuse a cache that kernels cannot read.
 
     Raises:
-        ValueError: heads whose size is no multiple of 4, cached in int8.
+        ValueError: heads whose size is not a multiple of 4, cached in int8.
     """
     reason = cache_refusal(cache_dtype(config.dtype, config.kv_cache_dtype), model.head_dim)
     if reason is not None:

@@ -68,7 +68,7 @@ class Warming:
 
     def wait(self) -> int:
         """Wait until the kernels that every engine needs are compiled, and load each. Returns their number. A kernel
-        that fails is no error: it is compiled later."""
+        that fails is not an error: it is compiled later."""
         return 0 if self.compilers is None else self.compilers.finish(_load)
 
 

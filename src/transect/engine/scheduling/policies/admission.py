@@ -147,5 +147,5 @@ class Admission:
         if wait > self.max_wait:
             own_work = waiting.of(claim.client)[2]
             after = min(max(wait - self.max_wait, LEAST_RETRY_S), MOST_RETRY_S)
-            reason = f"this request would wait for about {wait:.0f} s, and {self.max_wait:g} s are the bound"
+            reason = f"this request would wait for about {wait:.0f} s, longer than the limit of {self.max_wait:g} s"
             raise QueueFull(count, after, reason, own=own_work >= OWN_SHARE * waiting.work * ahead)

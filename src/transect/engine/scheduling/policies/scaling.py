@@ -139,12 +139,14 @@ class Scaler:
     ``patience`` seconds, down to the largest number wanted in that time.
 
     Raises:
-        ValueError: the bounds are no range of at least 1.
+        ValueError: the bounds are not range of at least 1.
     """
 
     def __init__(self, policy: Policy, least: int = 1, most: int = 64, patience: float = 300.0) -> None:
         if not 1 <= least <= most:
-            raise ValueError(f"a service has between 1 and any number of engines: {least} to {most} is no such range")
+            raise ValueError(
+                f"least and most must be numbers of engines with 1 <= least <= most, not {least} and {most}"
+            )
         self.policy, self.least, self.most, self.patience = policy, least, most, patience
         self._wanted: deque[tuple[float, int]] = deque()
 

@@ -137,7 +137,7 @@ def check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, 
             f"flash_attention: q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit each other"
         )
     if q.shape[1] % k.shape[1]:
-        raise ValueError(f"flash_attention: {q.shape[1]} query heads are no multiple of {k.shape[1]} key heads")
+        raise ValueError(f"flash_attention: {q.shape[1]} query heads are not a multiple of {k.shape[1]} key heads")
     if q.shape[2] > 256:
         raise ValueError(f"flash_attention: head dimension {q.shape[2]} is larger than 256; use the reference")
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:

@@ -270,7 +270,7 @@ class TritonRows:
         ``stream_products.Stream``, or None where the result is not added to a stream.
 
         Errors are those of ``__call__``, and ``ValueError`` where ``norm.refusal``, or for a residual with a gate or
-        with columns that are no whole number of tiles.
+        with columns that are not whole number of tiles.
         """
         require("small_matmul", *(t for t in (x, weight, bias) if t is not None))
         if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:

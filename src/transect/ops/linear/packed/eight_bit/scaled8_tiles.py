@@ -251,7 +251,7 @@ class Tiles8:
 def refusal(x: Tensor, codes: Tensor, scale: Tensor) -> str | None:
     """Return the reason why these kernels do not take such arguments; None if they do."""
     if x.shape[1] % 16 or x.shape[1] != codes.shape[1]:
-        return f"rows of {x.shape[1]} numbers are no multiple of 16, as bulk copies need, or not the weight's"
+        return f"rows of {x.shape[1]} numbers must be as long as the weight's, and a multiple of 16 for bulk copies"
     if not codes.is_contiguous() or codes.data_ptr() % 16:
         return "the codes must be contiguous, at an address that is a multiple of 16 bytes"
     return scales_refusal(codes, scale)

@@ -99,7 +99,7 @@ def refusal(matrix: Matrix) -> str | None:
         if arranged.dtype != torch.uint8 or arranged.shape[1] != matrix[0].arranged.shape[1]:
             return "the units of all parts must be uint8, and go as far across"
         if tuple(arranged.shape) != arranged_shape(UNITS[name], outputs, arranged.shape[1] * COLUMNS):
-            return f"these are no units of {name} for {outputs} rows"
+            return f"these are not units of {name} for {outputs} rows"
         if not arranged.is_contiguous() or arranged.data_ptr() % 16:
             return "the units must be contiguous, at an address that is a multiple of 16 bytes"
     return None
