@@ -69,7 +69,7 @@ def parallelize(
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
     """
-    stages = mesh.layout.pipeline if plan.schedule == "interleaved" else 1
+    stages = mesh.layout.pipeline if plan.chunks > 1 else 1
     run = RunSettings(accumulate=mesh.layout.data * stages)  # the step itself is the caller's business
     reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
