@@ -30,6 +30,7 @@ from ..parallel.mesh import Mesh
 from ..spec.numbers.registry import cache_bits, roundings, takes_scales
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
+from ..text.grammar.params import CACHE_BYTES
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
@@ -71,6 +72,8 @@ class BuiltEngine:
     """All ranks, and the place of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
     """Fingerprint of everything that its bits depend on."""
+    grammar_cache_bytes: int = CACHE_BYTES
+    """Memory of compiled grammars that are kept."""
     speaks: bool = True
     """True on the one rank that decides and logs what runs."""
 
@@ -83,7 +86,7 @@ class BuiltEngine:
                 raise ValueError("structured_outputs need a tokenizer, and this model has none")
             return Vocabulary.of(found, self.eos_token_ids, self.vocab_size)
 
-        return GrammarCompiler(vocabulary, checked=checked)
+        return GrammarCompiler(vocabulary, checked=checked, cache_bytes=self.grammar_cache_bytes)
 
     @property
     def vocab_size(self) -> int:
@@ -171,7 +174,17 @@ def build_engine(
         why = f"{why}, adapter {'beside' if config.quantization else 'in'} the weights"
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     numerics = numerics_of(config, source, device, computes, exact)
-    return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report, numerics=numerics)
+    return BuiltEngine(
+        core,
+        source,
+        size.max_model_len,
+        kv_tokens,
+        ends,
+        why,
+        report,
+        numerics=numerics,
+        grammar_cache_bytes=config.grammar_cache_bytes,
+    )
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:

@@ -13,6 +13,7 @@ from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
 from ..spec.settings import About, changed_fields, check_values
+from ..text.grammar.params import CACHE_BYTES
 from .executors.gpu.options import GPUOptions
 from .scheduling.drafters.registry import SpeculativeConfig
 from .scheduling.policies.order import SchedulingPolicy
@@ -108,6 +109,8 @@ class EngineConfig:
             Names are vLLM's: ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The
             number of drafts of each step is chosen by expected gain.
         jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
+        grammar_cache_bytes: Memory in bytes of compiled grammars that are kept for later requests; the least recently
+            used go first.
         max_queue: Requests that may wait; a server answers more with 503. Default: no limit.
         max_queue_bytes: Memory in bytes of requests that wait; one client may have half of it. Default: no limit in
             ``LLM``.
@@ -181,6 +184,7 @@ class EngineConfig:
     scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
+    grammar_cache_bytes: Annotated[int, ONE_OR_MORE] = CACHE_BYTES
     max_queue: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_bytes: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_wait: Annotated[float | None, About(above=0)] = None

@@ -141,6 +141,9 @@ class Scheduler(Bookkeeping):
                 seq.length = length + 1
                 seq.last_step = step
                 continue
+            if budget.pause and take > 1:
+                spare += 1
+                continue
             again = False
             if take > 1:
                 take = plan.take(take, 1 + spare)
@@ -173,7 +176,7 @@ class Scheduler(Bookkeeping):
         self._step = step
         again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
-        self._cut = not batch.again and not all(row.draws for row in rows)
+        self._cut = budget.pause or (not batch.again and not all(row.draws for row in rows))
         self.drafting = not batch.again and any(row.drafts for row in rows)
         if self.drafting:
             self._last.clear()  # rows of the next step do not start where these end
