@@ -350,12 +350,13 @@ class Replicas(Generates):
         reports = [await engine.health() for engine in self.engines]
         if len(reports) == 1:
             return reports[0]
+        pids = tuple(pid for report in reports for pid in report.pids)
         well = sum(report.state == "ok" for report in reports)
         ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
         if well == len(reports):
-            return EngineHealth("ok", f"all {well} replicas make progress")
+            return EngineHealth("ok", f"all {well} replicas make progress", pids)
         if well:
-            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
+            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}", pids)
         if self._supervisor is not None and self._supervisor.hopes and not self._closing:
             return EngineHealth("hung", f"no replica makes progress, and they are started again; {'; '.join(ill)}")
         return next((report for report in reports if report.state == "hung"), reports[0])
