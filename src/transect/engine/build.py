@@ -42,7 +42,7 @@ from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
 from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
-from .numerics import UNKNOWN, Numerics, numerics_of
+from .numerics import UNKNOWN, Numerics, is_batch_invariant, numerics_of
 from .offload import stream_plan
 from .scheduling.batch import Executor
 from .scheduling.clock import WallClock
@@ -131,8 +131,9 @@ def build_engine(
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
         graph_prompts = FEWEST_ROWS if graph_tokens else None
     else:
-        executor, size, why, storage, computes = _build_cpu(config, source, mesh)
-        exact = config.deterministic or config.dtype == "float32" or computes.startswith("C++ layers")
+        executor, size, why, storage, computes, exact = _build_cpu(config, source, mesh)
+        if config.deterministic and not exact:
+            raise ValueError(f"{why} give a token other bits in other batches: leave out deterministic")
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     limit = config.step_limit
@@ -218,9 +219,9 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
 
 def _build_cpu(
     config: EngineConfig, source: ModelSource, mesh: Mesh | None
-) -> tuple[Runner, KVSize, str, Storage, str]:
-    """The model and its cache in the memory of the host, which kernels run and why, in which formats, and what in the
-    kernels decides about bits."""
+) -> tuple[Runner, KVSize, str, Storage, str, bool]:
+    """The model and its cache in the memory of the host, which kernels run and why, in which formats, what in the
+    kernels decides about bits, and ``Numerics.exact``."""
     on_host = 1 if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
@@ -253,7 +254,7 @@ def _build_cpu(
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
         whole, library = native, None
-    computes = "C++ layers" if whole else "C++ products" if native else "torch"
+    computes = "C++ layers" if isinstance(model.stack, NativeStack) else "C++ products" if native else "torch"
     computes += "" if library is None else f" of {library.name}"
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"
@@ -280,9 +281,10 @@ def _build_cpu(
     storage = storage_of_model(model, activation=computed, kv=cached_bits)
     if stream is not None:
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
+    exact = is_batch_invariant(model)
     if mesh is not None and mesh.pipeline.size > 1:
-        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes
-    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes
+        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes, exact
+    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes, exact
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:

@@ -175,6 +175,8 @@ class Weight(nn.Module):
     in_features: int
     out_features: int
     bias: nn.Parameter | None
+    batch_invariant: bool = False
+    """On a CPU no row of the product depends on the others, if the operators are batch-invariant."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
