@@ -37,6 +37,7 @@ from ..text.tokenizer import Tokenizer
 from .config import EngineConfig
 from .decision_setup import decision_log
 from .device import device_for
+from .drafting import attach, draft_config, draft_source, planned_size
 from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
@@ -120,20 +121,28 @@ def build_engine(
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
+    drafts_with = draft_source(config, source)
+    drafting: tuple[EngineConfig, Executor, KVSize] | None = None
     fill_tokens = graph_tokens = graph_prompts = None
     if device.type == "cuda":
         from .executors.gpu.build import build_gpu
         from .executors.gpu.step_sizes import FEWEST_ROWS
 
+        if drafts_with is not None:
+            drafting = _draft_on_gpu(config, source, drafts_with, device)
         parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
         storage, exact, computes = parts.storage, config.deterministic, parts.description
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
         graph_prompts = FEWEST_ROWS if graph_tokens else None
     else:
-        executor, size, why, storage, computes, exact = _build_cpu(config, source, mesh)
+        executor, size, why, storage, computes, exact = _build_cpu(config, source, mesh, drafts_with)
         if config.deterministic and not exact:
             raise ValueError(f"{why} give a token other bits in other batches: leave out deterministic")
+        if drafts_with is not None:
+            draft = draft_config(config, drafts_with, size)
+            on_host = 1 if mesh is None else mesh.world.on_host
+            drafting = (draft, *_build_cpu(draft, drafts_with, None, on_host=on_host)[:2])
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     limit = config.step_limit
@@ -169,6 +178,11 @@ def build_engine(
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
     if config.speculation is not None:
         executor = Drafted(executor)
+    if drafting is not None:
+        draft, model_executor, draft_size = drafting
+        limits = max_num_seqs, max_num_batched_tokens
+        attach(scheduler, model_executor, draft, draft_size, scheduler.clock, mesh, limits)
+        why += f"; drafts by {draft.model}"
     core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     if source.adapter is not None and device.type == "cuda":
@@ -217,12 +231,34 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
     return found
 
 
+def _draft_on_gpu(
+    config: EngineConfig, source: ModelSource, draft: ModelSource, device: torch.device
+) -> tuple[EngineConfig, Executor, KVSize]:
+    """Build the model that drafts on a GPU. It comes first: the engine's model takes the memory that is left."""
+    from .executors.gpu.build import build_gpu
+
+    free, total = torch.cuda.mem_get_info(device)
+    usable = total * config.gpu_memory_utilization - (total - free)
+    storage = storage_for(kv_dtype(config.dtype).itemsize, config.quantization)
+    form = draft_config(config, draft, planned_size(config, source, draft, usable, storage))
+    parts = build_gpu(form, draft, device)
+    return form, parts.runner, parts.size
+
+
 def _build_cpu(
-    config: EngineConfig, source: ModelSource, mesh: Mesh | None
+    config: EngineConfig, source: ModelSource, mesh: Mesh | None, beside: ModelSource | None = None, on_host: int = 1
 ) -> tuple[Runner, KVSize, str, Storage, str, bool]:
-    """The model and its cache in the memory of the host, which kernels run and why, in which formats, what in the
-    kernels decides about bits, and ``Numerics.exact``."""
-    on_host = 1 if mesh is None else mesh.world.on_host
+    """Build the model and its cache in the memory of the host.
+
+    Args:
+        beside: a model that drafts, whose cache has as many tokens.
+        on_host: ranks that have this model whole.
+
+    Returns:
+        Runner, size of the cache, which kernels run and why, formats, what in the kernels decides about bits, and
+        ``Numerics.exact``.
+    """
+    on_host = on_host if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
     free = free_memory()
@@ -271,7 +307,10 @@ def _build_cpu(
     size = kv_size(
         config,
         model_positions=source.config.max_position,
-        bytes_per_token=kv_bytes_per_token(model.config, Storage(kv=cached_bits)),
+        bytes_per_token=sum(
+            kv_bytes_per_token(each, Storage(kv=cached_bits))
+            for each in (model.config, *([] if beside is None else [beside.config]))
+        ),
         free_bytes=free // on_host,
         default_bytes=default_cache_bytes(free) // on_host,
     )

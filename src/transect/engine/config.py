@@ -225,10 +225,7 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
         self._check_layout()
-        if self.speculation is not None and self.ranks > 1:
-            raise ValueError(
-                "speculative decoding runs on one device so far: leave out speculative_config, or the parallel sizes"
-            )
+        self._check_speculation()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
 
@@ -261,6 +258,21 @@ class EngineConfig:
     def shares_data(self) -> bool:
         """True if groups of ranks of one engine have requests of their own."""
         return self.layout.data > 1
+
+    def _check_speculation(self) -> None:
+        speculation = self.speculation
+        if speculation is None:
+            return
+        if self.shares_data:
+            raise ValueError(
+                "groups of ranks that share experts take their steps together, and drafts would make those of one "
+                "group longer: leave out speculative_config, or data_parallel_size"
+            )
+        if speculation.drafts_by_model and self.layout.pipeline > 1:
+            raise ValueError(
+                "a model that drafts would hold up all stages of a pipeline: take the speculative method ngram or "
+                "suffix, or tensor_parallel_size in place of pipeline_parallel_size"
+            )
 
     def _check_layout(self) -> None:
         RankLayout(*self.parallel_sizes)
