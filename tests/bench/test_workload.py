@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from transect.bench.arrivals import random_arrivals
 from transect.bench.lengths import Lengths
-from transect.bench.levels import WorkSource, concurrency_levels, rate_levels
+from transect.bench.levels import WorkSource, concurrency_levels, random_arrivals, rate_levels
 from transect.bench.workload import random_work, read_conversations, throughput_protocol
 
 

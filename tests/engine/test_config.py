@@ -35,16 +35,14 @@ def test_no_more_threads_than_the_environment_says(monkeypatch, said, threads):
 
 
 def test_switches_for_a_gpu_are_options_of_their_own():
-    made = EngineConfig(model="x", gpu=GPUOptions(dependent_launch=False, copy_kernels=False))
-    assert (
-        str(made) == "model=x, dependent_launch=False, copy_kernels=False" and str(EngineConfig(model="x")) == "model=x"
-    )
-    with pytest.raises(TypeError, match="copy_kernels"):
-        EngineConfig(model="x", copy_kernels=False)
-    with pytest.raises(ValueError, match=r"gpu must be GPUOptions\(...\), not {'copy_kernels': False}"):
-        EngineConfig(model="x", gpu={"copy_kernels": False})
-    with pytest.raises(ValueError, match="copy_kernels must be True or False, not 'off'"):
-        GPUOptions(copy_kernels="off")
+    made = EngineConfig(model="x", gpu=GPUOptions(dependent_launch=False, peer_sums=False))
+    assert str(made) == "model=x, dependent_launch=False, peer_sums=False" and str(EngineConfig(model="x")) == "model=x"
+    with pytest.raises(TypeError, match="peer_sums"):
+        EngineConfig(model="x", peer_sums=False)
+    with pytest.raises(ValueError, match=r"gpu must be GPUOptions\(...\), not {'peer_sums': False}"):
+        EngineConfig(model="x", gpu={"peer_sums": False})
+    with pytest.raises(ValueError, match="peer_sums must be True or False, not 'off'"):
+        GPUOptions(peer_sums="off")
 
 
 def test_flags_of_commands_reach_the_switches(monkeypatch):

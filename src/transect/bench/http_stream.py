@@ -43,7 +43,7 @@ class HttpClient:
         timeout_s: for a whole request; None for no limit.
 
     Raises:
-        ValueError: it is no such URL.
+        ValueError: it is not such a URL.
     """
 
     def __init__(self, url: str, headers: dict[str, str] | None = None, timeout_s: float | None = None) -> None:

@@ -1,15 +1,15 @@
-"""A load test: the levels of load, in sequence, and their results."""
+"""A load test: the levels of load, in sequence, their arrivals and their results."""
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from .arrivals import random_arrivals
 from .energy import EnergyMeter
 from .lengths import Lengths
 from .load import Record, closed_loop, open_loop
@@ -144,3 +144,28 @@ def records_table(results: Sequence[Result]) -> Iterator[dict[str, Any]]:
                 "output_tokens": record.output_tokens,
                 "error": record.error,
             }
+
+
+def random_arrivals(count: int, rate: float, *, burstiness: float = 1.0, seed: int | str = 0) -> list[float]:
+    """Draw ``count`` arrival times at ``rate`` per second on average, in seconds from the start, sorted.
+
+    Args:
+        rate: requests per second; infinite lets all of them arrive at once.
+        burstiness: squared coefficient of variation of the gaps, which are gamma distributed: 1 is a Poisson process,
+            0 an even beat, more than 1 comes in bursts.
+        seed: same seed, same arrivals.
+
+    Raises:
+        ValueError: ``rate`` is not above 0, or ``burstiness`` is negative.
+    """
+    if not rate > 0:
+        raise ValueError(f"the request rate must be above 0, got {rate:g}: use inf for all at once")
+    if not 0 <= burstiness < math.inf:
+        raise ValueError(f"burstiness must be 0 (even), 1 (Poisson) or another number from 0 on, got {burstiness:g}")
+    rng = random.Random(f"arrivals {seed}")
+    at, arrivals = 0.0, []
+    for _ in range(count):
+        arrivals.append(at)
+        if rate != math.inf:
+            at += rng.gammavariate(1 / burstiness, burstiness / rate) if burstiness else 1 / rate
+    return arrivals

@@ -59,7 +59,7 @@ class Gauges:
         self.waiting = float(values.get("transect_requests_waiting", 0))
 
 
-class View:
+class DemoView:
     """Show chats while they run; used as a context manager.
 
     In a terminal the picture is redrawn; elsewhere (a file, a CI log) each event is one line.
@@ -78,7 +78,7 @@ class View:
         if console.is_terminal:
             self._live = Live(get_renderable=self._picture, console=console, refresh_per_second=8)
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> DemoView:
         if self._live is not None:
             self._live.start()
         return self

@@ -95,6 +95,8 @@ def _default(setting: Setting, defaults: dict[str, Any]) -> Any:
 def _hint(setting: Setting) -> Any:
     """Build the annotation that typer reads an option from."""
     kind: Any = next((each for each in (bool, int, float) if each in setting.kinds), str)
+    if setting.choices and all(isinstance(each, int) for each in setting.choices):
+        kind = int
     several = [get_args(each)[0] for each in setting.kinds if get_origin(each) is tuple]
     kind = list[several[0]] if several else kind  # type: ignore[valid-type]
     names = [f"--{setting.option}", *(f"--{each.replace('_', '-')}" for each in setting.about.also)]
@@ -106,8 +108,8 @@ def _hint(setting: Setting) -> Any:
     if several and isinstance(setting.default, tuple) and setting.default:
         text += f"  [default: {', '.join(setting.default)}]"
     options: dict[str, Any] = {"help": text, "rich_help_panel": setting.group or None}
-    if setting.choices and kind is str:
-        options["metavar"] = "|".join(setting.choices)
+    if setting.choices:
+        options["metavar"] = "|".join(map(str, setting.choices))
     elif _is_table(setting):
         options["metavar"] = "JSON"
     if kind in (int, float):

@@ -77,7 +77,7 @@ def check(
     from ..hardware.device import detect
     from ..hardware.measured import ceilings
     from ..learn.folder import program
-    from ..learn.grade.check import check as graded
+    from ..learn.grade.grader import check as graded
     from ..learn.progress import note
     from ..learn.registry import get, unlocks
 
@@ -130,8 +130,8 @@ def use(
 ) -> None:
     """Run the demo's eight chats on a live server with your piece inside."""
     from ..learn.folder import program
+    from ..learn.live import server_options
     from ..learn.registry import get
-    from ..learn.using import server_options
     from .demo import run
 
     found = get(rung)

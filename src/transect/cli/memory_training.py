@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json as encoder
+import typing
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ..spec.settings import Setting, settings_of
+from ..train.config import TrainConfig
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
     from ..costs.memory.training_ranks import StageMemory
-    from ..train.config import TrainConfig
 
-SETTINGS = {
+OPTIONS = {
     "task": "task",
     "objective": "objective",
     "precision": "precision",
@@ -22,18 +26,34 @@ SETTINGS = {
     "seq_len": "data.seq_len",
     "accumulate": "accumulate",
     "rank": "lora.rank",
-    "dp": "parallel.data",
     "zero": "parallel.zero",
     "reduce": "parallel.reduce",
-    "tp": "parallel.tensor",
     "sp": "parallel.sequence",
-    "pp": "parallel.pipeline",
     "cp": "parallel.context",
+}
+"""Options made from the settings of a run, by their names in its TOML file."""
+SETTINGS = OPTIONS | {
+    "dp": "parallel.data",
+    "tp": "parallel.tensor",
+    "pp": "parallel.pipeline",
     "ep": "parallel.expert",
 }
-"""Name of each option in a run's TOML file."""
+"""All options that are settings of a run; those of ``SHARED`` are an engine's too."""
 LAYOUT = ("dp", "zero", "fsdp", "tp", "sp", "pp", "cp", "ep")
 """Options that set the number of ranks."""
+
+
+def run_settings() -> tuple[Setting, ...]:
+    """Return ``OPTIONS`` as settings, whose types and meanings are those of the fields of ``TrainConfig``."""
+    tables = typing.get_type_hints(TrainConfig, include_extras=True)
+    found = []
+    for option, path in OPTIONS.items():
+        table, _, name = path.rpartition(".")
+        setting = next(each for each in settings_of(tables[table] if table else TrainConfig) if each.name == name)
+        also = ("context_parallel_size",) if option == "cp" else ()
+        about = replace(setting.about, option=option.replace("_", "-"), also=also)
+        found.append(replace(setting, name=option, about=about, group="Training run (--train)"))
+    return tuple(found)
 
 
 def run_of(model: str, options: Mapping[str, Any], given: Collection[str], changes: Sequence[str]) -> TrainConfig:
@@ -48,7 +68,6 @@ def run_of(model: str, options: Mapping[str, Any], given: Collection[str], chang
     Raises:
         ValueError: the file is not a run's, or what it asks for cannot be.
     """
-    from ..train.config import TrainConfig
     from ..train.loop.crew import check
 
     of_file = is_run(model)
@@ -88,8 +107,6 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     Raises:
         ValueError: the run cannot be, or not be spread so.
     """
-    from dataclasses import replace
-
     import torch
 
     from ..costs.memory.fit import first_that_fits, smallest_change

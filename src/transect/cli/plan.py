@@ -204,7 +204,7 @@ def _dump(result: Ranking) -> None:
 def schedule(
     pp: Annotated[int, typer.Option(min=1, help="Stages: ranks that have some layers each.")] = 4,
     microbatches: Annotated[int, typer.Option(min=1, help="Of a step, for each group of stages.")] = 8,
-    name: Annotated[str, typer.Option("--schedule", help="gpipe, 1f1b or interleaved; default: all.")] = "",
+    name: Annotated[str, typer.Option("--schedule", help="Its name, such as 1f1b; default: all.")] = "",
     chunks: Annotated[int, typer.Option(min=2, help="Runs of layers of each rank, for interleaved.")] = 2,
     backward: Annotated[float, typer.Option(min=0, help="Time of a backward pass, in forward passes.")] = 2.0,
     link: Annotated[
@@ -216,14 +216,15 @@ def schedule(
     first micro-batch, B0b its backward pass through the rank's second run of layers."""
     import json as encoder
 
-    from ..spec.layouts.schedule import NAMES, drawn, simulate
+    from ..spec.layouts.schedule import drawn, simulate
     from ..spec.layouts.schedule import schedule as made
+    from ..spec.layouts.schedules.registry import schedule_kind, schedules
 
     found = {}
-    for each in NAMES if not name else [name]:
-        own = chunks if each == "interleaved" else 1
+    for each in schedules() if not name else [name]:
+        own = chunks if schedule_kind(each).chunked else 1
         try:  # a run of layers is as many times shorter as a rank has of them
-            times = simulate(made(each, pp, microbatches, own), 1 / own, backward / own, link)  # type: ignore[arg-type]
+            times = simulate(made(each, pp, microbatches, own), 1 / own, backward / own, link)
         except ValueError as error:
             if name:
                 raise

@@ -84,11 +84,11 @@ def command(
     from ..plan.profile import MeasuredChoice, Profile
     from ..plan.report import as_json, lines
     from ..plan.serving import plan_serving
-    from ..plan.target import Target
+    from ..plan.target import LatencyTarget
 
     if sum(given is not None for given in (users, rate, trace)) != 1:
         raise ValueError("say how much is asked: give one of --users, --rate and --trace")
-    wanted = Target.parse(target)
+    wanted = LatencyTarget.parse(target)
     source = described(model)
     measured = None if profile is None else MeasuredChoice.of(Profile.read(profile))
     cards = [preset(name) for name in gpu or ["h200"]] if measured is None else [measured.card]

@@ -17,7 +17,7 @@ CPU_LINK, CPU_LATENCY = 2e9, 1e-3
 """Bandwidth (bytes/s) and latency (s) assumed for gloo over a host's loopback."""
 
 
-class Pace:
+class RunPace:
     """Records the step times of a run."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Pace:
         return statistics.median(counted) if counted else None
 
 
-def compared(trainer: Trainer, pace: Pace) -> str | None:
+def compared(trainer: Trainer, pace: RunPace) -> str | None:
     """Compare predicted with measured step times of a run on several ranks or with host offload; None for other
     runs."""
     parallel = trainer.config.parallel

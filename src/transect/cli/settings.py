@@ -117,7 +117,7 @@ class Command(TyperCommand):
                     formatter.write_dl(records)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A command of commands, which shows the whole first sentence of each."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -139,7 +139,7 @@ class Group(TyperGroup):
         return {"Commands": {name: each.get_short_help_str(1000) for name, each in commands if each}}
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """The command of all commands; a module is imported when its command is looked up."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -153,7 +153,7 @@ class LazyGroup(Group):
         module = import_module(f".{name}", __package__)
         application = getattr(module, "application", None)
         if application is not None:
-            application.info.name, application.info.cls = name, Group
+            application.info.name, application.info.cls = name, CommandGroup
             return typer.main.get_group(application)
         application = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
         application.command(name, cls=Command)(module.command)

@@ -32,7 +32,7 @@ def command(
     """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume continues to the same bits."""
     from ..train.config import TrainConfig
     from ..train.loop import checkpoint
-    from ..train.loop.follow import Run, crew, follow, started_again
+    from ..train.loop.follow import RunArguments, crew, follow, started_again
 
     changes = [*(settings_ or []), *([] if steps is None else [f"steps={steps}"])]
     found = None
@@ -55,7 +55,7 @@ def command(
             "another run_dir"
         )
     allowed = [part for part in allow_changed.split(",") if part]
-    this = Run(settings.to_dict(), None if found is None else found.path, allowed)
+    this = RunArguments(settings.to_dict(), None if found is None else found.path, allowed)
     if int(os.environ.get("RANK", 0)):  # torchrun has started this rank as well: the first one speaks for all
         with crew(this) as world:
             assert world is not None
@@ -98,13 +98,13 @@ def _run(trainer: Trainer) -> int:
     """Train until the end or a signal. Returns the exit code: 0, or 128 and the signal's number."""
     from ..train.loop.report import RunLog, Terminal
     from ..train.loop.trackers import trackers
-    from .predicted import Pace, compared
+    from .predicted import RunPace, compared
 
     settings = trainer.config
     board = "tensorboard" in settings.log_to
     run_log = RunLog(settings.run_dir, trainer.steps_done, rate=matrix_rate(trainer), tensorboard=board)
     followers = trackers(settings)
-    pace = Pace()
+    pace = RunPace()
     with _asked_to_stop() as asked:
         try:
             with Terminal(settings.steps, trainer.steps_done, run_log) as terminal:

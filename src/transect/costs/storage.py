@@ -1,7 +1,7 @@
 """Bits of a number of a model, from which costs and memory are computed (no torch).
 
-A ``Weight`` says its own ``WeightFormat``, and ``weights/measure.py`` makes the ``Storage`` of a model in memory.
-``storage_for`` makes that of a model to plan with, from the records of ``spec/numbers``.
+A ``Weight`` says its own ``WeightFormat``, and ``storage_of_model`` of ``engine/build.py`` makes the ``Storage`` of a
+model in memory. ``storage_for`` makes that of a model to plan with, from the records of ``spec/numbers``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from .ggml_blocks import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTensor:
     """A tensor to be written: its name, shape in torch's order, type, and a function that makes it when needed."""
 
     name: str
@@ -24,7 +24,7 @@ class Planned:
     made: Callable[[], QuantizedTensor]
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[Planned]) -> None:
+def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[PlannedTensor]) -> None:
     """Write a file, which gets its name when it is complete.
 
     Args:

@@ -23,13 +23,14 @@ from .attention import Attention
 from .context import AttentionContext
 from .embedding import Embedding
 from .mlp import MLP
-from .moe import MoE, Router, SharedRouter
+from .moe import ExpertRouter, MoE, SharedRouter
 from .norm import LayerNorm, RMSNorm, make_norm
 from .rope import Rope
 from .stored import StoredWeights, stored_tensor
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
+from .weights.row_adapted import StepRows
 from .weights.weight import Kinds, Weight, draw_normal
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
@@ -125,6 +126,8 @@ class Decoder(nn.Module):
         """True if the head is the embedding's table itself, not a copy in another format."""
         self.tie_weights()
         self.offloaded: LayerStream | None = None
+        self.rows: StepRows | None = None
+        """Which adapter each row of a step has, where rows may have different ones (``row_adapters.py``)."""
         self.stack: Stack = self.run_layers
 
     def forward(
@@ -296,7 +299,7 @@ class Decoder(nn.Module):
             draw_normal(module.weight, std, generator)
         elif isinstance(module, Weight) and not (module is self.head and self.head_tied):
             module.draw(std, generator)
-        elif isinstance(module, (Router, SharedRouter)):
+        elif isinstance(module, (ExpertRouter, SharedRouter)):
             draw_normal(module.weight, std, generator)
         elif isinstance(module, (RMSNorm, LayerNorm)):
             module.weight.fill_(1.0 - getattr(module, "offset", 0.0))
@@ -305,5 +308,5 @@ class Decoder(nn.Module):
         bias = getattr(module, "bias", None)
         if bias is not None:
             bias.zero_()
-        if isinstance(module, Router) and module.score_bias is not None:
+        if isinstance(module, ExpertRouter) and module.score_bias is not None:
             module.score_bias.zero_()

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.linear.stream_products import Stream, StreamProducts
+from ..ops.linear.stream_products import ResidualStream, StreamProducts
 from ..ops.position import embed_tokens
 from ..spec.model import ModelConfig
 from .context import AttentionContext, PagedContext, Wanted
@@ -85,6 +85,7 @@ class FusedStack:
             raise ValueError(reason)
         assert model.rope is not None
         self._run_layers, self._in_turn = model.run_layers, model.in_turn
+        self._rows = model.rows
         assert isinstance(model.norm, RMSNorm)
         self._embed, self._norm = model.embed, model.norm
         self._config = config
@@ -150,6 +151,8 @@ class FusedStack:
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
                 x_TD = x_TD.index_select(0, last.tokens_R)
+                if self._rows is not None:
+                    self._rows.only(last.tokens_R)
                 if not len(x_TD):
                     return x_TD, None, None
             branch_TD = layer.o(attended_THd.flatten(-2))
@@ -163,7 +166,7 @@ class FusedStack:
     ) -> tuple[Tensor, Tensor | None]:
         """Run the layers like ``_run``, by products that begin and end at the residual stream."""
         first = self._layers[0].attention_norm
-        stream = Stream(x_TD, first(x_TD), None, first.eps)
+        stream = ResidualStream(x_TD, first(x_TD), None, first.eps)
         chains = self._chains if len(x_TD) == 1 and not self._offloaded() else [None] * len(self._layers)
         qkv: Tensor | None = None
         for layer, after, chain in zip(self._in_turn(self._layers), [*self._layers[1:], None], chains, strict=True):

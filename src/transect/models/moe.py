@@ -77,7 +77,7 @@ SLOPE = 1.702
 """The factor inside the sigmoid of the clamped SwiGLU."""
 
 
-class Router(nn.Module):
+class ExpertRouter(nn.Module):
     """``x [T, D] -> logits [T, E]`` in float32, whatever the model computes in. ``score_bias`` is not part of them."""
 
     bias: nn.Parameter | None
@@ -155,7 +155,7 @@ class MoE(Half):
             return kind(outputs, inputs, bias, ops=ops, device=device, dtype=dtype)
 
         n, dim, width = moe.held, config.dim, moe.expert_dim
-        self.router = Router(moe, dim, ops, device=device, dtype=dtype)
+        self.router = ExpertRouter(moe, dim, ops, device=device, dtype=dtype)
         self.experts_gate = matrix("experts_gate", dim, n * width, moe.bias)
         self.experts_up = matrix("experts_up", dim, n * width, moe.bias)
         self.experts_down = matrix("experts_down", width, n * dim, moe.bias)

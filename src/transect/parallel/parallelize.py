@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,19 +29,18 @@ from ..checkpoints.load import fill
 from ..models.context import AttentionContext, VarlenContext
 from ..models.decoder import Decoder, Layer
 from ..models.stored import StoredWeights, stored_tensor
-from ..spec.layouts.ranks import RankLayout
 from ..spec.layouts.refusals import RunSettings, refusal
-from ..spec.layouts.schedule import Action, Name, schedule
+from ..spec.layouts.schedule import Action, schedule
 from ..spec.layouts.shards import Shard, vocabulary_share
-from ..spec.layouts.spread import Spread
 from ..spec.weights import weight_shapes
 from .differentiable import entered, gathered, own_rows
-from .experts import Way, meeting, spread_experts, way_of
+from .experts import meeting, spread_experts, way_of
 from .group import Group
 from .load import shard_embedding, shard_weights
 from .mesh import Mesh
 from .pipeline import Pipeline
-from .replicas import Replicas, gather_tensors, on_cpu, square_of
+from .plan import ParallelPlan, spread_of
+from .replicas import GradientReplicas, gather_tensors, on_cpu, square_of
 from .ring import RingContext
 from .ring_pairs import own_tokens
 from .sharded import Sharded
@@ -55,58 +53,6 @@ if TYPE_CHECKING:
     from .peer_pieces import PeerPieces
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelPlan:
-    """Plan for training a model on the ranks of a mesh.
-
-    Attributes:
-        zero: level of sharding over the ranks that share micro-batches, see ``replicas.py``.
-        reduce_dtype: data type in which gradients are summed over these ranks.
-        sequence: ranks of a tensor group share the tokens between matrices.
-        schedule: pipeline schedule, see ``schedule.py``.
-        chunks: runs of layers of each rank, with ``interleaved``.
-        copies: between GPUs of one host, gradients are summed by copy engines where that works (``peer_copies.py``).
-        fused: a sum, its copy and the norm are one launch there, and a shared table travels in two parts.
-        expert_way: collective that brings tokens to shared experts, see ``experts.py``.
-        host: with ``zero`` 3, weights are in host memory and on the device a layer at a time; ``zero`` 3 may then be on
-            one rank.
-        folder: with ``host``, on a disk: they are in a file there.
-        tiles: with ``zero`` 3, number of parts in which each matrix of a layer comes to the device.
-        device: device that computes; None for the model's own.
-    """
-
-    zero: int = 0
-    reduce_dtype: torch.dtype = torch.float32
-    sequence: bool = False
-    schedule: Name = "1f1b"
-    chunks: int = 1
-    expert_way: Way = "auto"
-    host: bool = False
-    copies: bool = True
-    fused: bool = False
-    folder: str = ""
-    tiles: int = 1
-    device: torch.device | None = None
-
-
-def spread_of(layout: RankLayout, plan: ParallelPlan) -> Spread:
-    """Return a layout and a plan as one."""
-    return Spread(
-        data=layout.data,
-        zero=plan.zero,
-        tensor=layout.tensor,
-        sequence=plan.sequence,
-        pipeline=layout.pipeline,
-        schedule=plan.schedule,
-        chunks=plan.chunks,
-        context=layout.context,
-        expert=layout.expert,
-        host_state=plan.host,
-        host_weights=plan.host,
-        tiles=plan.tiles,
-    )
 
 
 def parallelize(
@@ -123,7 +69,7 @@ def parallelize(
     Raises:
         ValueError: the model cannot be trained so; the message names the nearest layout that works.
     """
-    stages = mesh.layout.pipeline if plan.schedule == "interleaved" else 1
+    stages = mesh.layout.pipeline if plan.chunks > 1 else 1
     run = RunSettings(accumulate=mesh.layout.data * stages)  # the step itself is the caller's business
     reason = refusal(run, spread_of(mesh.layout, plan), model.config)
     if reason is not None:
@@ -154,7 +100,7 @@ class Parallel:
         """True if each rank along the data axis has some of the experts."""
         self.cut = mesh.parts.size > 1 or self.shares_experts
         """True if the model is divided between ranks."""
-        self.spread: Replicas | Sharded | None = None
+        self.spread: GradientReplicas | Sharded | None = None
         self.parts = [self._part(model, shard) for shard in self.shards] if self.cut else [model]
         self.parameters: dict[str, nn.Parameter] = {}
         for part, shard in zip(self.parts, self.shards, strict=True):
@@ -364,7 +310,7 @@ class Parallel:
             alone = [name for name in trained if self._own_experts(name)]
             copies = self._copies(group) if plan.zero < 2 else None
             table = shared_table(self.model, trained) if plan.fused and self.pipeline is None else None
-            self.spread = Replicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
+            self.spread = GradientReplicas(group, trained, plan.zero, plan.reduce_dtype, whole, copies, alone, table)
         return self.spread.owned
 
     @property

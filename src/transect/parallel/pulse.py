@@ -17,24 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
 
 import torch.distributed as dist
+
+from .gathering import Store
 
 HUNG = 3
 """Exit code of a run that stopped because of an observed failure."""
 GRACE_S = 2.0
 """Seconds by which ranks other than the first wait longer, so that rank 0 reports."""
-
-
-class Store(Protocol):
-    """The methods of torch's stores that are used."""
-
-    def set(self, key: str, value: str) -> Any: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

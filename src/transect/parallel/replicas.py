@@ -1,6 +1,6 @@
 """Data parallelism: every rank computes some micro-batches of a step, and all take the step of their sum.
 
-``Replicas`` is for models that every rank holds whole. By ``zero`` (Rajbhandari et al. 2020, arXiv:1910.02054):
+``GradientReplicas`` is for models that every rank holds whole. By ``zero`` (Rajbhandari et al. 2020, arXiv:1910.02054):
 
 * 0: gradients are summed on every rank, and every rank updates everything.
 * 1: the state of the optimizer is cut by parameters, about as many numbers on each rank; a rank updates its own, and
@@ -38,7 +38,7 @@ COPIED_BUCKET_BYTES = 64 * 2**20
 """Bytes of gradients that copy engines send together, which cost some host time each."""
 
 
-class Replicas:
+class GradientReplicas:
     """Sum gradients over the ranks of a group, and assign the updates of parameters to ranks.
 
     Args:

@@ -90,7 +90,7 @@ class Kill:
 
 
 @dataclass(slots=True)
-class Gauges:
+class FleetGauges:
     """Sums over observations of engines, one for each arrival.
 
     Attributes:
@@ -136,7 +136,7 @@ class FleetRun:
     steps: int
     preemptions: int
     prefix_hits: float
-    gauges: Gauges
+    gauges: FleetGauges
     sizes: list[tuple[float, int]]
 
 
@@ -199,7 +199,7 @@ class Fleet:
         self._members: list[_Member] = []
         """Engines by the router's number; a new engine replaces one that has ended."""
         self._gone: list[_Member] = []
-        self._gauges = Gauges()
+        self._gauges = FleetGauges()
         self._sizes: list[tuple[float, int]] = []
         self._done: list[tuple[_Sent, Timeline]] = []
 

@@ -17,15 +17,15 @@ from ..costs.memory.training_ranks import estimator, for_rank
 from ..costs.training import TrainingStep, predict
 from ..costs.units import gib
 from ..spec.layouts.refusals import reasons
-from ..spec.layouts.schedule import Name
+from ..spec.layouts.schedules.registry import schedules
 from ..spec.layouts.spread import Spread
 from ..spec.model import ModelConfig
 
 MOST_GPUS = 4096
 SEQUENCES = (1, 2, 4, 8, 16)
 """Numbers of sequences of a micro-batch to try."""
-SCHEDULES: tuple[tuple[Name, int], ...] = (("1f1b", 1), ("gpipe", 1), *(("interleaved", n) for n in (2, 4, 8)))
-"""Pipeline schedules, each with its runs of layers per rank."""
+CHUNKS = (2, 4, 8)
+"""Runs of layers per rank to try, for schedules with several."""
 AXES = ("data", "tensor", "pipeline", "context")
 
 
@@ -111,6 +111,7 @@ def spreads(gpus: int, machine: Machine, *, axes: Iterable[str] = AXES, host_sta
     """Yield every way to lay out ``gpus`` ranks; tensor and context ranks stay within a host."""
     axes = set(axes)
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
+    kinds = [(kind.name, n) for kind in schedules().values() for n in (CHUNKS if kind.chunked else (1,))]
     for tensor in sizes if "tensor" in axes else [1]:
         for context in (n for n in sizes if gpus % (n * tensor) == 0) if "context" in axes else [1]:
             if tensor * context > machine.per_host:
@@ -120,7 +121,7 @@ def spreads(gpus: int, machine: Machine, *, axes: Iterable[str] = AXES, host_sta
                 if data > 1 and "data" not in axes:
                     continue
                 for zero in (0, 1, 2, 3) if data > 1 else (0,):
-                    for schedule, chunks in SCHEDULES if pipeline > 1 else SCHEDULES[:1]:
+                    for schedule, chunks in kinds if pipeline > 1 else [("1f1b", 1)]:
                         yield Spread(
                             data=data, zero=zero, tensor=tensor, pipeline=pipeline, context=context, schedule=schedule,
                             chunks=chunks, sequence=tensor > 1, reduce=2, host_state=host_state,

@@ -22,7 +22,7 @@ from jinja2 import meta, nodes
 from .chat_messages import Wants, normal_messages
 from .gguf_vocab import gguf_chat_template, gguf_chat_variants
 from .hf_settings import read_hf_settings
-from .template_sandbox import MAX_CHARACTERS, Refused, TemplateLimit, compile_template, variables_of_rendering
+from .template_sandbox import MAX_CHARACTERS, TemplateLimit, TemplateRefused, compile_template, variables_of_rendering
 
 if TYPE_CHECKING:
     from ..checkpoints.resolve import ModelSource
@@ -163,7 +163,7 @@ class ChatTemplate:
                 if length > MAX_CHARACTERS:
                     raise TemplateLimit(f"its output is longer than {MAX_CHARACTERS} characters")
                 pieces.append(piece)
-        except Refused as error:
+        except TemplateRefused as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except TemplateLimit as error:
             raise ValueError(f"the chat template asks for too much: {error}; correct the template") from error

@@ -29,7 +29,7 @@ SPACE = "▁"
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class SentencePieces:
     """Metadata of a SentencePiece vocabulary.
 
     Attributes:
@@ -50,7 +50,7 @@ class Pieces:
     unspelled: tuple[str, ...] = ()
 
 
-def piece_tokenizer(kind: str, pieces: Pieces) -> tuple[tokenizers.Tokenizer, Spelling]:
+def piece_tokenizer(kind: str, pieces: SentencePieces) -> tuple[tokenizers.Tokenizer, Spelling]:
     """Return the tokenizer and how its tokens spell bytes.
 
     Raises:
@@ -86,7 +86,7 @@ def piece_tokenizer(kind: str, pieces: Pieces) -> tuple[tokenizers.Tokenizer, Sp
     return backend, spelling_of(json.loads(backend.decoder.__getstate__()))
 
 
-def _normalizer(pieces: Pieces) -> normalizers.Normalizer:
+def _normalizer(pieces: SentencePieces) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if pieces.charsmap:
         try:

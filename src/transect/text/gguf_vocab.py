@@ -17,7 +17,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from ..spec.fields import Fields, shown
-from .gguf_pieces import BYTE, MODELS, UNKNOWN, Pieces, piece_tokenizer
+from .gguf_pieces import BYTE, MODELS, UNKNOWN, SentencePieces, piece_tokenizer
 from .pretokenizers import PreTokenizer, pre_tokenizer
 from .token_bytes import BYTE_LEVEL, Spelling
 
@@ -112,7 +112,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> tuple[list[str], tokenizers.Toke
     return tokens, backend, pre.add_bos
 
 
-def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Pieces:
+def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> SentencePieces:
     read = Fields(metadata, "the GGUF metadata", _PREFIX)
     scores = _listed(metadata.get(_PREFIX + "scores", ()), "scores")
     if not all(isinstance(score, (int, float)) and math.isfinite(score) for score in scores):
@@ -122,7 +122,7 @@ def _pieces(metadata: Mapping[str, Any], tokens: list[str]) -> Pieces:
     kinds = _kinds(metadata, tokens)
     unknown = _token_id(metadata, "unknown", len(tokens))
     charsmap = _listed(metadata.get(_PREFIX + "precompiled_charsmap", ()), "precompiled_charsmap")
-    return Pieces(
+    return SentencePieces(
         tokens,
         [float(score) for score in scores],
         unknown if unknown is not None else next((i for i, kind in enumerate(kinds) if kind == UNKNOWN), None),

@@ -52,7 +52,7 @@ _NUMBER = re.compile("[0-9]+")
 _NESTED_FIELD = re.compile(r"\{[^}]*\{")
 
 
-class Refused(Exception):
+class TemplateRefused(Exception):
     """The template called ``raise_exception``."""
 
 
@@ -60,7 +60,7 @@ class TemplateLimit(Exception):
     """The template went over one of the bounds of this module."""
 
 
-class Budget:
+class RenderingBudget:
     """The budget of steps of one rendering."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Budget:
 
 def variables_of_rendering() -> dict[str, Any]:
     """Return the variables that every rendering adds to the template's."""
-    budget = Budget()
+    budget = RenderingBudget()
     return {_BUDGET: budget, "range": budget.range}
 
 
@@ -334,7 +334,7 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise Refused(message)
+    raise TemplateRefused(message)
 
 
 def _strftime_now(format: str) -> str:

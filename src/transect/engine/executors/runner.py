@@ -24,7 +24,7 @@ from .sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedStep:
     """The handle of work that is complete."""
 
     step_result: StepResult
@@ -129,13 +129,13 @@ class Runner:
         starts: Sequence[int],
         logits_RV: Tensor | None,
         picks: Sequence[Pick],
-    ) -> Done:
+    ) -> CompletedStep:
         result = prompt_results(self._model, batch.rows, starts, hidden_TD)
         if logits_RV is not None:
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
             result = samples.added_to(result)
         self._drawn = result.tokens
-        return Done(result)
+        return CompletedStep(result)
 
     def _inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, PagedContext, list[int]]:
         """Return tokens and positions ``[T]`` of the batch, its attention context, and the index of each row's first

@@ -50,7 +50,7 @@ NOTHING_LEFT = (
 
 
 @dataclass(slots=True)
-class Samples:
+class StepSamples:
     """Draws of a step by seq_id; each seq_id is in ``tokens`` or in ``errors``."""
 
     tokens: dict[int, int] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Sampler:
 
     def sample(
         self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int] | None = None
-    ) -> Samples:
+    ) -> StepSamples:
         """Draw one token for each of ``picks``.
 
         Args:
@@ -85,7 +85,7 @@ class Sampler:
             tokens, logprobs where asked for (of the raw log-softmax), and an error for picks whose row holds NaN or
             +inf or has no token left to draw.
         """
-        samples = Samples()
+        samples = StepSamples()
         best = argmax(logits_RV)
         finite = torch.isfinite(logits_RV.gather(1, best[:, None])[:, 0]).tolist()
         best_ids = best.tolist()
@@ -104,7 +104,7 @@ class Sampler:
         return samples
 
     def _sample_special(
-        self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int], samples: Samples
+        self, logits_RV: torch.Tensor, picks: Sequence[Pick], previous: Mapping[int, int], samples: StepSamples
     ) -> None:
         """Draw picks that are adjusted or random, on a copy of their rows in memory that is kept between steps."""
         rows = torch.tensor([pick.row for pick in picks], device=logits_RV.device)
@@ -147,7 +147,7 @@ class Sampler:
         return buffer[:size].view(rows, -1)
 
     @staticmethod
-    def _add_logprobs(logits_RV: torch.Tensor, picks: Sequence[Pick], samples: Samples) -> None:
+    def _add_logprobs(logits_RV: torch.Tensor, picks: Sequence[Pick], samples: StepSamples) -> None:
         wanted = [
             pick for pick in picks if pick.draw.params.logprobs is not None and pick.draw.seq_id in samples.tokens
         ]

@@ -22,7 +22,7 @@ from ...parallel.mesh import Mesh
 from ..scheduling.batch import Handle, ScheduledBatch, StepResult
 from ..scheduling.constraint import MaskFiller, fill_each
 from .penalties import Pick
-from .runner import Done, Runner, copy_blocks
+from .runner import CompletedStep, Runner, copy_blocks
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class StageRunner(Runner):
         starts: Sequence[int],
         logits_RV: Tensor | None,
         picks: Sequence[Pick],
-    ) -> Done:
+    ) -> CompletedStep:
         done = super()._draw(batch, hidden_TD, starts, logits_RV, picks)
         for rank in self._others:
             self._mesh.world.send(done.step_result, rank, tag=batch.step)

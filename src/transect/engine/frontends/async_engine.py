@@ -40,7 +40,7 @@ from . import wire
 from .generating import Generates
 from .inputs import check_params, check_token_ids, checked_submit, default_params, text_options, with_token_ids
 from .socket_folder import NAME, make_socket_folder
-from .streams import EngineDeadError, Stream
+from .streams import EngineDeadError, OutputStream
 from .vllm_arguments import engine_settings
 
 STOP_WAIT_S = 5.0
@@ -56,6 +56,8 @@ class EngineHealth:
 
     state: Literal["ok", "hung", "dead"]
     detail: str
+    pids: tuple[int, ...] = ()
+    """Process ids of the engines that live."""
 
 
 class AsyncEngine(Generates):
@@ -76,7 +78,7 @@ class AsyncEngine(Generates):
         self._processor = OutputProcessor(text.tokenizer)
         self._sending: set[asyncio.Future[Any]] = set()
         """Messages that wait for the engine process to start."""
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         """Requests in this engine, by id."""
         self._stats_waiters: list[asyncio.Future[SchedulerStats]] = []
         self._ready: asyncio.Future[wire.Ready] = asyncio.get_running_loop().create_future()
@@ -256,16 +258,16 @@ class AsyncEngine(Generates):
         pooling: Pooling | None = None,
         client: str = "",
         weight: float = 1.0,
-    ) -> Stream:
+    ) -> OutputStream:
         """Check a request, and build its stream for ``follow``. Raises as ``generate`` does."""
         self._check_alive()
         ids = checked_submit(request_id, prompt_token_ids, priority)
         params = with_token_ids(check_params(params), self.tokenizer)
         check_token_ids(ids, params, self.vocab_size, self.info.eos_token_ids)
         check_choices(params.n, self.info.max_num_seqs)
-        return Stream(request_id, prompt, ids, params, priority, pooling, client, weight)
+        return OutputStream(request_id, prompt, ids, params, priority, pooling, client, weight)
 
-    async def follow(self, stream: Stream) -> AsyncGenerator[Update, None]:
+    async def follow(self, stream: OutputStream) -> AsyncGenerator[Update, None]:
         """Run a request here: a new one, or one that another engine has left unfinished. If this engine ends too,
         ``stream`` can be continued elsewhere. Raises as ``generate`` does."""
         self._check_alive()
@@ -306,13 +308,13 @@ class AsyncEngine(Generates):
         if self._death is None:
             await self._send(wire.Abort(request_id))
 
-    def end(self, stream: Stream) -> list[Update]:
+    def end(self, stream: OutputStream) -> list[Update]:
         """End a request that is in no engine. Returns the terminal updates of its running choices."""
         self._take_over(stream)
         stream.state = None
         return self._processor.finish(stream.request_id)
 
-    def _take_over(self, stream: Stream) -> None:
+    def _take_over(self, stream: OutputStream) -> None:
         if stream.state is None:
             options = text_options(stream.params)
             self._processor.add(stream.request_id, stream.prompt, stream.prompt_token_ids, **options)
@@ -327,8 +329,8 @@ class AsyncEngine(Generates):
             return EngineHealth("dead", self._death)
         silent = time.monotonic() - self.heard
         if silent > self.config.silence_s:
-            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s")
-        return EngineHealth("ok", "the engine makes progress")
+            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s", (self.pid,))
+        return EngineHealth("ok", "the engine makes progress", (self.pid,))
 
     async def stats(self) -> SchedulerStats:
         """Return the scheduler's gauges and counters, read between two steps."""
@@ -444,7 +446,7 @@ class AsyncEngine(Generates):
         if not receiver.cancelled() and receiver.exception() is not None:
             self._die(f"its messages could not be read: {receiver.exception()!r}")
 
-    def _waiter(self, request_id: str) -> Stream | None:
+    def _waiter(self, request_id: str) -> OutputStream | None:
         """Return the stream that waits for the engine's messages about a request; None if a message is about an earlier
         request of the same name, because the engine had not read this one yet."""
         stream = self._streams.get(request_id)

@@ -105,7 +105,7 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence]
 
 
-class Tokenizer(TokenTable, Protocol):
+class SearchTokenizer(TokenTable, Protocol):
     """Part of ``text.tokenizer.Tokenizer`` that the search uses."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = ...) -> str: ...
@@ -137,7 +137,7 @@ class BeamSearch:
     params: BeamSearchParams
     room: int
     eos_token_ids: Sequence[int]
-    tokenizer: Tokenizer
+    tokenizer: SearchTokenizer
     _going: list[_Beam] = field(default_factory=lambda: [_Beam()])
     _done: list[_Beam] = field(default_factory=list)
 
@@ -218,7 +218,7 @@ class BeamSearch:
         )
 
 
-def with_prompt(search: BeamSearch, prompt: Sequence[int], tokenizer: Tokenizer) -> BeamSearchOutput:
+def with_prompt(search: BeamSearch, prompt: Sequence[int], tokenizer: SearchTokenizer) -> BeamSearchOutput:
     """Return the answers of a search in vLLM's form."""
     before = tokenizer.decode(prompt, skip_special_tokens=search.params.skip_special_tokens)
     sequences = []

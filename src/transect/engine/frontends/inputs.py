@@ -12,7 +12,7 @@ from ...text.sampling_defaults import SamplingDefaults
 from ..scheduling.sampling_params import SamplingParams
 
 
-class Encoder(Protocol):
+class TextEncoder(Protocol):
     """Part of a tokenizer that encoding uses."""
 
     def encode(self, text: str, add_special_tokens: bool = ..., parse_special: bool = ...) -> list[int]: ...
@@ -20,7 +20,7 @@ class Encoder(Protocol):
 
 def prompt_token_ids(
     prompt: str | Sequence[int] | Mapping[str, Any],
-    tokenizer: Encoder,
+    tokenizer: TextEncoder,
     *,
     add_special_tokens: bool = True,
     parse_special: bool = True,
@@ -100,7 +100,7 @@ def check_params(params: object) -> SamplingParams:
     return params
 
 
-def with_token_ids(params: SamplingParams, tokenizer: Encoder) -> SamplingParams:
+def with_token_ids(params: SamplingParams, tokenizer: TextEncoder) -> SamplingParams:
     """Return the same parameters, with ``bad_words`` as token ids."""
     if not params.bad_words or params.bad_words_token_ids:
         return params

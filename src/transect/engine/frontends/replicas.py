@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..scheduling.arrivals import seed_of
+from ..scheduling.decisions import DecisionRing
 from ..scheduling.outputs import SchedulerStats
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
@@ -31,7 +33,7 @@ from . import wire
 from .async_engine import AsyncEngine, EngineHealth
 from .generating import Generates
 from .inputs import check_params
-from .streams import EngineDeadError, Stream
+from .streams import EngineDeadError, OutputStream
 from .supervisor import Supervisor
 from .vllm_arguments import engine_settings
 
@@ -39,6 +41,8 @@ MOST_REPLAYS = 2
 """Largest number of replays of a request without a token between them; the last replay runs alone."""
 REPORT = 16
 """Tokens of a stream between two reports to the router."""
+PAST_LOGS = 4
+"""Ended replicas whose decisions are kept, for the bills of requests that they had."""
 MOST_DEATHS = 10
 """Largest number of replicas that may end while running one request, even with tokens between."""
 
@@ -95,7 +99,7 @@ class Replicas(Generates):
         self.config = config
         self.engines = list(engines)
         self._router = Router([engine.info.kv_tokens for engine in engines], config.block_size)
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, OutputStream] = {}
         """The requests that have not ended."""
         self._where: dict[str, AsyncEngine] = {}
         """Replica of each request that is assigned to one."""
@@ -110,6 +114,8 @@ class Replicas(Generates):
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._count = 0
         self._closing = False
+        self.past_decisions: deque[DecisionRing] = deque(maxlen=PAST_LOGS)
+        """Decisions of replicas that were replaced."""
         self.handed_over = 0
         """Count of hand-overs of requests to another replica."""
 
@@ -228,7 +234,7 @@ class Replicas(Generates):
             raise ValueError(f"request id {request_id!r} is already running: choose another or wait for its end")
 
     @contextlib.asynccontextmanager
-    async def _placed(self, stream: Stream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
+    async def _placed(self, stream: OutputStream, full: set[AsyncEngine]) -> AsyncIterator[_Place | None]:
         """Assign a replica to a request, which counts there while the context is entered; None if the request was
         aborted meanwhile. ``full``: replicas that have refused it."""
         params = stream.params
@@ -261,7 +267,7 @@ class Replicas(Generates):
             if alone or (place is not None and place.alone):
                 self._alone.release()
 
-    def _begin_news(self, place: _Place, stream: Stream, update: Update) -> None:
+    def _begin_news(self, place: _Place, stream: OutputStream, update: Update) -> None:
         """Record the first token of a request from a replica: the request was not the cause of the earlier replica's
         end."""
         place.silent, update.approximate = False, place.approximate
@@ -270,7 +276,7 @@ class Replicas(Generates):
             place.alone = False
             self._alone.release()
 
-    def _moved_to(self, engine: AsyncEngine, stream: Stream) -> bool:
+    def _moved_to(self, engine: AsyncEngine, stream: OutputStream) -> bool:
         """Record the new replica of a stream. Returns True if the stream has tokens of an engine whose bits the new one
         does not promise."""
         before, stream.engine = stream.engine, engine
@@ -283,7 +289,7 @@ class Replicas(Generates):
             raise ValueError("the answer's replica has ended, and the others have another model: send it again")
         return True
 
-    def _check_replay(self, stream: Stream, reason: str) -> None:
+    def _check_replay(self, stream: OutputStream, reason: str) -> None:
         """Check that a stream whose replica has ended may be replayed.
 
         Raises:
@@ -306,7 +312,7 @@ class Replicas(Generates):
                 "replayed again; shorten or change it, or send it again if others were the cause"
             )
 
-    async def _living(self, stream: Stream | None = None) -> list[int]:
+    async def _living(self, stream: OutputStream | None = None) -> list[int]:
         """List the living replicas; if there is none, wait for one that is being started, unless ``stream`` is aborted.
 
         Raises:
@@ -324,6 +330,7 @@ class Replicas(Generates):
     def _replaced(self, index: int, old: AsyncEngine | None) -> None:
         """Record that an engine has replaced ``old``, or, if ``old`` is None, that none could."""
         if old is not None:
+            self.past_decisions.append(old.decisions)
             self._router.renew(index, self.engines[index].info.kv_tokens)
         self._wake()
 
@@ -353,12 +360,13 @@ class Replicas(Generates):
         reports = [await engine.health() for engine in self.engines]
         if len(reports) == 1:
             return reports[0]
+        pids = tuple(pid for report in reports for pid in report.pids)
         well = sum(report.state == "ok" for report in reports)
         ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
         if well == len(reports):
-            return EngineHealth("ok", f"all {well} replicas make progress")
+            return EngineHealth("ok", f"all {well} replicas make progress", pids)
         if well:
-            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
+            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}", pids)
         if self._supervisor is not None and self._supervisor.hopes and not self._closing:
             return EngineHealth("hung", f"no replica makes progress, and they are started again; {'; '.join(ill)}")
         return next((report for report in reports if report.state == "hung"), reports[0])

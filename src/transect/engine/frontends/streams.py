@@ -1,8 +1,8 @@
-"""``Stream``: one request with the task that waits for its updates, whichever engine runs it.
+"""``OutputStream``: one request with the task that waits for its updates, whichever engine runs it.
 
 An engine process can end in the middle of an answer. What is known of the answer then stands in the caller's process:
-its tokens, text, stop strings and log-probabilities. A ``Stream`` carries all of this to another engine, whose first
-news is the next token (``Request.output_token_ids``).
+its tokens, text, stop strings and log-probabilities. An ``OutputStream`` carries all of this to another engine, whose
+first news is the next token (``Request.output_token_ids``).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class EngineDeadError(RuntimeError):
     """The engine process has ended; the message says what is known of the cause."""
 
 
-class Stream:
+class OutputStream:
     """A request that has passed all checks, with its updates for one task.
 
     Args:

@@ -14,12 +14,12 @@ from . import limits
 from .arrivals import Arrivals
 from .batch import Clock, ScheduledBatch, ScheduledRow, StepResult
 from .drafters.registry import SpeculativeConfig
-from .failures import failures
 from .jump_ahead import JumpAhead
 from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .policies.admission import Admission
 from .policies.budget import StepBudget
+from .policies.model_speculation import speculation_of
 from .policies.speculation import Speculation
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
@@ -49,7 +49,7 @@ class Bookkeeping:
         self.speculation: Speculation | None = None
         if config.speculation is not None:
             assert isinstance(config.speculation, SpeculativeConfig)
-            self.speculation = Speculation(config.speculation, self.times)
+            self.speculation = speculation_of(config.speculation, self.times)
         self.held_back = ""
         """Reason that the last step did not admit the queue's head, see ``decisions.py``; empty if no request waits."""
         self.ended: list[Sequence] | None = None
@@ -195,6 +195,8 @@ class Bookkeeping:
         self._in_flight.clear()
         self._last.clear()
         self.drafting = False
+        if self.speculation is not None:
+            self.speculation.abandon()
         self.waiting.reset()
         self.jumps.reset()
         self.blocks.reset(self._step)
@@ -220,16 +222,20 @@ class Bookkeeping:
             self.blocks.distrust(seq.block_ids)
         if seq.finish_reason is not None:
             return []
-        seq.scheduled += accepted
+        running = seq.status is Status.RUNNING  # in a pipeline it may have been preempted meanwhile
+        seq.scheduled += accepted if running else 0
         seq.length += accepted
-        self.blocks.register(seq, row.known_end)
+        self.waiting.grew(seq, accepted)
+        if running:
+            self.blocks.register(seq, row.known_end)
         self._advancing = seq
         outputs = self._advance(seq, result, now)
         if seq.finish_reason is not None:
             return outputs
         if error is not None:
             return [*outputs, self._end(seq, "error", error)]
-        self.blocks.register(seq, row.known_end + accepted)
+        if running:
+            self.blocks.register(seq, row.known_end + accepted)
         return outputs
 
     def _advance(self, choice: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
@@ -330,6 +336,8 @@ class Bookkeeping:
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; running requests keep their KV."""
         self.cache.clear()
+        if self.speculation is not None:
+            self.speculation.clear_cache()
 
     def stats(self) -> SchedulerStats:
         """Return gauges of this moment and counters since the start."""
@@ -353,3 +361,25 @@ class Bookkeeping:
             finished=dict(self._finished),
             **({} if self.speculation is None else self.speculation.counts()),
         )
+
+
+def failures(
+    row: ScheduledRow, seq: Sequence, errors: dict[int, str], ignored: Callable[[int], bool] = lambda seq_id: False
+) -> list[tuple[Sequence, str]]:
+    """Return the running choices that the errors of a step end, each with its message, as far as they concern ``row``.
+
+    Args:
+        ignored: seq_ids whose errors mean nothing.
+    """
+    choices = seq.request.choices
+    if not row.draws:
+        error = errors.get(row.seq_id)
+        # The choices may have been forked, by the next step in flight, from the prompt that failed.
+        concerned = [seq] if any(choice.output_token_ids for choice in choices) else choices
+        return [] if error is None else [(choice, error) for choice in concerned if choice.finish_reason is None]
+    failed = [(choices[draw.choice], errors.get(draw.seq_id)) for draw in row.draws]
+    return [
+        (choice, error)
+        for choice, error in failed
+        if error is not None and choice.finish_reason is None and not ignored(choice.seq_id)
+    ]

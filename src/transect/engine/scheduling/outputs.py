@@ -91,6 +91,8 @@ class SchedulerStats(msgspec.Struct):
     """CUDA graphs that were captured after the start, while requests waited."""
     late_compilations: int = 0
     """Kernels that were compiled, or read from the compiler's cache, after the start."""
+    grammar_cache_bytes: int = 0
+    """Memory of compiled grammars that are kept."""
 
     @classmethod
     def sum(cls, stats: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -107,7 +109,8 @@ class SchedulerStats(msgspec.Struct):
 
     def of_the_past(self) -> SchedulerStats:
         """Return the counters of a scheduler that has ended: its gauges are 0."""
-        gauges = ("waiting", "preempted", "running", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+        blocks = ("kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+        gauges = ("waiting", "preempted", "running", *blocks, "grammar_cache_bytes")
         return msgspec.structs.replace(self, **dict.fromkeys(gauges, 0))
 
     @property

@@ -32,8 +32,7 @@ from operator import attrgetter
 from . import limits
 from .batch import Draw, ScheduledBatch, ScheduledRow
 from .bookkeeping import Bookkeeping
-from .plan import Plan
-from .policies.budget import Coming
+from .policies.budget import Budget, Coming
 from .policies.places import LOOKED_AT, exchange
 from .request import Sequence, Status
 
@@ -44,6 +43,43 @@ BEHIND = 2**32
 them."""
 BARRED = ("kv", "places")
 """Reasons that hold back the queue's head at any step size."""
+
+
+class Plan:
+    """A step in the making."""
+
+    __slots__ = ("chunk", "copies", "forks", "rows", "sequences", "shares", "step")
+
+    def __init__(self, step: int, budget: Budget) -> None:
+        self.step = step
+        self.chunk = budget.chunk
+        self.shares = [list(share) for share in budget.shares]
+        """Remaining tokens of each share, see ``Share``."""
+        self.rows: list[ScheduledRow] = []
+        self.sequences: list[Sequence] = []
+        """The sequence of each row."""
+        self.copies: list[tuple[int, int]] = []
+        self.forks: list[Sequence] = []
+        """Choices that begin with this step and are not yet among the running."""
+
+    def sizes(self) -> tuple[int, int]:
+        """Count the rows of several tokens, which are prompts, and the tokens of all rows."""
+        counts = [row.num_tokens for row in self.rows]
+        return sum(count > 1 for count in counts), sum(counts)
+
+    def allows(self, count: int) -> int:
+        """Return the tokens that a prompt with ``count`` tokens to compute may take of the step."""
+        left = next((tokens for over, tokens in self.shares if count > over), count)
+        return min(count, left, self.chunk)
+
+    def take(self, count: int, most: int) -> int:
+        """Give a prompt with ``count`` tokens to compute what it may take, one token to ``most``. Returns how many."""
+        taken = max(1, min(self.allows(count), most))
+        for share in self.shares:
+            if count > share[0]:
+                share[1] = max(0, share[1] - taken)
+                break
+        return taken
 
 
 class Scheduler(Bookkeeping):
@@ -70,7 +106,7 @@ class Scheduler(Bookkeeping):
         spare = budget.tokens - len(running)
         plan = Plan(self._step + 1, budget)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
-        drafts = self._draft(spare) if self.speculation is not None and spare > 0 else None
+        drafts = self._draft(spare, most) if self.speculation is not None and spare > 0 else None
         again = True  # as long as all rows are of the kind that most are
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
@@ -106,6 +142,9 @@ class Scheduler(Bookkeeping):
                 seq.length = length + 1
                 seq.last_step = step
                 continue
+            if budget.pause and take > 1:
+                spare += 1
+                continue
             again = False
             if take > 1:
                 take = plan.take(take, 1 + spare)
@@ -138,9 +177,10 @@ class Scheduler(Bookkeeping):
         self._step = step
         again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
-        self._cut = not batch.again and not all(row.draws for row in rows)
-        self.drafting = not batch.again and any(row.drafts for row in rows)
-        if self.drafting:
+        self._cut = budget.pause or (not batch.again and not all(row.draws for row in rows))
+        drafting = not batch.again and any(row.drafts for row in rows)
+        self.drafting = drafting and depth == 1  # in a pipeline the next steps have other sequences
+        if drafting:
             self._last.clear()  # rows of the next step do not start where these end
         else:
             self._last.append(sequences)
@@ -152,14 +192,18 @@ class Scheduler(Bookkeeping):
     def waits_for_tokens(self) -> bool:
         """True if drafts are in flight or would pay: the next step is then planned after all earlier tokens are
         known."""
+        if self.config.pipeline_depth > 1:
+            return False
         return self.drafting or (self.speculation is not None and self.speculation.worthwhile)
 
-    def _draft(self, spare: int) -> dict[int, tuple[int, ...]]:
+    def _draft(self, spare: int, most: int) -> dict[int, tuple[int, ...]]:
         """Return drafts by seq_id for the next step, at most ``spare`` tokens in total; none while tokens are in
-        flight."""
+        flight. ``most``: rows of a step in a pipeline."""
         assert self.speculation is not None
-        decoding, others, all_known = [], 0, True
+        decoding, others, all_known, staged = [], 0, True, self.config.pipeline_depth > 1
         for seq in self.running:
+            if staged and (len(decoding) >= most or seq.length > seq.prompt_len + len(seq.output_token_ids)):
+                continue
             take = seq.length - seq.scheduled
             if take == 1 and seq.request.prompt_done and seq.shared_block is None:
                 if seq.length < seq.max_length:
@@ -170,7 +214,8 @@ class Scheduler(Bookkeeping):
         if not decoding or others or len(self.waiting):  # prompts fill steps to their best size already
             self.speculation.worthwhile = False
             return {}
-        found = self.speculation.drafts(decoding, min(spare, self.config.max_num_seqs - len(decoding)))
+        room = min(spare, self.config.max_num_seqs - len(decoding))
+        found = self.speculation.drafts(decoding, room, known=all_known)
         return found if all_known else {}
 
     def _fit(self, seq: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from ...costs.fitting import FEWEST, FittedSteps
 from ...engine.scheduling.decisions import Aborted, Done, Planned, TakenBack
 from .bill import PARTS
 from .calibration import drift, host_seconds, measured_steps
-from .log import LoggedStep, RunLog
+from .log import DecisionRunLog, LoggedStep
 from .work import StepWork
 
 WINDOW_S = 10.0
@@ -91,7 +91,7 @@ class View:
         return [*rows, self.warning] if self.warning else rows
 
 
-def view(log: RunLog, work: StepWork, now: float | None = None, window: float = WINDOW_S) -> View:
+def view(log: DecisionRunLog, work: StepWork, now: float | None = None, window: float = WINDOW_S) -> View:
     """Summarize the newest ``window`` seconds of a log.
 
     Args:
@@ -140,7 +140,7 @@ def view(log: RunLog, work: StepWork, now: float | None = None, window: float = 
     )
 
 
-def _under_way(log: RunLog, now: float) -> float:
+def _under_way(log: DecisionRunLog, now: float) -> float:
     """Return the seconds since the step in flight began; 0 if there is none."""
     steps = [step for step in log.steps[-2:] if step.at is None]
     before = max((step.at for step in log.steps[-3:] if step.at is not None), default=0.0)
@@ -157,7 +157,7 @@ def _host(steps: list[LoggedStep]) -> float:
     return sum(max(0.0, after.begins - (before.at or 0.0)) for before, after in pairs if before.planned.running)
 
 
-def _outputs(log: RunLog, recent: list[LoggedStep]) -> int:
+def _outputs(log: DecisionRunLog, recent: list[LoggedStep]) -> int:
     """Count the rows that drew a token."""
     prompts = {
         life.added.first_seq + choice: life.added.prompt_tokens for life in log.lives for choice in range(life.added.n)
@@ -165,13 +165,13 @@ def _outputs(log: RunLog, recent: list[LoggedStep]) -> int:
     return sum(start + count >= prompts.get(seq, 0) for step in recent for seq, start, count in step.rows)
 
 
-def _ended(log: RunLog) -> int:
+def _ended(log: DecisionRunLog) -> int:
     """Count the sequences that ended after the newest step was planned."""
     late = itertools.takewhile(lambda event: not isinstance(event, Planned), reversed(log.events))
     return sum(len(event.ended) for event in late if isinstance(event, (Done, Aborted, TakenBack)))
 
 
-def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:
+def _waiters(log: DecisionRunLog, now: float, reason: str) -> list[Waiter]:
     found = []
     for life in log.lives:
         if not life.steps and not life.ends:
@@ -181,7 +181,7 @@ def _waiters(log: RunLog, now: float, reason: str) -> list[Waiter]:
     return found
 
 
-def _predicted(log: RunLog, work: StepWork, recent: list[LoggedStep]) -> tuple[float | None, str]:
+def _predicted(log: DecisionRunLog, work: StepWork, recent: list[LoggedStep]) -> tuple[float | None, str]:
     """Return the median step time that older steps predict for the recent ones, in ms, and a warning if it is off."""
     loads, seconds = measured_steps(log, work)
     count = min(len(recent), len(loads))

@@ -79,11 +79,11 @@ class Life:
     ends: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
     """Finish reason, output tokens and hashes of the full blocks, by choice."""
     steps: list[tuple[int, StepRow]] = field(default_factory=list)
-    """(index into ``RunLog.steps``, row) of every row of its choices."""
+    """(index into ``DecisionRunLog.steps``, row) of every row of its choices."""
 
 
 @dataclass(slots=True)
-class RunLog:
+class DecisionRunLog:
     """A whole log, or as much of it as there is.
 
     Attributes:
@@ -124,8 +124,7 @@ class RunLog:
         Raises:
             ValueError: there is none, or more than one.
         """
-        bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
-        bare = bare.removeprefix("resp_").removeprefix("msg_")
+        bare = bare_id(name)
         found = [key for key in self.requests if key in (name, bare) or key.startswith(f"{bare}-")]
         if not found:
             raise ValueError(f"the log has no request {name!r}: it ended too long ago, or never came")
@@ -134,7 +133,14 @@ class RunLog:
         return self.requests[name if name in found else found[0]]
 
 
-def load(path: str | Path) -> RunLog:
+def bare_id(name: str) -> str:
+    """Return the engine's id of a request that a server's answer calls ``chatcmpl-...``, ``resp_...`` and so on; the
+    beginning of its ids if one answer is several requests."""
+    bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
+    return bare.removeprefix("resp_").removeprefix("msg_")
+
+
+def load(path: str | Path) -> DecisionRunLog:
     """Read the log in a file.
 
     Raises:
@@ -147,7 +153,7 @@ def load(path: str | Path) -> RunLog:
     return build(read_records(data))
 
 
-def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> RunLog:
+def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0) -> DecisionRunLog:
     """Build a log from its records, the header first.
 
     ``complete``: nothing is missing between the header and the first record. Else steps whose rows follow from steps
@@ -156,7 +162,7 @@ def build(records: Iterable[Record], *, complete: bool = True, idle: float = 0.0
     events = list(records)
     header = events.pop(0)
     assert isinstance(header, Header)
-    log = RunLog(header, events, [], {}, [], complete, idle)
+    log = DecisionRunLog(header, events, [], {}, [], complete, idle)
     by_number: dict[int, LoggedStep] = {}
     of_seq: dict[int, tuple[Life, int]] = {}
     last: list[StepRow] | None = [] if complete else None

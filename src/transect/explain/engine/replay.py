@@ -1,9 +1,9 @@
 """Runs a decision log through the shipping scheduler again, event by event, and compares every decision.
 
-A log holds no tokens. ``Script`` makes up tokens that mean the same to the scheduler: the last token of each full KV
-block stands for the block's hash, so the prefix cache finds exactly what it found; an answer that ended at a stop token
-ends with one. With nothing changed every step must come out as it was: the same rows, copies, reasons and free blocks.
-``simulate.py`` runs the same requests on a virtual clock with something changed.
+A log holds no tokens. ``ReplayScript`` makes up tokens that mean the same to the scheduler: the last token of each full
+KV block stands for the block's hash, so the prefix cache finds exactly what it found; an answer that ended at a stop
+token ends with one. With nothing changed every step must come out as it was: the same rows, copies, reasons and free
+blocks. ``simulate.py`` runs the same requests on a virtual clock with something changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...engine.scheduling.request import Request, Sequence
 from ...engine.scheduling.sampling_params import SamplingParams
 from ...engine.scheduling.scheduler import Scheduler
 from ...engine.scheduling.scheduler_config import SchedulerConfig
-from .log import Life, RunLog, StepRow, last_rows_on, rows_of
+from .log import DecisionRunLog, Life, StepRow, last_rows_on, rows_of
 
 DAMAGED = "records of this log are missing or damaged, so it cannot be run again"
 STOP = 2**31 - 1
@@ -48,10 +48,10 @@ class _AnyAnswer:
         return None
 
 
-class Script:
+class ReplayScript:
     """Tokens of a log's requests, equal to the real ones as far as the scheduler can tell."""
 
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: DecisionRunLog) -> None:
         self.log = log
         self.block_size: int = log.header.scheduler["block_size"]
         self._numbers: dict[bytes, int] = {}
@@ -131,7 +131,7 @@ class RecordedDrafts(Speculation):
     rows: Mapping[int, int] = {}
     """Tokens of the next step's rows, by seq_id."""
 
-    def drafts(self, sequences: Listed[Sequence], room: int) -> dict[int, tuple[int, ...]]:
+    def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
         """Return the recorded number of draft tokens; see ``Speculation``. Their values do not matter to the
         scheduler."""
         counts = {seq.seq_id: self.rows.get(seq.seq_id, 1) - 1 for seq in sequences}
@@ -161,7 +161,7 @@ class Replayed:
     difference: Difference | None
 
 
-def replay(log: RunLog) -> Replayed:
+def replay(log: DecisionRunLog) -> Replayed:
     """Run the log again with nothing changed.
 
     Raises:
@@ -176,9 +176,9 @@ def replay(log: RunLog) -> Replayed:
 
 
 class _Replay:
-    def __init__(self, log: RunLog) -> None:
+    def __init__(self, log: DecisionRunLog) -> None:
         self.log = log
-        self.script = Script(log)
+        self.script = ReplayScript(log)
         self.scheduler = Scheduler(SchedulerConfig(**log.header.scheduler), VirtualClock())
         if self.scheduler.speculation is not None:
             self.scheduler.speculation = RecordedDrafts(self.scheduler.speculation.config, self.scheduler.times)

@@ -24,8 +24,8 @@ from ...engine.scheduling.policies.admission import QueueFull
 from ...engine.scheduling.scheduler_config import SchedulerConfig
 from ...engine.scheduling.simulation import SimulatedEngine
 from ...spec.numbers.registry import roundings
-from .log import Life, RunLog
-from .replay import Script
+from .log import DecisionRunLog, Life
+from .replay import ReplayScript
 from .work import StepWork
 
 MACHINE = ("preset", "quantization")
@@ -68,7 +68,7 @@ class _Seconds:
         return seconds
 
 
-def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[SchedulerConfig, StepWork | None]:
+def changed(log: DecisionRunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[SchedulerConfig, StepWork | None]:
     """Return the changed scheduler settings, and the work on another device or in another format (None if the same).
 
     Raises:
@@ -103,7 +103,7 @@ def changed(log: RunLog, work: StepWork, changes: Mapping[str, Any]) -> tuple[Sc
 
 
 def simulate(
-    log: RunLog, model: FittedSteps, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
+    log: DecisionRunLog, model: FittedSteps, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
 ) -> Latencies:
     """Run the requests of ``log`` under ``config``, with step times predicted by ``model``.
 
@@ -112,7 +112,7 @@ def simulate(
     """
     limits = dataclasses.replace(config, max_queue=None, max_queue_bytes=None, max_queue_wait=None)
     engine = SimulatedEngine(limits, _Seconds(model, work, other), lag=log.header.lag, host=model.host)
-    script = Script(log)
+    script = ReplayScript(log)
     lives = sorted((life for life in log.lives if life.ends), key=lambda life: life.added.at)
     if not lives:
         raise ValueError("no request of this log has ended: log a longer run")
@@ -141,7 +141,7 @@ def _there(life: Life, intake: float) -> float:
     return added.at if added.grammar else min(added.at, added.arrival + intake)
 
 
-def _add(engine: SimulatedEngine, script: Script, life: Life, name: str) -> None:
+def _add(engine: SimulatedEngine, script: ReplayScript, life: Life, name: str) -> None:
     longest = max(count for _, count, _ in life.ends.values())
     request = script.request(life, name, life.added.arrival)
     cut = any(reason in ("abort", "error") for reason, _, _ in life.ends.values())
@@ -153,7 +153,7 @@ def _add(engine: SimulatedEngine, script: Script, life: Life, name: str) -> None
         raise ValueError(f"request {life.added.request_id} would be refused: {error}") from None
 
 
-def recorded(log: RunLog) -> Latencies:
+def recorded(log: DecisionRunLog) -> Latencies:
     """Return the recorded latencies, by the same definitions."""
     arrival: dict[str, float] = {}
     tokens: dict[tuple[str, int], list[float]] = {}

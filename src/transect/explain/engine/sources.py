@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from ...engine.scheduling.decisions import read_records
-from .log import RunLog, build, load
+from .log import DecisionRunLog, build, load
 
 PATIENCE_S = 30.0
 
@@ -29,7 +29,7 @@ def server_url(source: str) -> str | None:
     return f"http://{source}" if re.fullmatch(r"[\w.-]+:\d{1,5}/?", source) and not Path(source).exists() else None
 
 
-def open_log(source: str, api_key: str | None = None, engine: int = 0) -> RunLog:
+def open_log(source: str, api_key: str | None = None, engine: int = 0) -> DecisionRunLog:
     """Return the log in a file, or the newest records of one engine of the server at a URL.
 
     Raises:
@@ -39,7 +39,7 @@ def open_log(source: str, api_key: str | None = None, engine: int = 0) -> RunLog
     return load(source) if url is None else _fetched(url, api_key, engine)[0]
 
 
-def open_logs(source: str, api_key: str | None = None) -> list[RunLog]:
+def open_logs(source: str, api_key: str | None = None) -> list[DecisionRunLog]:
     """Open the logs of all engines of a server, or the one log in a file.
 
     Raises:
@@ -52,7 +52,7 @@ def open_logs(source: str, api_key: str | None = None) -> list[RunLog]:
     return [first, *(_fetched(url, api_key, engine)[0] for engine in range(1, count))]
 
 
-def _fetched(source: str, api_key: str | None, engine: int) -> tuple[RunLog, int]:
+def _fetched(source: str, api_key: str | None, engine: int) -> tuple[DecisionRunLog, int]:
     """Return the log of an engine, and the number of engines of the server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{source.rstrip('/').removesuffix('/v1')}/v1/decisions"

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...costs.fitting import Errors, FittedSteps
 from .calibration import calibrated, drift, measured_steps, spread
-from .log import RunLog
+from .log import DecisionRunLog
 from .simulate import Latencies, changed, recorded, simulate
 from .work import StepWork
 
@@ -73,7 +73,7 @@ class WhatIf:
         return [*found, *self.warnings]
 
 
-def what_if(log: RunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
+def what_if(log: DecisionRunLog, work: StepWork, settings: Sequence[str]) -> WhatIf:
     """Predict the run with ``settings`` (``name=value``) changed.
 
     Raises:

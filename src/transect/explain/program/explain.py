@@ -25,16 +25,18 @@ from ...ops.cpu.ceilings import device_measurement
 from .changes import NotPossible
 from .finding import Material
 from .findings import find
-from .gaps import name_gaps
-from .plain import fit
+from .gaps import Named, name_gaps
 from .recording import autograd_seconds, marks, profiler_seconds
 from .report import Explanation
-from .sampler import Samples
+from .sampler import StackSamples
 from .script import Input, Script, ScriptFailed
-from .split import split_trace
+from .split import Split, split_trace
 from .steady import Steady, Steps
 from .timing import timed
 from .trace import KERNEL, OP, Trace
+
+SLOWED = {"launch": 0.8, "host": 0.35, "sync": 0.5, "loading": 0.35, "unrated": 0.2}
+"""Parts that profiling makes longer (calls of operators, and Python), and the share of each that it can be."""
 
 
 class Explain:
@@ -158,7 +160,7 @@ class Explain:
 def explain_trace(
     trace: Trace,
     ceilings: Ceilings,
-    samples: Samples | None = None,
+    samples: StackSamples | None = None,
     *,
     profiler_s: float = 0.0,
     facts: dict[str, Any] | None = None,
@@ -228,3 +230,36 @@ def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Exp
 def machine_ceilings() -> Ceilings:
     """Return the ceilings of this machine's first device, measured if unknown."""
     return device_measurement(detect()).ceilings
+
+
+def fit(split: Split, named: list[Named], plain: float) -> list[Named]:
+    """Change the parts so that all but "profiler" add up to ``plain``, the seconds of the same work without profiling.
+
+    Returns:
+        ``named`` with times that fit.
+    """
+    parts = split.parts
+    excess = split.own - plain
+    split.measured = True
+    before = dict(parts)
+    slowed = {part: most * parts[part] for part, most in SLOWED.items() if parts[part] > 0}
+    if excess > 0:
+        taken = min(1.0, excess / (sum(slowed.values()) or 1.0))
+        for part, seconds in slowed.items():
+            parts[part] -= taken * seconds
+        rest = sum(seconds for part, seconds in parts.items() if part != "profiler")
+        for part in parts:  # the machine was slower meanwhile
+            parts[part] *= 1.0 if part == "profiler" else plain / rest
+    else:
+        whole = sum(parts[part] for part in slowed)
+        for part in slowed:
+            parts[part] += -excess * parts[part] / whole
+        parts["unexplained"] += 0.0 if slowed else -excess
+    shrink = plain / split.own if split.own > 0 else 1.0
+    parts["profiler"] = split.wall - plain
+    if split.on_gpu:
+        split.profiling = max(split.profiling, parts["profiler"])
+    for op in split.ops:
+        op.seconds *= min(1.0, shrink)
+    ratio = {part: parts[part] / seconds for part, seconds in before.items() if seconds > 0}
+    return [replace(each, seconds=each.seconds * ratio.get(each.doing.part, 1.0)) for each in named]

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...costs.ceilings import Ceilings
 from .gaps import Named
-from .sampler import Samples
+from .sampler import StackSamples
 from .split import Split
 
 MANY = 16
@@ -48,7 +48,7 @@ class Material:
     split: Split
     ceilings: Ceilings
     named: list[Named] = field(default_factory=list)
-    samples: Samples | None = None
+    samples: StackSamples | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Facts of the run: ``threads`` of torch, ``cores``, ``backward`` (True if one ran), ``padding`` (share of tokens),
     ``autograd_s`` (seconds that recording adds to an operator)."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .sampler import Sample, Samples, StackSampler
+from .sampler import Sample, StackSampler, StackSamples
 from .split import WINDOW
 from .trace import RANGE, Trace
 from .trace_file import read_trace
@@ -104,7 +104,7 @@ class Recording:
         """Samples of the Python stack, with times of ``time.perf_counter()``."""
         return [] if self._sampler is None else self._sampler.found.samples
 
-    def read(self) -> tuple[Trace, Samples | None]:
+    def read(self) -> tuple[Trace, StackSamples | None]:
         """Read the trace from its mark on, and the samples on its clock."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json" if self._file is None else Path(self._file)

@@ -58,7 +58,7 @@ class Sample:
 
 
 @dataclass(slots=True)
-class Samples:
+class StackSamples:
     """Recorded samples; ``collections``: (begin, end) of each run of the garbage collector."""
 
     period: float = PERIOD_S
@@ -67,15 +67,15 @@ class Samples:
     anomalies: int = 0
     """Samples in which autograd's anomaly detection was on."""
 
-    def between(self, begin: float, end: float) -> Samples:
+    def between(self, begin: float, end: float) -> StackSamples:
         """Return the samples of a time interval."""
         inside = [each for each in self.samples if begin <= each.at < end]
         kept = [(first, last) for first, last in self.collections if begin <= first < end]
-        return Samples(self.period, inside, kept, self.anomalies)
+        return StackSamples(self.period, inside, kept, self.anomalies)
 
-    def on_clock(self, offset: float) -> Samples:
+    def on_clock(self, offset: float) -> StackSamples:
         """Return the samples with times shifted by ``offset`` seconds, to another clock."""
-        return Samples(
+        return StackSamples(
             self.period,
             [replace(sample, at=sample.at + offset) for sample in self.samples],
             [(begin + offset, end + offset) for begin, end in self.collections],
@@ -87,7 +87,7 @@ class StackSampler:
     """Samples the thread that enters it, until it leaves."""
 
     def __init__(self, period: float = PERIOD_S) -> None:
-        self.found = Samples(period)
+        self.found = StackSamples(period)
         self._stop = threading.Event()
         self._collecting = 0.0
         self._frames: dict[tuple[int, int], tuple[Frame, CodeType]] = {}

@@ -26,7 +26,7 @@ OURS = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class ScriptEnding:
     """End of a script. ``failed``: reason in one line, empty after success. ``error``: the exception raised.
     ``interrupted``: True after Ctrl-C."""
 
@@ -115,7 +115,7 @@ class Script:
         if not known:
             raise ValueError(f"there is no module {self.path}: give one that `python -m` finds here")
 
-    def run(self, *, show: bool = True) -> Ending:
+    def run(self, *, show: bool = True) -> ScriptEnding:
         """Run the script as ``python`` would, its threads to their ends; a child that it forked ends with the script.
 
         Args:
@@ -132,14 +132,14 @@ class Script:
                         if thread not in threads and not thread.daemon:
                             thread.join()  # as the interpreter does at its end
             except KeyboardInterrupt:
-                ending = Ending(interrupted=True, status=130)
+                ending = ScriptEnding(interrupted=True, status=130)
             if os.getpid() != process:
                 with contextlib.suppress(OSError, ValueError):
                     sys.stdout.flush()
                 os._exit(ending.status & 0xFF)
         return ending
 
-    def _run(self, show: bool) -> Ending:
+    def _run(self, show: bool) -> ScriptEnding:
         sys.argv = [self.name, *self.arguments]
         try:
             if self.module:
@@ -151,18 +151,18 @@ class Script:
         except SystemExit as stopped:
             code = stopped.code
             if code in (None, 0):
-                return Ending()
+                return ScriptEnding()
             status = isinstance(code, int)
             if show and not status:
                 print(code, file=sys.stderr)
             said = f"{self.name} ended with {'exit status ' if status else ''}{code}"
-            return Ending(said, status=int(code) if status else 1)
+            return ScriptEnding(said, status=int(code) if status else 1)
         except Exception as error:
             if show:
                 traceback.print_exception(type(error), error, _own(error.__traceback__))
             place = f" ({found})" if (found := _place(error)) else ""
-            return Ending(f"{self.name} failed with {type(error).__name__}: {error}{place}", error, status=1)
-        return Ending()
+            return ScriptEnding(f"{self.name} failed with {type(error).__name__}: {error}{place}", error, status=1)
+        return ScriptEnding()
 
 
 @contextlib.contextmanager

@@ -145,7 +145,7 @@ def kernel_name(name: str, *, templates: bool = False) -> str:
 
 
 @dataclass(slots=True)
-class Gap:
+class IdleGap:
     """A stretch between operators or kernels, and its part."""
 
     begin: float
@@ -167,7 +167,7 @@ class Split:
     begin: float
     parts: dict[str, float]
     ops: list[OpStat]
-    gaps: list[Gap]
+    gaps: list[IdleGap]
     on_gpu: bool
     lane: int
     trace: Trace
@@ -252,7 +252,7 @@ def split_trace(trace: Trace, ceilings: Ceilings, *, profiler_s: float = 0.0, pa
     return split
 
 
-def _seconds(gaps: Sequence[Gap]) -> float:
+def _seconds(gaps: Sequence[IdleGap]) -> float:
     return sum(gap.seconds for gap in gaps)
 
 
@@ -272,17 +272,17 @@ def _late_start(trace: Trace, begin: float) -> list[tuple[float, float]]:
     return [(launched, min(firsts))] if min(firsts) - launched > HELD_S else []
 
 
-def _without(gap: Gap, spans: Sequence[tuple[float, float]]) -> Iterator[Gap]:
+def _without(gap: IdleGap, spans: Sequence[tuple[float, float]]) -> Iterator[IdleGap]:
     """Yield the pieces of a gap that lie in none of these spans."""
     at = gap.begin
     for first, last in spans:
         if last <= at or first >= gap.end:
             continue
         if first > at:
-            yield Gap(at, first)
+            yield IdleGap(at, first)
         at = max(at, last)
     if at < gap.end:
-        yield Gap(at, gap.end)
+        yield IdleGap(at, gap.end)
 
 
 def _window(trace: Trace) -> tuple[float, float, int]:
@@ -336,11 +336,11 @@ def self_segments(trace: Trace, indices: Sequence[int], begin: float, end: float
 
 def _host(
     trace: Trace, ceilings: Ceilings, begin: float, end: float, lane: int, profiler_s: float
-) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+) -> tuple[list[OpStat], list[IdleGap], dict[str, float]]:
     """Split the time of the main thread, if no kernel ran on a GPU."""
     mine = np.flatnonzero((trace.kind == OP) & (trace.lane == lane)).tolist()
     stats: dict[int, OpStat] = {}
-    gaps: list[Gap] = []
+    gaps: list[IdleGap] = []
     parts = dict.fromkeys(PARTS, 0.0)
     owners = stretches(trace, lane)
     least, numbers = own_floors(trace, mine, ceilings).tolist(), trace.key.tolist()
@@ -352,7 +352,7 @@ def _host(
             parts[owner] += last - first
             continue
         if index < 0:
-            gaps.append(Gap(first, last))
+            gaps.append(IdleGap(first, last))
             continue
         number = numbers[index]
         stat = stats.get(number)
@@ -401,7 +401,7 @@ def _add_op(parts: dict[str, float], stat: OpStat) -> None:
 
 def _device(
     trace: Trace, ceilings: Ceilings, begin: float, end: float
-) -> tuple[list[OpStat], list[Gap], dict[str, float]]:
+) -> tuple[list[OpStat], list[IdleGap], dict[str, float]]:
     """Split the time of the GPU.
 
     A kernel's shapes are those of the operator that launched it. If an operator launched several kernels, its floor is
@@ -417,14 +417,14 @@ def _device(
     marks.sort()
     live: dict[int, int] = {}
     owned: dict[int, float] = defaultdict(float)
-    gaps: list[Gap] = []
+    gaps: list[IdleGap] = []
     at = begin
     for moment, starts, index in [*marks, (end, 0, -1)]:
         if moment > at:
             if live:
                 owned[min(live, key=lambda each: (live[each], each))] += moment - at
             else:
-                gaps.append(Gap(at, moment))
+                gaps.append(IdleGap(at, moment))
             at = moment
         if starts:
             live[index] = _rank(trace, index)

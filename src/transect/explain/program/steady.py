@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .doing import doing_of
 from .recording import Recording
-from .steps import KINDS, Mark, StepTimes, StepWatch
+from .steps import KINDS, Mark, StepWatch, UnprofiledSteps
 
 MOST_AFTER = 50
 """Most steps that are timed after the window."""
@@ -76,7 +76,7 @@ class Steady:
         self._step: Mark | None = None
         self._state = "first"
         self._least_s = min(0.05, window_s / 3)  # steps after the window are timed as well
-        self._before, self._after = StepTimes(self._least_s), StepTimes()
+        self._before, self._after = UnprofiledSteps(self._least_s), UnprofiledSteps()
         self.recording = self._first
         """The recording to explain."""
         self.steps: Steps | None = None
@@ -109,7 +109,7 @@ class Steady:
                 self._before.restart()
             return
         if self._state == "plain" and mark != self._step and self._better(mark):
-            self._step, self._before = mark, StepTimes(self._least_s)
+            self._step, self._before = mark, UnprofiledSteps(self._least_s)
             return
         if mark != self._step:
             return
@@ -161,7 +161,7 @@ class Steady:
         if len(inside) < 2:
             return
         lengths = sorted(last - first for first, last in itertools.pairwise(inside))
-        plain = StepTimes()
+        plain = UnprofiledSteps()
         plain.seconds = self._before.seconds + self._after.seconds
         first = moments[0] if moments else inside[0]
         self.between = inside[0], inside[-1]

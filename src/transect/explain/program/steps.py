@@ -189,7 +189,7 @@ def _padded(ids: Tensor, pad: int) -> float:
     return float((padded.flip(1).cumprod(1).flip(1) | padded.cumprod(1)).double().mean())
 
 
-class StepTimes:
+class UnprofiledSteps:
     """Times of steps without profiling, after warm-up.
 
     Args:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, PendingTransfer
 from ...hardware.host_memory import Ring, host_memory
 
 PINNERS = 4
@@ -102,10 +102,10 @@ class FileHomes:
         weakref.finalize(self, self._file.close)
         self._writing: dict[int, Tensor] = {}
         """Layers that are partly loaded."""
-        self._written: deque[tuple[Pending, Tensor]] = deque()
+        self._written: deque[tuple[PendingTransfer, Tensor]] = deque()
         """Writes in progress, with memory that is free afterwards."""
         self._ring: Ring | None = None
-        self._reading: deque[tuple[int, Tensor, Pending]] = deque()
+        self._reading: deque[tuple[int, Tensor, PendingTransfer]] = deque()
         """Reads in progress, in order."""
         self._next: int | None = None
         """Layer to be read into the memory of the one that was sent last."""

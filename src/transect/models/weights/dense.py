@@ -18,7 +18,7 @@ from .weight import Dimension, Product, StreamProduct, TrainingPart, Values, Wei
 
 if TYPE_CHECKING:
     from ...ops.comm.peer_memory import Push
-    from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 
 
 class Dense(Weight):
@@ -27,6 +27,8 @@ class Dense(Weight):
     Joined with others, its parameters are views of one storage; who holds them (an optimizer, a checkpoint) sees no
     difference.
     """
+
+    batch_invariant = True
 
     def __init__(
         self,
@@ -150,10 +152,10 @@ class DenseStream:
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
         return wanted is None and self._products.takes(x, sizes)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         return self._products.add(x, self._weight, residual, scale, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self._products.linear(stream, self._weight, self._bias)
 
     def chain(self, after: Sequence[StreamProduct]) -> None:
@@ -162,7 +164,7 @@ class DenseStream:
     def plain(self, x: Tensor) -> Tensor:
         return self._products.product(x, self._weight)
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: ResidualStream) -> Tensor:
         return self._products.gate_up(stream, self._weight)
 
 

@@ -17,7 +17,7 @@ from ...ops.linear.few_rows.cuda import Beside
 from ...ops.linear.packed.gguf import gguf_chain, gguf_matmul
 from ...ops.linear.packed.gguf.gguf_chain import BlockPart, ChainWeights, Matrix
 from ...ops.linear.packed.gguf.gguf_layout import COLUMNS, ROWS, arrange, arranged_shape, dense
-from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe import grouped_blocks
 from ...ops.opset import OpSet
 from ...spec.numbers.gguf import UNITS
@@ -221,20 +221,20 @@ class BlockStream:
         are wanted."""
         return wanted is None and gguf_chain.takes(x, sizes)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         beside = Beside(residual=residual, scale=scale)
         total, scaled, squares = self._kernel(x, self._matrix, None, beside, dependent_launch=True)
         assert scaled is not None and squares is not None
-        return Stream(total, scaled, squares, eps)
+        return ResidualStream(total, scaled, squares, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         beside = Beside(squares=stream.squares, eps=stream.eps)
         return self._kernel(stream.scaled, self._matrix, self._bias, beside, dependent_launch=True)[0]
 
     def plain(self, x: Tensor) -> Tensor:
         return self._kernel(x, self._matrix, dependent_launch=True)[0]
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: ResidualStream) -> Tensor:
         beside = Beside(squares=stream.squares, eps=stream.eps)
         return self._kernel(stream.scaled, self._matrix, None, beside, gated=True, dependent_launch=True)[0]
 

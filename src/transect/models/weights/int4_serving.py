@@ -28,7 +28,7 @@ from ...ops.linear.packed.chain import ChainWeights
 from ...ops.linear.packed.int4 import int4_chain, int4_matmul, int4_rows
 from ...ops.linear.packed.int4.int4_chain import Matrix4
 from ...ops.linear.packed.int4.int4_packing import CHUNK, arrange_codes
-from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe.grouped_blocks import GROUPS_OF_4, triton_grouped_blocks
 from ...ops.opset import OpSet
 from ...spec.numbers.int4 import INT4, NATIVE_GROUP, SERVING_GROUP, int4_format
@@ -119,12 +119,12 @@ class Int4Stream:
         gated = [(n, k) for n, k, gate in sizes if gate]
         return all(self._kernel.gates(len(x), n, k, self._weight.group, x.device) is not None for n, k in gated)
 
-    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
         assert scaled is not None and squares is not None
-        return Stream(total, scaled, squares, eps)
+        return ResidualStream(total, scaled, squares, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
@@ -144,7 +144,7 @@ class Int4Stream:
     def plain(self, x: Tensor) -> Tensor:
         return self._run(x, Beside())[0]
 
-    def gated(self, stream: Stream) -> Tensor:
+    def gated(self, stream: ResidualStream) -> Tensor:
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
 
     def _run(

@@ -28,7 +28,7 @@ from ...ops.linear.packed.eight_bit import scaled8_chain, scaled8_hopper, scaled
 from ...ops.linear.packed.eight_bit.scaled8 import triton_scaled8
 from ...ops.linear.packed.eight_bit.scaled8_chain import Matrix8
 from ...ops.linear.packed.eight_bit.scaled8_rounding import BLOCK, Rounded
-from ...ops.linear.stream_products import Size, Stream, StreamProducts
+from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 from ...ops.moe import grouped_scaled8
 from ...ops.opset import OpSet
 from ...ops.registry import Unavailable
@@ -293,18 +293,18 @@ class Stream8:
         whole = 2 * BLOCK if self._weight.blocks else 16
         return all(k % 64 == 0 and n % (whole if gate else 16) == 0 for n, k, gate in sizes)
 
-    def add(self, x: Tensor | Rounded, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Tensor | Rounded, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         if len(residual) > scaled8_rows.MOST_ROWS:
             y = self._many_rows(x)
             total, rounded = scaled8_rounding.norm_rounded(
                 y, residual, scale, eps, *self._rounding, dependent_launch=self._dependent
             )
-            return Stream(total, rounded.codes, None, eps, rounded.scale)
+            return ResidualStream(total, rounded.codes, None, eps, rounded.scale)
         total, scaled, squares = self._run(x, Beside(residual=residual, scale=scale))
         assert scaled is not None and squares is not None
-        return Stream(total, scaled, squares, eps)
+        return ResidualStream(total, scaled, squares, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         if len(stream.total) > scaled8_rows.MOST_ROWS:
             return self._many_rows(_rows_of(stream), self._weight.bias)
         return self._run(stream.scaled, Beside(squares=stream.squares, eps=stream.eps), self._weight.bias)[0]
@@ -314,7 +314,7 @@ class Stream8:
             return self._many_rows(x)
         return self._run(x, Beside())[0]
 
-    def gated(self, stream: Stream) -> Tensor | Rounded:
+    def gated(self, stream: ResidualStream) -> Tensor | Rounded:
         if len(stream.total) > scaled8_rows.MOST_ROWS:
             rows, weight = self._rounded(_rows_of(stream)), self._weight
             if self._many is not None and weight.fp8 and weight.dtype == torch.bfloat16:
@@ -361,7 +361,7 @@ class Stream8:
         return scaled8_rounding.triton_rounded(x, *self._rounding, dependent_launch=self._dependent)
 
 
-def _rows_of(stream: Stream) -> Tensor | Rounded:
+def _rows_of(stream: ResidualStream) -> Tensor | Rounded:
     return stream.scaled if stream.row_scale is None else Rounded(stream.scaled, stream.row_scale)
 
 

@@ -28,7 +28,7 @@ from ..lang import cuda
 from ..lang.jit import TRITON_TARGETS, available, kernel, require, runs_triton, tl
 from ..numerics import sample
 from ..peers import compiled
-from ..registry import Case, Implementation, Kernel, Knobs, Op, Trace, register
+from ..registry import Case, Implementation, Kernel, KernelTrace, Knobs, Op, register
 from ..tuning import Config, choose, flat_rule
 
 
@@ -118,9 +118,9 @@ def _cases() -> Sequence[Case]:
     return made
 
 
-def _trace() -> Trace:
+def _trace() -> KernelTrace:
     """Trace five programs with tiles of 8, over 37 elements."""
-    return Trace(
+    return KernelTrace(
         lambda: {"x": sample(37), "y": sample(37, seed=1)},
         functools.partial(triton_add, config={"block": 8, "warps": 1}),
         watch=("_add_kernel", "index", "inside", "x", "y"),

@@ -26,7 +26,7 @@ _SPECIAL = "NaN or infinities are not in the same places as in float64"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Comparison:
     """One output or gradient of one implementation on one example."""
 
     op: str
@@ -61,7 +61,7 @@ def check(
     layouts: Sequence[str] = LAYOUTS,
     draws: int = DRAWS,
     plain: bool = True,
-) -> Iterator[Finding]:
+) -> Iterator[Comparison]:
     """Compare on every example that the implementation takes in this dtype; the first two in all ``layouts`` (elements
     apart, rows padded), the others in the first. Results of few elements are drawn ``draws`` times. Without ``plain``
     an implementation that has gradients is compared only with them.
@@ -86,7 +86,7 @@ def check(
                     op, call, example, dtype, device, layout, with_gradient, draws
                 ).items():
                     name = str(dtype).removeprefix("torch.")
-                    yield Finding(
+                    yield Comparison(
                         op.name,
                         implementation.backend,
                         name,

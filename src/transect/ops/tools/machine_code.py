@@ -20,7 +20,7 @@ _MATRIX = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MultiprocessorLimits:
     """The limits of one multiprocessor: threads of a warp, warps at once, registers, shared memory, programs at
     once."""
 
@@ -33,11 +33,11 @@ class Limits:
     programs: int
 
 
-LIMITS: Mapping[str, Limits] = {
-    "sm_80": Limits(32, 64, 65536, 256, 164 * 1024, 1024, 32),
-    "sm_90": Limits(32, 64, 65536, 256, 228 * 1024, 1024, 32),
+LIMITS: Mapping[str, MultiprocessorLimits] = {
+    "sm_80": MultiprocessorLimits(32, 64, 65536, 256, 164 * 1024, 1024, 32),
+    "sm_90": MultiprocessorLimits(32, 64, 65536, 256, 228 * 1024, 1024, 32),
     # Four SIMD units, each with 512 registers of 64 lanes and at most 8 waves.
-    "gfx942": Limits(64, 32, 4 * 512 * 64, 8 * 64, 64 * 1024, 0, 32),
+    "gfx942": MultiprocessorLimits(64, 32, 4 * 512 * 64, 8 * 64, 64 * 1024, 0, 32),
 }
 """NVIDIA: CUDA programming guide, table of compute capabilities. AMD: CDNA 3 instruction set architecture."""
 

@@ -23,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, PendingTransfer
 from ...hardware.host_memory import Ring, aligned, host_memory, host_tensor
 from .groups import StatePiece
 
@@ -102,8 +102,8 @@ class FilePieces:
         self._held: tuple[int, Tensor] | None = None
         """Unit whose parts are being sent, and the memory that holds it."""
         self._ring = Ring(AHEAD + 1, max(self._sizes), pin=device.type == "cuda")
-        self._reading: deque[tuple[int, Tensor, Pending]] = deque()
-        self._writing: dict[int, tuple[Pending, Tensor]] = {}
+        self._reading: deque[tuple[int, Tensor, PendingTransfer]] = deque()
+        self._writing: dict[int, tuple[PendingTransfer, Tensor]] = {}
         """Writes in progress by unit, with the memory that is written from."""
 
     def keep(self, unit: int, values: Tensor) -> Tensor:

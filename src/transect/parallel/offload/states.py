@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...hardware.direct_file import DirectFile, Pending
+from ...hardware.direct_file import DirectFile, PendingTransfer
 from ...hardware.host_memory import aligned, host_memory, host_tensor
 from .groups import GROUP, PieceGroup, StatePiece, cut
 
@@ -113,9 +113,9 @@ class DiskStates:
         size = kinds * max(self._rows, default=0)
         memory = host_memory(BUFFERS * size)
         self._buffers = [memory[at * size : (at + 1) * size] for at in range(BUFFERS)]
-        self._writing: dict[int, tuple[int, Pending]] = {}
+        self._writing: dict[int, tuple[int, PendingTransfer]] = {}
         """Group that is being written from each buffer."""
-        self._reading: dict[int, tuple[int, Pending]] = {}
+        self._reading: dict[int, tuple[int, PendingTransfer]] = {}
         """Group that is being read into each buffer."""
         self._turn = 0
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..model import ModelConfig
-from .schedule import Name
 from .schedule import check as check_schedule
 from .spread import Spread
 
@@ -94,7 +93,7 @@ def _layouts(ranks: int, like: Spread) -> Iterator[Spread]:
             for tensor in _divisors(ranks // data // pipeline):
                 context = ranks // data // pipeline // tensor
                 levels = (3,) if like.host_weights else range(4) if data > 1 else (0,)  # weights elsewhere are cut
-                schedules: set[tuple[Name, int]]
+                schedules: set[tuple[str, int]]
                 schedules = {(like.schedule, like.chunks), ("1f1b", 1)} if pipeline > 1 else {("1f1b", 1)}
                 for zero in levels:
                     for name, chunks in schedules:
@@ -132,7 +131,7 @@ def _changes(asked: Spread, run: RunSettings, found: Spread, accumulate: int) ->
     parts = []
     for name in ("tensor", "context", "pipeline", "data", "expert", "zero", "tiles", "sequence", "schedule", "chunks"):
         before, now = _of(asked, name), _of(found, name)
-        if name == "chunks" and found.schedule != "interleaved":
+        if name == "chunks" and found.chunks == 1:
             continue
         if before != now:
             parts.append(f"parallel.{name} to " + (f'"{now}"' if isinstance(now, str) else str(now).lower()))
@@ -160,7 +159,7 @@ def _of_steps(run: RunSettings, spread: Spread) -> Iterator[Reason]:
         enough = -(-run.accumulate // spread.data) * spread.data
         why = f"a step has {run.accumulate} micro-batches, which {spread.data} ranks cannot share evenly"
         yield Reason(why, f"accumulate to {enough}")
-    elif spread.schedule == "interleaved":
+    elif spread.pipeline > 1:
         try:
             check_schedule(spread.schedule, spread.pipeline, run.accumulate // spread.data, spread.chunks)
         except ValueError as error:

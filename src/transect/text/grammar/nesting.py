@@ -26,7 +26,7 @@ def shallow(schema: dict[str, Any]) -> dict[str, Any]:
     """Return an equivalent schema with few levels: deep parts become definitions.
 
     A schema is left as it is where that could change its meaning: it has an ``$id``, or a reference to a place that is
-    no definition.
+    not a definition.
     """
     if _levels(schema) <= MOST or not all(map(_may_move, _dicts(schema))):
         return schema

@@ -27,7 +27,8 @@ class LoRAConfig:
     are accepted too.
 
     Attributes:
-        rank, alpha: s is alpha / rank.
+        rank: rank of an adapter: rows of A and columns of B.
+        alpha: s is alpha / rank.
         rank_stabilized: s is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv:2312.03732).
         dora: train a magnitude for each output beside the direction (Liu et al. 2024, arXiv:2402.09353).
         dropout: share of an adapter's inputs that are 0 in a pass with a gradient.

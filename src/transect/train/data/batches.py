@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mixing import mixed, repeats
 from .tokens import TokenStream
 
 IGNORE = -100
@@ -137,7 +136,7 @@ class WindowPlan:
     The tokens after the last whole micro-batch are left out in this epoch; another shuffle leaves out others.
 
     Args:
-        weights: shares of the tokens by the source that a window begins in (``mixing.py``); empty: each window once.
+        weights: shares of the tokens by the source that a window begins in; empty: each window once.
         short: the stream may have fewer tokens than a micro-batch, for ``in_order`` alone.
 
     Raises:
@@ -221,7 +220,7 @@ class DocumentPlan:
     """Shuffled whole documents, packed best-fit.
 
     Args:
-        weights: shares of the tokens by source, of documents that are not left out (``mixing.py``); empty: each once.
+        weights: shares of the tokens by source, of documents that are not left out; empty: each once.
         too_long: documents of more than ``seq_len`` tokens are left out (``drop``; ``left_out`` counts them), keep
             their first tokens (``cut``; ``shortened`` counts them) or are an error (``stop``). One that has nothing to
             train on in its first tokens is left out.
@@ -316,3 +315,30 @@ def best_fit(documents: np.ndarray, lengths: np.ndarray, capacity: int) -> list[
         bins[best].append(document)
         room[best] -= size
     return bins
+
+
+def repeats(weights: Sequence[float], tokens: Sequence[int]) -> list[float]:
+    """Return the repetitions of each source in an epoch that has as many tokens as all sources together.
+
+    Args:
+        weights: shares of the tokens of an epoch; they need not add up to 1.
+        tokens: of each source.
+    """
+    whole = sum(weights)
+    return [weight / whole * sum(tokens) / max(count, 1) for weight, count in zip(weights, tokens, strict=True)]
+
+
+def mixed(units: np.ndarray, source: np.ndarray, often: Sequence[float], generator: np.random.Generator) -> np.ndarray:
+    """Order the units of an epoch randomly: those of source s ``often[s]`` times, a different part of them in every
+    epoch if that is not a whole number.
+
+    Args:
+        units: windows or documents, int64. source: the source of each.
+    """
+    chosen = []
+    for number, times in enumerate(often):
+        own = units[source == number]
+        chosen += [own] * int(times)
+        chosen.append(generator.permutation(own)[: round((times - int(times)) * len(own))])
+    order: np.ndarray = generator.permutation(np.concatenate(chosen))
+    return order

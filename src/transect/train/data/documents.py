@@ -17,7 +17,19 @@ from ...text.inert import ChatRendering
 from ...text.tokenizer import Tokenizer
 from ...text.tools.registry import for_template
 from .files import DataFile, Row
-from .layouts import ALIKE, Chat, Completion, Form, Layout, Preference, Rated, Text, check_columns, form_of, renamed
+from .layouts import (
+    ALIKE,
+    ChatExample,
+    CompletionExample,
+    Form,
+    Layout,
+    Preference,
+    Rated,
+    Text,
+    check_columns,
+    form_of,
+    renamed,
+)
 from .messages import USED, Messages
 
 Document = tuple[list[int], list[bool] | None]
@@ -27,7 +39,7 @@ THOUGHTS, THOUGHTS_END = "reasoning_content", "</think>"
 
 
 @dataclass(slots=True)
-class Tally:
+class RowCounts:
     """The content of a file: its layout, rows that were read, and rows that were left out by reason."""
 
     name: str
@@ -106,7 +118,7 @@ class Forms:
         check_columns(self._columns)
         self._template = "" if template is None else template.sources
         self._thoughts = template is not None and prints_thoughts(template)
-        self.tallies: list[Tally] = []
+        self.tallies: list[RowCounts] = []
 
     def read(self, name: str, rows: Iterable[Row], use: Callable[[Form], Any]) -> Iterator[Any]:
         """Yield the result of ``use`` for each row.
@@ -114,7 +126,7 @@ class Forms:
         Raises:
             ValueError: a row that cannot be used, or one in another layout than those before it; the place is named.
         """
-        tally = Tally(name, absent=dict(self._columns))
+        tally = RowCounts(name, absent=dict(self._columns))
         self.tallies.append(tally)
         layout: Layout | None = None
         for where, row in rows:
@@ -149,9 +161,9 @@ def unread_keys(form: Form, template: str, thoughts: bool) -> set[str]:
     Args:
         thoughts: as ``prints_thoughts``.
     """
-    if isinstance(form, Text | Completion):
+    if isinstance(form, Text | CompletionExample):
         return set()
-    if isinstance(form, Chat):
+    if isinstance(form, ChatExample):
         messages = form.messages
     else:
         answers = (form.completion,) if isinstance(form, Rated) else (form.chosen, form.rejected)
@@ -209,14 +221,14 @@ class Reader:
         self._forms = Forms(skip=skip, some=some, columns=columns, template=template)
 
     @property
-    def tallies(self) -> list[Tally]:
+    def tallies(self) -> list[RowCounts]:
         return self._forms.tallies
 
     def file(self, file: DataFile) -> Iterator[Document]:
         """Yield every document of a file that is not a token file. Raises ValueError, with the location, if it cannot
         be read."""
         if file.kind == "text":
-            self.tallies.append(Tally(os.fspath(file.path), read=1))
+            self.tallies.append(RowCounts(os.fspath(file.path), read=1))
             yield text_tokens(file.text(), self._tokenizer), None
         else:
             yield from self.rows(os.fspath(file.path), file.rows())
@@ -229,7 +241,7 @@ class Reader:
     def _documents(self, form: Form) -> Sequence[Document]:
         if isinstance(form, Text):
             return [(text_tokens(form.text, self._tokenizer), None)]
-        if isinstance(form, Completion):
+        if isinstance(form, CompletionExample):
             return [completion_tokens(form, self._tokenizer)]
         if isinstance(form, Preference):
             raise ValueError('rows with "chosen" and "rejected" are preferences: set objective = "dpo"')
@@ -266,7 +278,7 @@ def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
     return [*tokenizer.encode(text, add_special_tokens=True), *tokenizer.eos_token_ids[:1]]
 
 
-def completion_tokens(form: Completion, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
+def completion_tokens(form: CompletionExample, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     """Tokenize a prompt and its completion, without a chat template; the prompt is not trained on."""
     prompt = tokenizer.encode(form.prompt, add_special_tokens=True)
     answer = [*tokenizer.encode(form.completion), *tokenizer.eos_token_ids[:1]]

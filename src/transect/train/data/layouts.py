@@ -4,11 +4,11 @@
 |---|---|---|
 | preferences | ``chosen``, ``rejected``, with or without ``prompt``: strings or messages | ``Preference`` |
 | judged answers | ``prompt``, ``completion``: strings or messages; ``label``: true or false | ``Rated`` |
-| chat | ``messages``, with or without ``tools`` | ``Chat`` |
-| ShareGPT | ``conversations`` of ``from`` and ``value`` | ``Chat`` |
-| Alpaca | ``instruction``, ``output``, with or without ``input`` | ``Chat`` |
-| prompt and completion | ``prompt``, ``completion``: strings, or messages | ``Completion``, or ``Chat`` |
-| question and answer | ``question`` and ``answer``, ``prompt`` or ``query`` and ``response`` | ``Chat`` |
+| chat | ``messages``, with or without ``tools`` | ``ChatExample`` |
+| ShareGPT | ``conversations`` of ``from`` and ``value`` | ``ChatExample`` |
+| Alpaca | ``instruction``, ``output``, with or without ``input`` | ``ChatExample`` |
+| prompt and completion | ``prompt``, ``completion``: strings, or messages | ``CompletionExample``, or ``ChatExample`` |
+| question and answer | ``question`` and ``answer``, ``prompt`` or ``query`` and ``response`` | ``ChatExample`` |
 | text | ``text`` | ``Text`` |
 
 ``system`` beside any chat is its system prompt; ``history`` beside a single question holds earlier turns. Beside a
@@ -35,7 +35,7 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
+class CompletionExample:
     """Plain text; only the completion is trained on."""
 
     prompt: str
@@ -43,7 +43,7 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
+class ChatExample:
     """A conversation. The assistant's messages from ``first`` on are trained on, except those in ``masked``. ``tools``
     go to the template."""
 
@@ -73,7 +73,7 @@ class Rated:
     tools: list[Any] | None = None
 
 
-Form = Text | Completion | Chat | Preference | Rated
+Form = Text | CompletionExample | ChatExample | Preference | Rated
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,17 +104,17 @@ CONTEXT = ("system", "history")
 ALIKE = '"chosen" and "rejected" are the same'
 
 
-def _chat_of(row: Mapping[str, Any], messages: Messages, first: int = 0) -> Chat:
-    """Build a checked chat with the row's system prompt and tools; ``first`` as in ``Chat``, of ``messages``."""
+def _chat_of(row: Mapping[str, Any], messages: Messages, first: int = 0) -> ChatExample:
+    """Build a checked chat with the row's system prompt and tools; ``first`` as in ``ChatExample``, of ``messages``."""
     whole = with_system(row, messages)
     first = first and first + len(whole) - len(messages)
     plain, masked = trained(whole, first)
     tools = tools_of(row)
     check_calls(plain, tools)
-    return Chat(plain, tools, first, masked)
+    return ChatExample(plain, tools, first, masked)
 
 
-def _asked(row: Mapping[str, Any], question: str, answer: str) -> Chat:
+def _asked(row: Mapping[str, Any], question: str, answer: str) -> ChatExample:
     """Build a question and its answer, after the columns of ``CONTEXT`` and with the thoughts of
     ``reasoning_content``."""
     before = [*earlier(row), {"role": "user", "content": question}]
@@ -122,15 +122,15 @@ def _asked(row: Mapping[str, Any], question: str, answer: str) -> Chat:
     return _chat_of(row, [*before, {"role": "assistant", "content": answer, **thoughts}], len(before))
 
 
-def _chat(row: Mapping[str, Any]) -> Chat:
+def _chat(row: Mapping[str, Any]) -> ChatExample:
     return _chat_of(row, messages_of(row, "messages"))
 
 
-def _sharegpt(row: Mapping[str, Any]) -> Chat:
+def _sharegpt(row: Mapping[str, Any]) -> ChatExample:
     return _chat_of(row, sharegpt(row))
 
 
-def _alpaca(row: Mapping[str, Any]) -> Chat:
+def _alpaca(row: Mapping[str, Any]) -> ChatExample:
     return _asked(row, _instruction(row, "input"), text_of(row, "output"))
 
 
@@ -143,7 +143,7 @@ def _instruction(row: Mapping[str, Any], *further: str) -> str:
 
 def _completion(row: Mapping[str, Any]) -> Form:
     if isinstance(row["prompt"], str) and isinstance(row["completion"], str):
-        return Completion(text_of(row, "prompt", empty=True), text_of(row, "completion"))
+        return CompletionExample(text_of(row, "prompt", empty=True), text_of(row, "completion"))
     prompt = messages_of(row, "prompt")
     return _chat_of(row, [*prompt, *messages_of(row, "completion")], first=len(prompt))
 
@@ -154,7 +154,7 @@ def _completion_with_context(row: Mapping[str, Any]) -> Form:
     return _completion(row)
 
 
-def _pair(row: Mapping[str, Any]) -> Chat:
+def _pair(row: Mapping[str, Any]) -> ChatExample:
     asked, answered = next((a, b) for a, b in PAIRS if a in row and b in row)
     question = _instruction(row, "input", "context") if asked == "instruction" else text_of(row, asked)
     return _asked(row, question, text_of(row, answered))

@@ -31,7 +31,7 @@ from ...text.tokenizer import Tokenizer
 from ..config import DataConfig
 from .chat import run_template
 from .chunks import CHUNK_BYTES, Chunk, cut
-from .documents import Reader, Tally, turns_key
+from .documents import Reader, RowCounts, turns_key
 from .files import find
 from .loader import collect
 from .tokens import SUFFIX, token_dtype, write_meta
@@ -184,7 +184,7 @@ def _join(
 ) -> tuple[int, int]:
     tokens = documents = 0
     kinds = set()
-    found = Tally(str(output))
+    found = RowCounts(str(output))
     for index in range(count):
         with np.load(parts / f"{index:06}.npz", allow_pickle=False) as part:
             if len(part["ends"]):

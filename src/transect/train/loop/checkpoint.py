@@ -172,10 +172,7 @@ class Writer:
 
     def point(self, best: int) -> None:
         """Point ``last`` to the newest checkpoint and ``best`` to that of step ``best``, if they exist. A process that
-        was killed between naming a checkpoint and its links leaves older links.
-
-        A process that was killed after a checkpoint got its name, and before its links did, leaves older ones.
-        """
+        was killed between naming a checkpoint and its links leaves older links."""
         steps = [] if self.rank else list_steps(self.run_dir)
         if steps:
             _point(self.run_dir / "last", steps[-1].name)

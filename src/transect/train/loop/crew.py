@@ -21,7 +21,7 @@ from ...spec.model import ModelConfig
 from ..config import TrainConfig
 from ..config.parallel import ParallelConfig
 from ..objectives.base import StepFailed
-from ..objectives.share import Share, Sums
+from ..objectives.share import RolloutShare, Sums
 from ..optim import Offload
 from .strategies import strategy_for
 
@@ -132,11 +132,11 @@ class Crew:
         _, what, rank = min(found)
         return what if all(each == mine for each in everybody) else f"{what}, on rank {rank}"
 
-    def share(self) -> Share:
+    def share(self) -> RolloutShare:
         """Return this rank's part of validation data, and of a step's measurements."""
         layout = self.config.parallel.layout
         if layout.data == 1:
-            return Share()
+            return RolloutShare()
         firsts = [layout.rank(RankPlace(data, 0, 0)) for data in range(layout.data)]
 
         def everybody(mine: Sums) -> list[Sums]:
@@ -145,7 +145,7 @@ class Crew:
             return [found[rank] for rank in firsts]
 
         own = layout.place(self.rank).data
-        return Share(own, layout.data, everybody, lambda n: self.at(f"batch {n} of the evaluation"))
+        return RolloutShare(own, layout.data, everybody, lambda n: self.at(f"batch {n} of the evaluation"))
 
 
 def check(config: TrainConfig) -> None:

@@ -26,7 +26,7 @@ JOB = "transect.train.loop.follow:follow"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunArguments:
     """A run as configured on the first rank: the arguments of its ``Trainer``."""
 
     config: dict[str, Any]
@@ -71,7 +71,7 @@ def started_again(config: TrainConfig) -> bool:
 
 
 @contextlib.contextmanager
-def crew(run: Run) -> Iterator[World | None]:
+def crew(run: RunArguments) -> Iterator[World | None]:
     """Provide the ranks of a run: None for a single rank, those of ``torchrun``, or children of this process.
 
     Raises:
@@ -101,7 +101,7 @@ def crew(run: Run) -> Iterator[World | None]:
         ranks.close()
 
 
-def follow(world: World, run: Run, should_stop: Callable[[], bool] = lambda: False) -> None:
+def follow(world: World, run: RunArguments, should_stop: Callable[[], bool] = lambda: False) -> None:
     """Train as the first rank does, until it stops, or until ``should_stop`` is true here after a step. Errors that all
     ranks see are reported by the first; an error of this rank alone ends it, and thereby the others."""
     with contextlib.suppress(SharedError, StepFailed, TrainingStopped, NotWritten):

@@ -26,7 +26,7 @@ from typing import Any
 
 from ..config import TrainConfig
 from .checkpoint import RunLock, list_steps, newest
-from .follow import Run, crew
+from .follow import RunArguments, crew
 from .health import TrainingStopped
 from .report import RunLog, read_log
 
@@ -35,7 +35,7 @@ ALIKE = {"run_dir", "data.date", "threads", "device", "memory", "keep", "save_ev
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     """One run of a sweep. ``settings``: its values of the grid, by key."""
 
     name: str
@@ -47,7 +47,7 @@ class Point:
 class Outcome:
     """Outcome of a run: its last loss, its best validation loss, or the reason that it stopped."""
 
-    point: Point
+    point: SweepPoint
     loss: float | None = None
     validation: float | None = None
     steps: int = 0
@@ -61,7 +61,7 @@ class Outcome:
         return bool(self.problem) or value is None, value or 0.0
 
 
-def read_grid(path: str | Path) -> list[Point]:
+def read_grid(path: str | Path) -> list[SweepPoint]:
     """Read the runs of a sweep's file, in the order of the grid.
 
     Raises:
@@ -88,7 +88,7 @@ def read_grid(path: str | Path) -> list[Point]:
         name = _name(settings)
         given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         config = TrainConfig.from_toml(base, [*given, f"run_dir={json.dumps(str(folder / name))}"])
-        points.append(Point(name, settings, config))
+        points.append(SweepPoint(name, settings, config))
     if len({point.name for point in points}) < len(points):
         raise ValueError(f"{path}: two points of the grid are the same")
     return points
@@ -113,7 +113,7 @@ def _name(settings: Mapping[str, Any]) -> str:
 
 
 def sweep(
-    points: Sequence[Point],
+    points: Sequence[SweepPoint],
     tell: Callable[[str], None] = print,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Outcome]:
@@ -135,7 +135,7 @@ def sweep(
             yield outcome(point)
 
 
-def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
+def _train(point: SweepPoint, should_stop: Callable[[], bool]) -> bool:
     """Train or resume a run; return True if it has finished."""
     found = newest(point.config.run_dir) if list_steps(point.config.run_dir) else None
     asked = config = point.config
@@ -143,7 +143,7 @@ def _train(point: Point, should_stop: Callable[[], bool]) -> bool:
         check_same(found.state["config"], asked)
         free = {name: getattr(asked, name) for name in ALIKE if "." not in name}
         config = replace(TrainConfig.from_dict(found.state["config"]), **free)
-    this = Run(config.to_dict(), None if found is None else found.path)
+    this = RunArguments(config.to_dict(), None if found is None else found.path)
     with crew(this) as world:
         trainer = this.trainer(world)
         steps = trainer.config.steps
@@ -190,7 +190,7 @@ def _flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, An
             yield before + key, value
 
 
-def outcome(point: Point) -> Outcome:
+def outcome(point: SweepPoint) -> Outcome:
     """Read the outcome of a finished run from its log."""
     lines = read_log(point.config.run_dir)
     steps = [line for line in lines if line["kind"] == "step"]

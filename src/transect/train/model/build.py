@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ...checkpoints.adapter import StoredAdapter, merged_weights
 from ...checkpoints.adapter_peft import write_adapter
-from ...checkpoints.grown import grown_tables
 from ...checkpoints.hf_out import save_hf
 from ...checkpoints.load import adapter_of, fill, stored_weights
 from ...checkpoints.resolve import ModelSource, resolve, with_adapter
@@ -26,12 +25,12 @@ from ...spec.model import ModelConfig
 from ...text.chat_template import ChatTemplate
 from ...text.export import export_tokenizer
 from ...text.model_text import template_text
-from ...text.new_tokens import write_with_tokens
 from ...text.tokenizer import Tokenizer
 from ..adapters.lora import adapter_folder, attach, plain_state, settled, trained_adapter
 from ..config import TrainConfig
 from ..config.adapters import LoRAConfig
 from ..data.chat import run_template
+from .new_tokens import grown_tables, write_with_tokens
 
 log = logging.getLogger(__name__)
 

@@ -49,7 +49,7 @@ from ...ops.norm import add_rms_norm, rms_norm
 from ...ops.position import norm_rotary, rotary
 from ...parallel.ring import RingContext
 from .activations import Checkpointing
-from .merged_products import Product, Scratch, product
+from .merged_products import MergedProduct, Scratch, product
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ class Attending(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedDocuments:
     """Attention within each document. cu_seqlens ``[documents + 1]``: first tokens of the documents."""
 
     cu_seqlens: Tensor
@@ -91,12 +91,12 @@ class MergedStep:
     attention: Attending
     passed: Tensor | None = None
 
-    def room(self, below: Product, like: Tensor) -> Tensor:
+    def room(self, below: MergedProduct, like: Tensor) -> Tensor:
         """Return memory ``[T, D]`` for the gradient of the layer ``below``."""
         self.passed = below.room(like.shape[0], like.shape[1])
         return self.passed[:, : like.shape[1]]
 
-    def with_room(self, g_TD: Tensor, needs: Product) -> Tensor:
+    def with_room(self, g_TD: Tensor, needs: MergedProduct) -> Tensor:
         """Return g with the spare columns that ``needs`` requires: in place if it has them, else copied."""
         if not needs.spare:
             return g_TD.contiguous()
@@ -229,7 +229,9 @@ class MergedLayer:
         )
         return [of_q if first.weight.requires_grad else None, of_k if second.weight.requires_grad else None]
 
-    def _normed(self, norm: Any, into: Product, x_TD: Tensor, d_TD: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _normed(
+        self, norm: Any, into: MergedProduct, x_TD: Tensor, d_TD: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute the norm of x + d, with spare columns for the following product, and x + d."""
         n = into.room(x_TD.shape[0], into.inputs)
         place = n[:, : into.inputs]
@@ -385,7 +387,7 @@ def attending(context: AttentionContext) -> Attending | None:
     """Return the form of attention in a context; None if merged layers do not support it."""
     if isinstance(context, RingContext):
         return context.kernels
-    return Packed(context.cu_seqlens) if isinstance(context, VarlenContext) else None
+    return PackedDocuments(context.cu_seqlens) if isinstance(context, VarlenContext) else None
 
 
 class MergedLayers:

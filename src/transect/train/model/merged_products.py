@@ -55,17 +55,17 @@ class Scratch:
         return self._memory[: rows * columns].view(rows, columns)
 
 
-def product(weight: Weight, scratch: Scratch) -> Product:
+def product(weight: Weight, scratch: Scratch) -> MergedProduct:
     """Build the product of a projection."""
     parts = [matrix.training_part() for matrix in weight.matrices]
     whole = weight.join() if all(part.parameter is not None for part in parts) else None
     if whole is None:
         weight.unjoin()
         return AdaptedProduct(parts, scratch)
-    return Product(parts, whole.dense().detach())
+    return MergedProduct(parts, whole.dense().detach())
 
 
-class Product:
+class MergedProduct:
     """Plain matrices, in one storage: their parameters are views of it."""
 
     spare = 0
@@ -121,7 +121,7 @@ def weight_gradient(g: Tensor, x: Tensor) -> Tensor:
     return matmul.matmul(g.T, x.T)
 
 
-class AdaptedProduct(Product):
+class AdaptedProduct(MergedProduct):
     """Frozen matrices of any kind, some or all with adapters."""
 
     def __init__(self, parts: Sequence[TrainingPart], scratch: Scratch) -> None:

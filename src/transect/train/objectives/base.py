@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..data.batches import Batch
 from ..data.loader import Position
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class StepFailed(ValueError):
@@ -58,8 +58,8 @@ class Objective:
         raise NotImplementedError
 
     def loss(self, batch: Batch) -> Tensor:
-        """Compute the mean loss over the labels of a micro-batch on the model's device. A loss without a gradient is no
-        part of the step, and ``metrics`` does not count it."""
+        """Compute the mean loss over the labels of a micro-batch on the model's device. A loss without a gradient is
+        not part of the step, and ``metrics`` does not count it."""
         raise NotImplementedError
 
     def metrics(self) -> Sums:
@@ -67,7 +67,7 @@ class Objective:
         their means over all ranks."""
         return {}
 
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
         """Evaluate on validation data; None without data. ``share``: this rank's part; all ranks call it."""
         raise NotImplementedError
 

@@ -26,7 +26,7 @@ from .base import Evaluation
 from .divergence import Divergence, distillation_loss
 from .logprobs import batch_hidden
 from .next_token import NextToken
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class Distillation(NextToken):
@@ -72,7 +72,7 @@ class Distillation(NextToken):
         return {"divergence": (total, sum(count for _, count in self._seen))}
 
     @torch.no_grad()
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
         """Compute the training loss on the validation data, and the cross entropy of the data's own tokens."""
         if self.validation is None:
             return None

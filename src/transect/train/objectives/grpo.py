@@ -50,8 +50,8 @@ from .drawn import Cut, kept_tokens
 from .logprobs import batch_hidden, token_logprobs
 from .reference import Reference
 from .rewards import Judge, read_prompts
-from .rollout import Answer, roll_out
-from .share import WHOLE, Share, Sums
+from .rollout import SampledAnswer, roll_out
+from .share import WHOLE, RolloutShare, Sums
 
 log = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class GRPO(Objective):
                 found["kl"] = float(share @ values[:, 2])
         return {name: (value, 1) for name, value in found.items()}  # of one rank, which has drawn all
 
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
         """Draw greedy answers to the held-out prompts; the loss is minus their mean reward. One rank draws them all."""
         if self._held_out is None:
             return None
@@ -255,16 +255,16 @@ class GRPO(Objective):
                 rollout.reference_N = self._logprobs(rollout)
         return rollout
 
-    def _answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[Answer]:
+    def _answers(self, prompts: Sequence[Sequence[int]], params: SamplingParams, seed: int) -> list[SampledAnswer]:
         ends = self._tokenizer.eos_token_ids
         return roll_out(self._trainable.model, prompts, params, eos_token_ids=ends, seed=seed)
 
-    def _rewards(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> np.ndarray:
+    def _rewards(self, answers: Sequence[SampledAnswer], records: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Compute each function's reward for each answer, ``[answers, functions]``."""
         texts = [self._tokenizer.decode(answer.token_ids) for answer in answers]
         return np.array([self._judge(text, records[a.prompt]) for text, a in zip(texts, answers, strict=True)])
 
-    def _summarise(self, rewards: np.ndarray, total: np.ndarray, answers: Sequence[Answer]) -> None:
+    def _summarise(self, rewards: np.ndarray, total: np.ndarray, answers: Sequence[SampledAnswer]) -> None:
         judged = total[~np.isnan(total)]
         self._summary = {
             "reward": float(judged.mean()) if len(judged) else 0.0,

@@ -17,7 +17,7 @@ from ...ops.registry import Unavailable, get
 from ...parallel.parallelize import Parallel
 from ...parallel.pipeline import StagedBatch
 from ..data.batches import IGNORE, Batch, padded
-from .share import WHOLE, Share
+from .share import WHOLE, RolloutShare
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +81,11 @@ def piece(parallel: Parallel, batch: Batch, loss: TokenLoss, share: float = 1.0)
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, batches: Iterable[Batch], loss: TokenLoss, parallel: Parallel | None = None, share: Share = WHOLE
+    model: Decoder,
+    batches: Iterable[Batch],
+    loss: TokenLoss,
+    parallel: Parallel | None = None,
+    share: RolloutShare = WHOLE,
 ) -> tuple[float, int]:
     """Compute the mean loss in nats over all labels of the batches, and the number of labels; ``share``: this rank's
     part of the batches."""

@@ -20,7 +20,7 @@ from ..model.build import Trainable
 from .base import Evaluation, Objective
 from .examples import ExampleBatch, Examples, read_pairs
 from .logprobs import batch_logprobs, document_sums
-from .share import WHOLE, Share, Sums
+from .share import WHOLE, RolloutShare, Sums
 
 
 class Preferences(Objective):
@@ -93,7 +93,7 @@ class Preferences(Objective):
         return _sums(self._seen)
 
     @torch.no_grad()
-    def evaluate(self, share: Share = WHOLE) -> Evaluation | None:
+    def evaluate(self, share: RolloutShare = WHOLE) -> Evaluation | None:
         if self._validation is None:
             return None
         total, examples, seen = 0.0, 0, []

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data.documents import Tally
+from ..data.documents import RowCounts
 from ..data.files import find
 from ..data.layouts import check_columns, prompt_of, renamed
 from ..data.messages import Messages
@@ -148,7 +148,7 @@ def read_prompts(
     for file in find(list(paths), setting):
         if file.kind in ("text", "tokens"):
             raise ValueError(f'{file.path} holds no prompts: objective = "grpo" needs rows with a "prompt"')
-        tally = Tally(str(file.path), "prompts", "the answers to them")
+        tally = RowCounts(str(file.path), "prompts", "the answers to them")
         for where, row in file.rows():
             try:
                 if isinstance(row, ValueError):

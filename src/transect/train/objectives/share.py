@@ -1,4 +1,4 @@
-"""``Share``: a rank's part of the validation batches, if ranks along the data axis share them."""
+"""``RolloutShare``: a rank's part of the validation batches, if ranks along the data axis share them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Sums = Mapping[str, tuple[float, int]]
 Measured = TypeVar("Measured")
 
 
-class Share:
+class RolloutShare:
     """One rank's share of a rollout; without arguments, all of it.
 
     Args:
@@ -56,5 +56,5 @@ class Share:
         return {name: (total / max(count, 1), count) for name, (total, count) in found.items()}
 
 
-WHOLE = Share()
+WHOLE = RolloutShare()
 """Share of a rank that computes everything."""

@@ -19,7 +19,7 @@ from ...scheduling.batch import TokenLogprobs
 from ...scheduling.sampling_params import MAX_LOGPROBS
 from ..sampler import group_mass
 from .adjust_state import AdjustState
-from .step_inputs import Fields
+from .step_inputs import StepFields
 
 OUTPUT_BYTES = 10
 """Bytes of one draw: its token, and two flags."""
@@ -121,7 +121,7 @@ def device_sampler(device: torch.device) -> DeviceSampler:
 
     def sample(
         logits_RV: Tensor,
-        fields: Fields,
+        fields: StepFields,
         drawn: Drawn,
         state: AdjustState,
         adjusts: bool,

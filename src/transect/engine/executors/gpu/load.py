@@ -66,8 +66,8 @@ def load(
         ValueError: a file of the model is at fault.
     """
     config, tricks = setup.config, setup.tricks
-    chained = config.gpu.chained_blocks and not config.deterministic
-    work = warm_kernels.Work(
+    chained = not config.deterministic
+    work = warm_kernels.KernelWork(
         config=setup.model,
         dtype=setup.dtype,
         block_size=config.block_size,

@@ -18,7 +18,7 @@ from .sharing_runner import GPUSharingRunner, GPUSharingStageRunner
 from .stage_runner import GPUStageRunner
 
 
-class Measured(NamedTuple):
+class MeasuredBytes(NamedTuple):
     """Bytes."""
 
     tables: int
@@ -27,7 +27,7 @@ class Measured(NamedTuple):
     """Bytes of activations and logits."""
 
 
-def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
+def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> MeasuredBytes:
     """Run the largest steps once, on a cache of two blocks. All ranks of a ``mesh`` must call it."""
     held = torch.cuda.memory_allocated(setup.device)
     runner = trial_runner(model, setup.config.block_size, setup.cache_dtype, mesh, **setup.tricks, **setup.limits)
@@ -37,7 +37,7 @@ def measure(setup: Setup, model: Decoder, mesh: Mesh | None = None) -> Measured:
     peak = torch.cuda.max_memory_allocated(setup.device) - held - tables
     del runner
     torch.cuda.empty_cache()
-    return Measured(tables, peak)
+    return MeasuredBytes(tables, peak)
 
 
 def trial_runner(

@@ -37,14 +37,14 @@ from ...scheduling.batch import Handle, LateWork, ScheduledBatch, StepResult
 from ...scheduling.constraint import MaskFiller, fill_each
 from ..penalties import Pick
 from ..prompt_results import prompt_results
-from ..runner import Done, Waiting, copy_blocks
+from ..runner import CompletedStep, Waiting, copy_blocks
 from ..sampler import Sampler
 from .adjust_state import AdjustState
 from .device_sampling import OUTPUT_BYTES, Drawn, LogprobTensors, device_sampler
 from .graphs import GraphCache
 from .mask_table import MaskTable
 from .pending_step import PendingStep
-from .step_inputs import Fields, StepLayout
+from .step_inputs import StepFields, StepLayout
 from .step_plan import StepPlan, StepPlanner, Variant
 from .step_ring import RING, StepRing, whole_lines
 from .step_sizes import FEWEST_ROWS, MixedSize, mixed_sizes, row_bucket, token_bucket, width_bucket, widths
@@ -324,7 +324,7 @@ class GPURunner:
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _fields(self, layout: StepLayout) -> Fields:
+    def _fields(self, layout: StepLayout) -> StepFields:
         """Return the inputs of a step on the device."""
         return layout.tensors(self._arena[self._inputs_at : self._inputs_at + layout.nbytes])
 
@@ -443,7 +443,7 @@ class GPURunner:
         fields = self._fields(plan.layout)
         return self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
 
-    def _wanted(self, fields: Fields) -> Wanted:
+    def _wanted(self, fields: StepFields) -> Wanted:
         """Return the tokens that the draws need: the last token of each draw's sequence, which then is
         ``draw_position`` long."""
         starts = torch.arange(len(fields.last) + 1, dtype=torch.int32, device=self._device)
@@ -459,12 +459,12 @@ class GPURunner:
         plan: StepPlan,
         logits_RV: Sampled,
         known: StepResult,
-    ) -> Done:
+    ) -> CompletedStep:
         """Draw as ``Runner`` does; the tokens are sent back to the device for the next step."""
         ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
         picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
         if not picks:
-            return Done(known)
+            return CompletedStep(known)
         assert isinstance(logits_RV, Tensor)
         with self._on_stream():
             samples = sampler.sample(logits_RV.float(), picks, self._host_tokens)
@@ -472,7 +472,7 @@ class GPURunner:
         drawn = torch.tensor([samples.tokens.get(seq_id, 0) for seq_id in plan.seq_ids])
         with self._on_stream():
             self._drawn.token[: len(drawn)].copy_(drawn)
-        return Done(samples.added_to(known))
+        return CompletedStep(samples.added_to(known))
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)

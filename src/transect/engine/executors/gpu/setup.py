@@ -19,7 +19,6 @@ from ....costs.steps import launch_bound_tokens
 from ....costs.storage import Layouts, Storage, storage_for, storage_held
 from ....costs.units import GIB
 from ....ops.attention.paged.cache_codes import refusal as cache_refusal
-from ....ops.attention.paged.dispatch import PagedTriton
 from ....ops.lang.jit import has_dependent_launch
 from ....ops.linear.stream_products import StreamProducts
 from ....ops.opset import OpSet, resolve_ops, with_dependent_launch
@@ -132,12 +131,7 @@ def set_up(
     if stream is not None:
         storage = replace(storage, streamed=stream.bytes)
     longest = config.max_model_len or model.max_position
-    ops = gpu_ops(
-        device,
-        deterministic=config.deterministic,
-        dependent_launch=config.gpu.dependent_launch,
-        streamed_sinks=config.gpu.streamed_sinks,
-    )
+    ops = gpu_ops(device, deterministic=config.deterministic, dependent_launch=config.gpu.dependent_launch)
     asked, config = repr(config), without_graphs(config, ops, stream)
     return Setup(
         config=config,
@@ -187,18 +181,9 @@ def check_cache(config: EngineConfig, model: ModelConfig) -> None:
         raise ValueError(f"{reason}: leave kv_cache_dtype out, or take fp8")
 
 
-def gpu_ops(
-    device: torch.device,
-    *,
-    deterministic: bool = False,
-    dependent_launch: bool = True,
-    streamed_sinks: bool = False,
-) -> OpSet:
-    """Return the operators of an engine on a GPU. ``dependent_launch``: use dependent launch if the GPU has it
-    (Hopper); ``streamed_sinks``: as in ``GPUOptions``."""
+def gpu_ops(device: torch.device, *, deterministic: bool = False, dependent_launch: bool = True) -> OpSet:
+    """Return the operators of an engine on a GPU, with dependent launch if asked for and the GPU has it (Hopper)."""
     ops = resolve_ops(device, ("triton", "torch"), batch_invariant=deterministic)
-    if streamed_sinks and isinstance(ops.paged_attention, PagedTriton):
-        ops = replace(ops, paged_attention=replace(ops.paged_attention, streamed_sinks=True))
     dependent_launch = dependent_launch and has_dependent_launch(device)
     if dependent_launch and not deterministic:
         ops = replace(ops, stream_products=StreamProducts(device))
@@ -230,20 +215,19 @@ def runner_tricks(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, ops: OpSet
 ) -> dict[str, Any]:
     """Return further options of ``GPURunner`` on this device, by argument name."""
-    switches = config.gpu
     shares = config.shares_data and config.enable_expert_parallel
     hopper = dtype == torch.bfloat16 and not config.deterministic and not torch.version.hip
     hopper = hopper and torch.cuda.get_device_capability(device) == (9, 0)
     return {
-        "whole_prompts": WHOLE_PROMPTS if switches.prompt_attention and not config.deterministic else None,
+        "whole_prompts": None if config.deterministic else WHOLE_PROMPTS,
         # Of a stage the last layer is not the model's, and ranks that share experts gather as many tokens in each.
-        "prune_last_layer": switches.prune_last_layer and config.layout.pipeline == 1 and not shares,
+        "prune_last_layer": config.layout.pipeline == 1 and not shares,
         # Without graphs, which torch's operators do not have, kernels that copy are for nothing; and a pass that
         # launches none (warm_kernels.py) still runs torch's, which read a step's lengths.
-        "copy_kernels": switches.copy_kernels and not by_torch(ops),
+        "copy_kernels": not by_torch(ops),
         # ops/linear/few_rows takes any number of rows on Hopper, but not in deterministic mode.
         "fine_rows": hopper,
-        "graph_tokens": launch_bound_tokens(model) if switches.prefill_graphs and config.cuda_graphs != "off" else 0,
+        "graph_tokens": 0 if config.cuda_graphs == "off" else launch_bound_tokens(model),
         # torch's operators take no tokens that belong to no row.
         "pad_tokens": 1 if by_torch(ops) else None,
     }

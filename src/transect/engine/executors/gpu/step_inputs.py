@@ -20,7 +20,7 @@ ALIGNMENT = 16
 """Alignment in bytes. Triton recompiles a kernel for a pointer with another alignment."""
 
 
-class Fields(NamedTuple):
+class StepFields(NamedTuple):
     """Inputs of one step: numpy arrays, or tensors."""
 
     seed: Any
@@ -78,7 +78,7 @@ class StepLayout:
     width: int
 
     def places(self) -> tuple[tuple[int, tuple[int, ...], type], ...]:
-        """Return (offset in bytes, shape, type) of each field, in the order of ``Fields``."""
+        """Return (offset in bytes, shape, type) of each field, in the order of ``StepFields``."""
         return _places(self)[0]
 
     @property
@@ -86,18 +86,18 @@ class StepLayout:
         """Bytes of all fields together."""
         return _places(self)[1]
 
-    def numpy(self, memory: np.ndarray) -> Fields:
+    def numpy(self, memory: np.ndarray) -> StepFields:
         """Return views of uint8 memory."""
-        return Fields(
+        return StepFields(
             *(
                 memory[at : at + prod(shape) * _BYTES[kind]].view(kind).reshape(shape)
                 for at, shape, kind in self.places()
             )
         )
 
-    def tensors(self, memory: Tensor) -> Fields:
+    def tensors(self, memory: Tensor) -> StepFields:
         """Return views of a uint8 tensor."""
-        return Fields(
+        return StepFields(
             *(
                 memory[at : at + prod(shape) * _BYTES[kind]].view(_TORCH[kind]).view(shape)
                 for at, shape, kind in self.places()
@@ -108,7 +108,7 @@ class StepLayout:
 @cache
 def _places(layout: StepLayout) -> tuple[tuple[tuple[int, tuple[int, ...], type], ...], int]:
     tokens, rows, draws = (layout.tokens,), (layout.rows,), (layout.draws,)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(Fields._fields, draws)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepFields._fields, draws)
     shapes |= {"token": tokens, "source": tokens, "position": tokens, "start": (layout.rows + 1,), "length": rows}
     shapes["table"] = (layout.rows, layout.width)
     found = []
@@ -132,9 +132,9 @@ class StepMemory:
     again."""
     step: int = 0
     """Last step that was written here."""
-    _fields: dict[StepLayout, Fields] = field(default_factory=dict)
+    _fields: dict[StepLayout, StepFields] = field(default_factory=dict)
 
-    def fields(self, layout: StepLayout) -> Fields:
+    def fields(self, layout: StepLayout) -> StepFields:
         """Return cached views for a layout; layouts must be few."""
         found = self._fields.get(layout)
         if found is None:

@@ -47,7 +47,7 @@ from ....models.context import WholePrompts
 from ...scheduling.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
 from .adjust_state import AdjustState
 from .sequence_table import SequenceTable
-from .step_inputs import Fields, StepLayout, StepMemory
+from .step_inputs import StepFields, StepLayout, StepMemory
 from .step_sizes import FEWEST_ROWS, mixed_size, ragged_rows, row_bucket, width_bucket
 
 
@@ -356,7 +356,7 @@ class StepPlanner:
         return shape, [*chunks, *singles]
 
     def _draws(
-        self, fields: Fields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
+        self, fields: StepFields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
     ) -> tuple[Variant, Sequence[int]]:
         """Fill in the parameters of the draws; draws beyond the last are greedy."""
         table, step = self._sequences, self.step
@@ -387,5 +387,5 @@ class StepPlanner:
 
     def token_source(self, layout: StepLayout) -> np.ndarray:
         """Return the locations of ``token``, as int64 indices from the beginning of the arena."""
-        at = layout.places()[Fields._fields.index("token")][0]
+        at = layout.places()[StepFields._fields.index("token")][0]
         return np.arange(layout.tokens, dtype=np.int32) + (self._inputs_at + at) // 8

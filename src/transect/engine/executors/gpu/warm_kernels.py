@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class KernelWork:
     """Limits of the engine whose steps are compiled for."""
 
     config: ModelConfig
@@ -77,7 +77,7 @@ def _load(kernel: CollectedKernel) -> None:
     kernel.load().run  # noqa: B018  (the property that loads its module)
 
 
-def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | None, settings: str) -> Warming:
+def start(work: KernelWork, ops: OpSet, device: torch.device, compilers: Compilers | None, settings: str) -> Warming:
     """Start compiling all kernels, unless that has been done before. ``settings``: the configuration, for ``hint``."""
     if compilers is None or INTERPRETED:
         return Warming()
@@ -98,7 +98,7 @@ def start(work: Work, ops: OpSet, device: torch.device, compilers: Compilers | N
 
 
 @torch.inference_mode()
-def run(work: Work, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
+def run(work: KernelWork, ops: OpSet, device: torch.device, all_needed: Callable[[], None]) -> None:
     """Run all kinds of steps on a layer or two, then call ``all_needed``, then run steps that only requests with
     penalties or grammars make."""
     # Norms in the products on both sides of them stand between two layers.
@@ -152,7 +152,7 @@ class Task(NamedTuple):
     """Tokens of all ``rows``, some of which are for prompts while the others decode; ``tokens_each`` is then unused."""
 
 
-def tasks(work: Work) -> list[Task]:
+def tasks(work: KernelWork) -> list[Task]:
     """List all steps to run by compile time, longest first: draws, attention with few rows, whole prompts."""
     sizes = row_buckets(work.max_num_seqs, work.fine_rows)
     ragged = [rows for rows in row_buckets(work.max_num_seqs) if rows >= FEWEST_ROWS] or [FEWEST_ROWS]

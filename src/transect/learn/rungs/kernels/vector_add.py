@@ -20,7 +20,7 @@ kernel touches.
 """
 
 from ....costs.work import Cost
-from ...record import Case, Compiled, Rung, Slip, Speed
+from ...record import Case, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -97,7 +97,7 @@ RUNG = Rung(
         large=lambda rng: [normal(rng, 1 << 24), normal(rng, 1 << 24)],
     ),
     compiled=(
-        Compiled(
+        ToCompile(
             "_add_kernel", {"x_ptr": "*fp32", "y_ptr": "*fp32", "z_ptr": "*fp32", "n": "i32"}, {"BLOCK": 1024}, ("n",)
         ),
     ),

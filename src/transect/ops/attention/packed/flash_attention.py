@@ -43,7 +43,7 @@ from ... import shapes
 from ...lang import cuda
 from ...lang.jit import INTERPRETED, TRITON_TARGETS, available
 from ...numerics import compute_dtype, sample
-from ...registry import Case, Implementation, Kernel, Op, Trace, register
+from ...registry import Case, Implementation, Kernel, KernelTrace, Op, register
 from . import hopper as hopper
 from . import peers
 from .backward import backward as backward
@@ -325,12 +325,12 @@ def _kernels() -> Sequence[Kernel]:
     return [*forward_kernels(), *hopper.kernels(), *backward_kernels()]
 
 
-def _trace() -> Trace:
+def _trace() -> KernelTrace:
     def arguments() -> Mapping[str, Any]:
         q, k, v = (sample(12, 1, 16, seed=seed) for seed in range(3))
         return {"q": q, "k": k, "v": v, "cu_seqlens": torch.tensor([0, 12], dtype=torch.int32), "scale": 0.25}
 
-    return Trace(
+    return KernelTrace(
         arguments,
         functools.partial(forward, tiling=PackedTiling(4, 4, 1, 1)),
         ("_walk_keys", "start", "fade", "l", "m"),

@@ -44,8 +44,6 @@ class PagedTriton:
     """Run prefill chunks by the kernel of ``paged/prefill_hopper.py``, where it takes the inputs."""
     decode: PagedDecode | None = None
     """Run decode rows by this kernel, where it takes the inputs."""
-    streamed_sinks: bool = False
-    """That kernel takes heads with sinks too."""
     whole: bool = False
     """Rows of one query take the path of prefill chunks, in the same tiles. A query's sums are then the same to the bit
     whatever the batch is, and however its prompt is cut into chunks."""
@@ -89,7 +87,7 @@ class PagedTriton:
         some, ones = (q, k_cache, v_cache, chunks, scale, window), (q, k_cache, v_cache, singles, scale, window)
         how: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "chunk": chunk}
         plain = all(each is None for each in how.values())
-        sunk = self.streamed_sinks and sinks is not None and softcap is None and chunk is None
+        sunk = sinks is not None and softcap is None and chunk is None
         sunk = sunk and paged_decode_hopper.sinks_refusal(q, k_cache, sinks) is None  # type: ignore[arg-type]
         streams = self.decode is not None and (plain or sunk)
         streams = streams and not paged_decode_hopper.mixed_refusal(q, k_cache, v_cache, singles)

@@ -41,7 +41,7 @@ from ...lang.jit import INTERPRETED, TRITON_TARGETS, available, multiprocessors,
 from ...lang.tiles import describe, fits_descriptor
 from ...numerics import compute_dtype, sample
 from ...peers import compiled
-from ...registry import Case, Implementation, OnHost, Op, Trace, register
+from ...registry import Case, Implementation, KernelTrace, OnHost, Op, register
 from .tiling import ManyRowsTiling, choose, knobs
 from .triton import gradient_kernel, kernels, persistent_kernel, tile_kernel
 
@@ -427,11 +427,11 @@ def _examples() -> Sequence[dict[str, Any]]:
     ]
 
 
-def _trace() -> Trace:
+def _trace() -> KernelTrace:
     def arguments() -> Mapping[str, Any]:
         return {"x": sample(12, 8), "weight": sample(16, 8, seed=1)}
 
-    return Trace(
+    return KernelTrace(
         arguments,
         functools.partial(matmul, tiling=ManyRowsTiling(bm=4, bn=4, bk=4, group=2, warps=1)),
         note="Programs go down a group of 2 row tiles before they go on to the next column: those in flight share rows "

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ....parallel.replicas import Replicas
+from ....parallel.replicas import GradientReplicas
 from ....parallel.sharded import Sharded
 from ....spec.layouts.ranks import check_shares
 from ...data.batches import Batch
@@ -47,7 +47,7 @@ class Replicated(Together):
 
     def _shared(
         self,
-        spread: Replicas | Sharded,
+        spread: GradientReplicas | Sharded,
         batches: Sequence[Batch],
         loss_of: LossOf,
         losses: Tensor,
@@ -63,6 +63,6 @@ class Replicated(Together):
             if not last:
                 spread.collect()
         self.at("the sums of gradients")
-        gradients = spread.local() if own and isinstance(spread, Replicas) else spread.reduce()
+        gradients = spread.local() if own and isinstance(spread, GradientReplicas) else spread.reduce()
         self.mesh.replicas.all_reduce(losses)
         return gradients

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ....models.decoder import Decoder
 from ....models.stored import StoredWeights
 from ....parallel.mesh import Mesh
-from ....parallel.parallelize import Parallel, ParallelPlan, parallelize
-from ....parallel.replicas import Replicas
+from ....parallel.parallelize import Parallel, parallelize
+from ....parallel.plan import ParallelPlan
+from ....parallel.replicas import GradientReplicas
 from ....parallel.sharded import Sharded
 from ....parallel.world import World
 from ...config import TrainConfig
@@ -38,12 +39,12 @@ class Together(Alone):
         self.mesh = Mesh(world, config.parallel.layout)
 
     @property
-    def spread(self) -> Replicas | Sharded | None:
+    def spread(self) -> GradientReplicas | Sharded | None:
         """Sums over ranks with the same weights, after ``take``; None if no other rank has them."""
         return self.parallel.spread
 
     @property
-    def _writer(self) -> Replicas | Sharded | None:
+    def _writer(self) -> GradientReplicas | Sharded | None:
         """Ranks that write their part of the state to a checkpoint; None if the first one writes all of it."""
         return None if self.parallel.cut else self.spread
 
@@ -126,7 +127,7 @@ class Together(Alone):
         parallel = self.parallel
         if not parallel.plan.fused or parallel.plan.zero or parallel.mesh.parts.size > 1 or parallel.shares_experts:
             return parallel.norm(gradients)
-        square = self.spread.square if isinstance(self.spread, Replicas) else None
+        square = self.spread.square if isinstance(self.spread, GradientReplicas) else None
         return optimizer.gradient_norm() if square is None else square.sqrt()
 
     def stepped(self, optimizer: Optimizer) -> None:
