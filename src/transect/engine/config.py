@@ -15,7 +15,7 @@ from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_nam
 from ..spec.settings import About, changed_fields, check_values
 from .executors.gpu.options import GPUOptions
 from .scheduling.drafters.registry import SpeculativeConfig
-from .scheduling.policies.order import SchedulingPolicy
+from .scheduling.policies.orders.registry import scheduling_policies
 from .scheduling.scheduler_config import Batching
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -176,7 +176,7 @@ class EngineConfig:
     kv_cache_tokens: Annotated[int | None, ONE_OR_MORE] = None
     enable_prefix_caching: Annotated[bool, About(option="prefix-caching", also=("enable_prefix_caching",))] = True
     batching: Batching = "continuous"
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduling_policy: Annotated[str, About(choices=scheduling_policies)] = "fcfs"
     longest_first: bool | None = None
     scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None
