@@ -223,9 +223,9 @@ def load_model(
         there = packed_matrices(model)
         fill(model, (each for each in weights if each[0] not in there))
     if beside is not None and any(name.startswith("layers.") for name in beside.factors):
-        log.info("the adapter stays beside packed weights: layers run operator by operator")
         put_beside(model, beside)
-        return model
+        by_layer = by_layer or any(low.magnitude is not None for low in beside.factors.values())
+        log.info("the adapter stays beside packed weights%s", ": layers run operator by operator" if by_layer else "")
     if by_layer:
         return model
     return run_natively(model, library, cache_dtype(dtype, kv_cache_dtype), block_size)
@@ -336,7 +336,7 @@ def _load_torch(
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     values = rounded_values(quantization)
     kinds = kinds_for(quantization, "cpu") if values is None else None
-    packed = quantization is None and source.adapter is None and stream is None
+    packed = quantization is None and source.adapter is None and stream is None and not deterministic
     if packed and number_type is not torch.float32:
         kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))
     model = allocated(Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds), device, stream, join=False)

@@ -6,8 +6,9 @@ A step's time is a sum of parts:
 
 ``base`` is the time of any step: a model's weights are read however few tokens there are. ``f`` rises from knot to knot
 (1, 16, 64, ... tokens): nearly flat where weights are read anyway, then as steep as arithmetic makes it. ``keys`` are
-the positions of the cache that rows of one token attend to, ``pairs`` those of all tokens of prompts. ``scored`` are
-tokens of prompts whose log-probabilities are wanted: their logits are computed and ranked.
+positions of the cache that rows read, once for each row, and ``pairs`` those that each token of a prompt attends to:
+bytes and arithmetic of attention. ``scored`` are tokens of prompts whose log-probabilities are wanted: their logits are
+computed and ranked.
 
 The parts are the state of a Kalman filter (Kalman 1960). Every measured step corrects the parts that it consists of, in
 proportion to their uncertainty. Nothing is assumed of the device: the first step sets the scale, and a token of a part
@@ -32,6 +33,10 @@ DRIFT = 1e-3
 DEVIATIONS = 3.0
 SMOOTHING = 0.02
 """The share of the newest step in ``StepTimes.error``."""
+FEW_KEYS, FEW_PAIRS = 16_384, 1 << 16
+"""Keys, and pairs, that may take as long as the first step. On a processor 65,536 pairs take as long as a token of the
+same model, on a GPU a fortieth of that: an uncertainty that is too small would have their time taken for that of
+tokens, and steps deep in a long prompt be too long."""
 SHORTEST = 1e-7
 """Seconds: a shorter step is below what clocks can tell, and teaches nothing."""
 SURPRISE = 3.0
@@ -67,8 +72,9 @@ class StepTimes:
         """First uncertainty of each part."""
         self._ends = [0.0] * len(KNOTS)
         """Predicted seconds of a step without attention, at each knot."""
-        self._keys = self._pairs = 0.0
-        """Predicted seconds of a position that decodes read, and of one that prompts attend to."""
+        self._keys = self._pairs = self._scored = 0.0
+        """Predicted seconds of a position that a row reads, of one that a prompt's token attends to, and of a scored
+        token."""
 
     def predict(self, load: StepLoad) -> float:
         """Predict the seconds of a step; 0 before the first was measured. More work never takes less time: a part that
@@ -83,7 +89,7 @@ class StepTimes:
             low, high = KNOTS[place - 1], KNOTS[place]
             before = ends[place - 1]
             found = before + (ends[place] - before) * ((tokens - low) / (high - low))
-        return found + self._keys * load[1] + self._pairs * load[2]
+        return found + self._keys * (load[1] + load.context) + self._pairs * load[2] + self._scored * load.scored
 
     def soonest(self, load: StepLoad) -> float:
         """Return the earliest likely end of a step: the prediction less ``DEVIATIONS`` standard deviations."""
@@ -128,7 +134,7 @@ class StepTimes:
 
         Args:
             beside: the part of the step that is fixed; its tokens are part of the answer.
-            context: positions that each token beyond those attends to.
+            context: positions before the tokens beyond those, all of which each of them attends to.
             limit: the largest answer.
             scored: tokens beyond those of ``beside`` may be of prompts whose log-probabilities are wanted.
         """
@@ -136,8 +142,11 @@ class StepTimes:
 
         def fits(tokens: int) -> bool:
             more = tokens - least
-            pairs = beside.pairs + more * context
-            return self.predict(StepLoad(tokens, beside.keys, pairs, scored=more if scored else 0)) <= seconds
+            pairs = beside.pairs + more * context + more * (more + 1) // 2
+            load = beside._replace(
+                tokens=tokens, pairs=pairs, scored=more if scored else 0, context=beside.context + context + more
+            )
+            return self.predict(load) <= seconds
 
         low, high = least, max(limit, least)
         if fits(high):
@@ -158,7 +167,7 @@ class StepTimes:
         """Prepare predictions."""
         known = [max(part, 0.0) for part in self._parts]
         self._ends = list(accumulate(known[:_KEYS]))
-        self._keys, self._pairs = known[_KEYS], known[_PAIRS]
+        self._keys, self._pairs, self._scored = known[_KEYS:]
 
     def _spread(self, parts: list[Part]) -> list[float]:
         """Covariances of all parts with the prediction of a step."""
@@ -179,10 +188,10 @@ class StepTimes:
 
     def _begin(self, load: StepLoad, seconds: float) -> None:
         """Start from the first step: half of it base, half tokens, and each part as uncertain as if the step had
-        consisted of it alone."""
+        consisted of it alone: of so many keys or pairs, where it had few."""
         each = seconds / load.tokens
         widths = [each * (after - before) for before, after in pairwise(KNOTS)]
-        attention = [0.1 * seconds / max(load.keys, 4096), 0.1 * seconds / max(load.pairs, 1 << 20)]
+        attention = [seconds / max(load.keys + load.context, FEW_KEYS), seconds / max(load.pairs, FEW_PAIRS)]
         self._first = [seconds, *widths, *attention, each]
         self._parts = [0.5 * seconds, *(0.5 * width for width in widths), 0.0, 0.0, 0.5 * each]
         for part, first in enumerate(self._first):
@@ -196,8 +205,8 @@ def _parts_of(load: StepLoad) -> list[Part]:
     if 0 < place < len(KNOTS):
         low = KNOTS[place - 1]
         parts.append((place, (load.tokens - low) / (KNOTS[place] - low)))
-    if load.keys:
-        parts.append((_KEYS, load.keys))
+    if load.keys or load.context:
+        parts.append((_KEYS, load.keys + load.context))
     if load.pairs:
         parts.append((_PAIRS, load.pairs))
     if load.scored:

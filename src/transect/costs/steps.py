@@ -16,7 +16,8 @@ LAUNCH_SECONDS, PRODUCT_RATE = 150e-6, 600e12
 class StepLoad(NamedTuple):
     """The work of a step of prefill chunks and decodes.
 
-    ``learning.py`` learns times over the first three numbers and ``scored``, ``fitting.py`` over all but that.
+    ``learning.py`` learns times over the first three numbers, ``context`` and ``scored``; ``fitting.py`` over all but
+    these two.
     """
 
     tokens: int
@@ -35,11 +36,14 @@ class StepLoad(NamedTuple):
     bytes: float = 0.0
     scored: int = 0
     """Tokens of prompts whose logits are computed and ranked."""
+    context: int = 0
+    """Positions of the KV cache that longer rows read, in all: each row reads its context once, however many tokens it
+    has."""
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int]], scored: int = 0) -> StepLoad:
         """Count the work of rows of (first position, tokens), without padding and floors."""
-        tokens = keys = pairs = count = chunks = 0
+        tokens = keys = pairs = count = chunks = context = 0
         for start, new in rows:
             count += 1
             tokens += new
@@ -47,8 +51,9 @@ class StepLoad(NamedTuple):
                 keys += start + 1
             else:
                 chunks += 1
+                context += start + new
                 pairs += new * start + new * (new + 1) // 2
-        return cls(tokens, keys, pairs, count, chunks, tokens, scored=scored)
+        return cls(tokens, keys, pairs, count, chunks, tokens, scored=scored, context=context)
 
 
 def launch_bound_tokens(config: ModelConfig) -> int:

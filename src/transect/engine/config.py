@@ -13,6 +13,7 @@ from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
 from ..spec.settings import About, changed_fields, check_values
+from ..text.grammar.params import CACHE_BYTES
 from .executors.gpu.options import GPUOptions
 from .scheduling.drafters.registry import SpeculativeConfig
 from .scheduling.policies.orders.registry import scheduling_policies
@@ -108,6 +109,8 @@ class EngineConfig:
             Names are vLLM's: ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The
             number of drafts of each step is chosen by expected gain.
         jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
+        grammar_cache_bytes: Memory in bytes of compiled grammars that are kept for later requests; the least recently
+            used go first.
         max_queue: Requests that may wait; a server answers more with 503. Default: no limit.
         max_queue_bytes: Memory in bytes of requests that wait; one client may have half of it. Default: no limit in
             ``LLM``.
@@ -181,6 +184,7 @@ class EngineConfig:
     scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
+    grammar_cache_bytes: Annotated[int, ONE_OR_MORE] = CACHE_BYTES
     max_queue: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_bytes: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_wait: Annotated[float | None, About(above=0)] = None
@@ -221,10 +225,7 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
         self._check_layout()
-        if self.speculation is not None and self.ranks > 1:
-            raise ValueError(
-                "speculative decoding runs on one device so far: leave out speculative_config, or the parallel sizes"
-            )
+        self._check_speculation()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
 
@@ -257,6 +258,21 @@ class EngineConfig:
     def shares_data(self) -> bool:
         """True if groups of ranks of one engine have requests of their own."""
         return self.layout.data > 1
+
+    def _check_speculation(self) -> None:
+        speculation = self.speculation
+        if speculation is None:
+            return
+        if self.shares_data:
+            raise ValueError(
+                "groups of ranks that share experts take their steps together, and drafts would make those of one "
+                "group longer: leave out speculative_config, or data_parallel_size"
+            )
+        if speculation.drafts_by_model and self.layout.pipeline > 1:
+            raise ValueError(
+                "a model that drafts would hold up all stages of a pipeline: take the speculative method ngram or "
+                "suffix, or tensor_parallel_size in place of pipeline_parallel_size"
+            )
 
     def _check_layout(self) -> None:
         RankLayout(*self.parallel_sizes)

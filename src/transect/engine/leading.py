@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
-from .scheduling.core import EngineCore, StepInFlight
+from .scheduling.core import EngineCore, Lesson, StepInFlight
 from .scheduling.outputs import EngineOutput
 from .scheduling.policies.admission import Admission
 from .scheduling.request import Request
@@ -88,23 +87,27 @@ class LeadingCore(EngineCore):
         if self._ranks.failure is None:
             self._ranks.world.announce(None)
 
-    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
-        seconds = super()._learn(done, ended, late)
-        self._messages.append(Message("learned", (self._work_of(done.batch), seconds)))
-        return seconds
+    def learn(self, lesson: Lesson) -> None:
+        super().learn(lesson)
+        self._tell_times(lesson)
+
+    def _tell_times(self, lesson: Lesson) -> None:
+        self._messages.append(Message("learned", (lesson,)))
 
 
 class FollowingCore(EngineCore):
-    """The engine of another rank. How long steps take, which may size the next ones, it has from rank 0."""
+    """The engine of another rank. It learns step times, which may size the next steps, from rank 0."""
 
     def __init__(self, core: EngineCore) -> None:
         super().__init__(core.scheduler, core.executor, lag=core.lag)
         self.idle = core.idle
         self.scheduler.waiting.admission = Admission()  # rank 0 has refused what is refused
 
-    def learned(self, load: StepLoad, seconds: float) -> None:
-        """Learn the time of a step, as measured on rank 0."""
-        self.scheduler.times.learn(load, seconds)
+    def learned(self, lesson: Lesson) -> None:
+        """Learn from a step as measured on rank 0."""
+        self.learn(lesson)
 
     def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.take_measured()
         return 0.0

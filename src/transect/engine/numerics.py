@@ -24,6 +24,8 @@ from .config import EngineConfig
 if TYPE_CHECKING:
     import torch
 
+    from ..models.decoder import Decoder
+
 SAMPLES, SAMPLE_BYTES, READ_WHOLE = 256, 4096, 2**24
 """Pieces of a large weight file that are looked at, their size, and the size up to which a file is read whole: reading
 a large one would take as long as loading it."""
@@ -78,6 +80,20 @@ def numerics_of(config: EngineConfig, source: ModelSource, device: torch.device,
     else:
         parts |= {"device": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"}
     return Numerics({name: str(value) for name, value in parts.items()}, exact)
+
+
+def is_batch_invariant(model: Decoder) -> bool:
+    """True if a model on a CPU gives a token the same logits in any batch: its layers run in the C++ kernels, or its
+    operators and products are batch-invariant."""
+    from ..models.native import NativeStack
+    from ..ops.registry import get
+
+    if isinstance(model.stack, NativeStack):
+        return True
+    chosen = (get(name).implementations[label] for name, label in model.ops.chosen)
+    return all(each.batch_invariant for each in chosen) and all(
+        getattr(module, "batch_invariant", True) for module in model.modules()
+    )
 
 
 def weights_digest(config: EngineConfig, source: ModelSource) -> str:

@@ -16,7 +16,6 @@ import dataclasses
 
 import msgspec
 
-from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
 from ..parallel.mesh import Mesh
 from ..parallel.world import World
@@ -24,7 +23,7 @@ from ..spec.layouts.ranks import RankPlace
 from .leading import FollowingCore, LeadingCore, Message
 from .scheduling import limits
 from .scheduling.arrivals import seed_of
-from .scheduling.core import EngineCore, StepInFlight
+from .scheduling.core import EngineCore, Lesson, StepInFlight
 from .scheduling.outputs import EngineOutput, SchedulerStats
 from .scheduling.policies.admission import QueueFull
 from .scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
@@ -152,10 +151,8 @@ class SharingCore(LeadingCore):
     def _tell(self, group: int | None, method: str, *arguments: object) -> None:
         self._messages.append(Message(method, arguments, group))
 
-    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
-        seconds = EngineCore._learn(self, done, ended, late)
-        self._tell(0, "learned", self._work_of(done.batch), seconds)
-        return seconds
+    def _tell_times(self, lesson: Lesson) -> None:
+        self._tell(0, "learned", lesson)
 
 
 class GroupCore(FollowingCore):
@@ -172,10 +169,12 @@ class GroupCore(FollowingCore):
         self._world.send(Report(outputs, self.stats(), learned, self.has_work), 0, tag=TAG)
         return outputs
 
-    def learned(self, load: StepLoad, seconds: float) -> None:
+    def learned(self, lesson: Lesson) -> None:
         """It has learned that itself."""
 
     def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
-        seconds = EngineCore._learn(self, done, ended, late)
-        self._learned.append(Message("learned", (self._work_of(done.batch), seconds), self._group))
-        return seconds
+        return EngineCore._learn(self, done, ended, late)
+
+    def learn(self, lesson: Lesson) -> None:
+        super().learn(lesson)
+        self._learned.append(Message("learned", (lesson,), self._group))

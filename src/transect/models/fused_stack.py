@@ -85,6 +85,7 @@ class FusedStack:
             raise ValueError(reason)
         assert model.rope is not None
         self._run_layers, self._in_turn = model.run_layers, model.in_turn
+        self._rows = model.rows
         assert isinstance(model.norm, RMSNorm)
         self._embed, self._norm = model.embed, model.norm
         self._config = config
@@ -149,6 +150,8 @@ class FusedStack:
             attended_THd = self._attend(layer, layer.qkv(normed_TD), (cos, sin), context, last)
             if last is not None:
                 x_TD = x_TD.index_select(0, last.tokens_R)
+                if self._rows is not None:
+                    self._rows.only(last.tokens_R)
                 if not len(x_TD):
                     return x_TD, None, None
             branch_TD = layer.o(attended_THd.flatten(-2))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..hardware.cache import cache_folder
-from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackLayer, empty_cache
+from ..ops.cpu.library import GROUP_ROWS, KV_DTYPES, LayerStack, Library, StackAdapter, StackLayer, empty_cache
 from ..ops.cpu.packing import read_packed, write_packed
 from ..ops.opset import OpSet
 from ..spec.model import ModelConfig
@@ -27,7 +27,9 @@ from .decoder import Decoder, Layer
 from .mlp import MLP
 from .norm import LayerNorm, RMSNorm
 from .rope import Rope
+from .weights.low_rank import packed_adapter
 from .weights.packed import Packed, PackedEmbedding, refuses
+from .weights.row_adapted import StepRows
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
 FIRST_POSITIONS = 2048
@@ -38,6 +40,16 @@ class NativeStack:
 
     def __init__(self, model: Decoder, library: Library, kv_dtype: torch.dtype, block_size: int) -> None:
         config = model.config
+        self.library = library
+        self.adapters: list[StackAdapter | None] = []
+        """Adapters by slot. Of a model with one adapter beside its weights, that is in slot 0."""
+        self.rows = StepRows()
+        """The adapter of each token of a step."""
+        factors = {name: low for name, weight in model.weights() if (low := weight.unadapted()[1]) is not None}
+        self._one_for_all = bool(factors)
+        if factors:
+            half = kv_dtype != torch.float32
+            self.adapters = [packed_adapter(library, factors, config.n_layers, half=half)]
         self._run_layers = model.run_layers
         self._rope: Rope | None = model.rope
         self._rotation: tuple[Tensor, Tensor] | None = None
@@ -71,11 +83,15 @@ class NativeStack:
         x_TD = x_TD.to(torch.float32).contiguous()
         batch = context.batch
         rotation = self._cos_sin(int(positions_T.max()) + 1) if positions_T.numel() else None
+        slots_T = self.rows.slots_T
+        if self._one_for_all:
+            slots_T = torch.zeros(len(x_TD), dtype=torch.int32)
         if self._stack is None:  # scales of keys and values may come after the weights
             self._stack = self._made()
         self._stack.run(
             *(x_TD, positions_T, context.k_cache, context.v_cache),
             *(batch.block_tables, batch.query_starts, batch.seq_lens, rotation),
+            *(slots_T, self.adapters),
         )
         return x_TD
 
@@ -220,7 +236,10 @@ def _stack_layer(layer: nn.Module, window: int | None, library: Library) -> Stac
         mlp_norm_bias=shift(between),
         q_norm=scale(attention.q_norm),
         k_norm=scale(attention.k_norm),
-        **cast(dict[str, Any], {"gate": None} | {name: weight.packed(library) for name, weight in products.items()}),
+        **cast(
+            dict[str, Any],
+            {"gate": None} | {name: weight.unadapted()[0].packed(library) for name, weight in products.items()},
+        ),
         window=window or 0,
         k_scale=None if attention.kv_scales is None else attention.kv_scales.keys,
         v_scale=None if attention.kv_scales is None else attention.kv_scales.values,

@@ -4,6 +4,9 @@ rule.
 Choices live in ``tuned/<device>.json`` of this folder (shipped) and of the user's cache (``$TRANSECT_CACHE`` or
 ``~/.cache/transect``), which wins. A file maps a launcher's name to size buckets, and a bucket to its knobs. Buckets
 are powers of two: a row of 3000 elements belongs to bucket ``4096``, a product of 8 x 6144 x 4096 to ``8x8192x4096``.
+
+Batch-invariant operators leave the user's findings aside (``own=False``) where a knob decides the order of a sum: two
+machines of one kind then compute the same bits, whatever was tuned on either.
 """
 
 from __future__ import annotations
@@ -49,10 +52,10 @@ def bucket_name(size: Size) -> str:
 
 
 @cache
-def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
-    """Everything known of a device: shipped findings, overlaid by the user's own."""
+def choices(device_name: str, own: bool = True) -> Mapping[str, Mapping[str, Config]]:
+    """Everything known of a device: shipped findings, overlaid by the user's own unless ``own`` is False."""
     merged: dict[str, dict[str, Config]] = {}
-    for folder in (SHIPPED, user_folder()):
+    for folder in (SHIPPED, *([user_folder()] if own else [])):
         for launcher, buckets in _read(folder / file_name(device_name)).items():
             merged.setdefault(launcher, {}).update(buckets)
     if not merged:
@@ -61,13 +64,13 @@ def choices(device_name: str) -> Mapping[str, Mapping[str, Config]]:
 
 
 @cache
-def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config]) -> Config:
+def choose(launcher: str, size: Size, device: torch.device, rule: Callable[[Any], Config], own: bool = True) -> Config:
     """Return the configuration of a launcher at a size: ``rule(size)``, overlaid by what was found for its bucket.
 
-    So a file that is older than a knob is still of use.
+    So a file that is older than a knob is still of use. ``own``: see ``choices``.
     """
     if device.type == "cuda":
-        found = choices(torch.cuda.get_device_name(device)).get(launcher, {}).get(bucket_name(size))
+        found = choices(torch.cuda.get_device_name(device), own).get(launcher, {}).get(bucket_name(size))
         if found is not None:
             return {**rule(size), **found}
     return rule(size)

@@ -45,6 +45,10 @@ class ShardKind(Weight):
 
     inner: Weight
 
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return self.inner.batch_invariant
+
     def load(self, values: Values, staging: Staging) -> None:
         self.inner.load(values, staging)
 

@@ -56,6 +56,8 @@ class EngineHealth:
 
     state: Literal["ok", "hung", "dead"]
     detail: str
+    pids: tuple[int, ...] = ()
+    """Process ids of the engines that live."""
 
 
 class AsyncEngine(Generates):
@@ -327,8 +329,8 @@ class AsyncEngine(Generates):
             return EngineHealth("dead", self._death)
         silent = time.monotonic() - self.heard
         if silent > self.config.silence_s:
-            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s")
-        return EngineHealth("ok", "the engine makes progress")
+            return EngineHealth("hung", f"no sign of life from the engine for {silent:.0f} s", (self.pid,))
+        return EngineHealth("ok", "the engine makes progress", (self.pid,))
 
     async def stats(self) -> SchedulerStats:
         """The scheduler's gauges and counters, between two steps."""

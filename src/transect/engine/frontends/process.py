@@ -188,7 +188,9 @@ class _Loop:
                 case wire.Abort():
                     self._grammars.abort(message.request_id, message.choice)
                 case wire.StatsQuery():
-                    self._send(wire.Stats(self._core.stats()))
+                    stats = self._core.stats()
+                    stats.grammar_cache_bytes = self._compiler.kept_bytes
+                    self._send(wire.Stats(stats))
                 case wire.ResetPrefixCache():
                     self._core.reset_prefix_cache()
                 case wire.Shutdown():

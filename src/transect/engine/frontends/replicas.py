@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import dataclasses
 import secrets
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
 from ..scheduling.arrivals import seed_of
+from ..scheduling.decisions import DecisionRing
 from ..scheduling.outputs import SchedulerStats
 from ..scheduling.policies.admission import QueueFull
 from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
@@ -39,6 +41,8 @@ MOST_REPLAYS = 2
 """Replays of a request in a row without a token between them; the last of them is alone."""
 REPORT = 16
 """Tokens of a stream that the router hears of together."""
+PAST_LOGS = 4
+"""Ended replicas whose decisions are kept, for the bills of requests that they had."""
 MOST_DEATHS = 10
 """Replicas that may end while they have one request, with tokens between or without."""
 
@@ -109,6 +113,8 @@ class Replicas(Generates):
         self._seed = secrets.randbits(64) if config.seed is None else config.seed
         self._count = 0
         self._closing = False
+        self.past_decisions: deque[DecisionRing] = deque(maxlen=PAST_LOGS)
+        """Decisions of replicas that were replaced."""
         self.handed_over = 0
         """Requests that were continued in another replica, each time counted."""
 
@@ -321,6 +327,7 @@ class Replicas(Generates):
     def _replaced(self, index: int, old: AsyncEngine | None) -> None:
         """Note that an engine has taken the place of ``old``, or, if that is None, that none could."""
         if old is not None:
+            self.past_decisions.append(old.decisions)
             self._router.renew(index, self.engines[index].info.kv_tokens)
         self._wake()
 
@@ -350,12 +357,13 @@ class Replicas(Generates):
         reports = [await engine.health() for engine in self.engines]
         if len(reports) == 1:
             return reports[0]
+        pids = tuple(pid for report in reports for pid in report.pids)
         well = sum(report.state == "ok" for report in reports)
         ill = [f"replica {i} is {each.state}: {each.detail}" for i, each in enumerate(reports) if each.state != "ok"]
         if well == len(reports):
-            return EngineHealth("ok", f"all {well} replicas make progress")
+            return EngineHealth("ok", f"all {well} replicas make progress", pids)
         if well:
-            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}")
+            return EngineHealth("ok", f"{well} of {len(reports)} replicas make progress; {'; '.join(ill)}", pids)
         if self._supervisor is not None and self._supervisor.hopes and not self._closing:
             return EngineHealth("hung", f"no replica makes progress, and they are started again; {'; '.join(ill)}")
         return next((report for report in reports if report.state == "hung"), reports[0])

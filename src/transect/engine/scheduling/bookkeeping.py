@@ -19,6 +19,7 @@ from .kv_cache import KVCache
 from .outputs import EngineOutput, SchedulerStats
 from .policies.admission import Admission
 from .policies.budget import StepBudget
+from .policies.model_speculation import speculation_of
 from .policies.speculation import Speculation
 from .request import Request, RequestState, Sequence, Status
 from .scheduler_config import SchedulerConfig
@@ -48,7 +49,7 @@ class Bookkeeping:
         self.speculation: Speculation | None = None
         if config.speculation is not None:
             assert isinstance(config.speculation, SpeculativeConfig)
-            self.speculation = Speculation(config.speculation, self.times)
+            self.speculation = speculation_of(config.speculation, self.times)
         self.held_back = ""
         """Reason that the last step did not admit the queue's head, see ``decisions.py``; empty if no request waits."""
         self.ended: list[Sequence] | None = None
@@ -194,6 +195,8 @@ class Bookkeeping:
         self._in_flight.clear()
         self._last.clear()
         self.drafting = False
+        if self.speculation is not None:
+            self.speculation.abandon()
         self.waiting.reset()
         self.jumps.reset()
         self.blocks.reset(self._step)
@@ -219,16 +222,20 @@ class Bookkeeping:
             self.blocks.distrust(seq.block_ids)
         if seq.finish_reason is not None:
             return []
-        seq.scheduled += accepted
+        running = seq.status is Status.RUNNING  # in a pipeline it may have been preempted meanwhile
+        seq.scheduled += accepted if running else 0
         seq.length += accepted
-        self.blocks.register(seq, row.known_end)
+        self.waiting.grew(seq, accepted)
+        if running:
+            self.blocks.register(seq, row.known_end)
         self._advancing = seq
         outputs = self._advance(seq, result, now)
         if seq.finish_reason is not None:
             return outputs
         if error is not None:
             return [*outputs, self._end(seq, "error", error)]
-        self.blocks.register(seq, row.known_end + accepted)
+        if running:
+            self.blocks.register(seq, row.known_end + accepted)
         return outputs
 
     def _advance(self, choice: Sequence, result: StepResult, now: float) -> list[EngineOutput]:
@@ -328,6 +335,8 @@ class Bookkeeping:
     def reset_prefix_cache(self) -> None:
         """Forget the KV of finished prompts; requests that run keep theirs."""
         self.cache.clear()
+        if self.speculation is not None:
+            self.speculation.clear_cache()
 
     def stats(self) -> SchedulerStats:
         """Gauges of this moment and counters since the start."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...costs.steps import StepLoad
 from .batch import Executor, Handle, ScheduledBatch
 from .decisions import DecisionLog
+from .drafters.drafter import Timed
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .scheduler import Scheduler
@@ -36,6 +38,19 @@ MASKED = 1e-5
 """Seconds: where letting a step draw takes longer, it may have made masks of grammars."""
 EARLIER = 0.9
 """Share of the predicted time that is assumed for a step that ended before it could be timed."""
+
+
+class Lesson(NamedTuple):
+    """Times of a step, to learn from."""
+
+    load: StepLoad
+    seconds: float
+    cycle: float = 0.0
+    """Seconds from the result of the step before, without those of a draft model."""
+    drafted: bool = False
+    """The step verified drafts."""
+    drafting: Sequence[Timed] = ()
+    """Steps of a draft model."""
 
 
 class EngineCore:
@@ -200,7 +215,7 @@ class EngineCore:
                 self._draw(self._in_flight[0])
             # The first stage has nothing to do until then, and the caller takes its time. But other ranks hear what was
             # learned of a step's time only before the next call, and must plan the same.
-            if self.scheduler.config.pipeline_depth > 1 and self.idle is None and not self._timed:
+            if self.scheduler.config.pipeline_depth > 1 and self.idle is None and not self._learns:
                 self._submit()
         outputs, self._ready = self._ready, []
         return outputs
@@ -212,10 +227,13 @@ class EngineCore:
         batch = self._plan()
         if batch is None:
             return None
+        drafting = 0.0 if self.scheduler.speculation is None else self.scheduler.speculation.seconds_spent
         self.on_device = True
         handle = self.executor.submit(batch)
         self.on_device = False
-        self._in_flight.append(StepInFlight(batch, handle, began, getattr(self.executor, "launched", "")))
+        began += drafting
+        launched = getattr(self.executor, "launched", "")
+        self._in_flight.append(StepInFlight(batch, handle, began, launched, drafting=drafting))
         self._launched_large = large = not batch.again and batch.num_tokens > self._graph
         before = self._planning[large]
         self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
@@ -266,18 +284,29 @@ class EngineCore:
             self.decisions.done(done.batch, result, asked, ended, learned, done.launched, done.drawn)
 
     def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
-        """Tell how long a step took. Returns what was told, in seconds."""
-        times, work = self.scheduler.times, self._work_of(done.batch)
+        """Learn how long a step took. Returns the seconds."""
+        work = self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
         if late:  # it was over before, nobody knows when: sooner than predicted, or the next took long to launch
-            seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
-        times.learn(work, seconds)
-        if self.scheduler.speculation is not None and not work.pairs:
+            seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * self.scheduler.times.predict(work))
+        lesson = Lesson(work, seconds)
+        if self.scheduler.speculation is not None:
             drafted = any(row.drafts for row in done.batch.rows)
-            cycle = ended - self._ended  # with what the host did in between, unless it had nothing to do
-            self.scheduler.speculation.timed(work, cycle if cycle < 2 * seconds else seconds, drafted)
+            cycle = ended - self._ended - done.drafting  # with the host's work in between, unless it had nothing to do
+            cycle = cycle if cycle < 2 * seconds else seconds
+            lesson = Lesson(work, seconds, cycle, drafted, self.scheduler.speculation.take_measured())
+        self.learn(lesson)
         self._waited = False
         return seconds
+
+    def learn(self, lesson: Lesson) -> None:
+        """Learn from a step that is done."""
+        self.scheduler.times.learn(lesson.load, lesson.seconds)
+        speculation = self.scheduler.speculation
+        if speculation is not None:
+            speculation.learn(lesson.drafting)
+            if not lesson.load.pairs:
+                speculation.timed(lesson.load, lesson.cycle, lesson.drafted)
 
     def _work_of(self, batch: ScheduledBatch) -> StepLoad:
         """Counted once a step, and hardly that while the same sequences decode."""
@@ -305,3 +334,5 @@ class StepInFlight:
     """See ``Executor.launched``."""
     drawn: float = 0.0
     """When its draws were handed over, where they waited for masks of grammars."""
+    drafting: float = 0.0
+    """Seconds that a draft model took, before the step was submitted."""

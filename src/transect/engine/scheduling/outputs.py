@@ -90,6 +90,8 @@ class SchedulerStats(msgspec.Struct):
     """CUDA graphs that were captured after the start, while requests waited."""
     late_compilations: int = 0
     """Kernels that were compiled, or read from the compiler's cache, after the start."""
+    grammar_cache_bytes: int = 0
+    """Memory of compiled grammars that are kept."""
 
     @classmethod
     def sum(cls, stats: Sequence[SchedulerStats]) -> SchedulerStats:
@@ -106,7 +108,8 @@ class SchedulerStats(msgspec.Struct):
 
     def of_the_past(self) -> SchedulerStats:
         """The counters of a scheduler that is gone: nothing runs or waits, and it has no blocks."""
-        gauges = ("waiting", "preempted", "running", "kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+        blocks = ("kv_blocks_total", "kv_blocks_used", "kv_blocks_cached")
+        gauges = ("waiting", "preempted", "running", *blocks, "grammar_cache_bytes")
         return msgspec.structs.replace(self, **dict.fromkeys(gauges, 0))
 
     @property

@@ -105,7 +105,7 @@ class Scheduler(Bookkeeping):
         spare = budget.tokens - len(running)
         plan = Plan(self._step + 1, budget)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
-        drafts = self._draft(spare) if self.speculation is not None and spare > 0 else None
+        drafts = self._draft(spare, most) if self.speculation is not None and spare > 0 else None
         again = True  # as long as all rows are of the kind that most are
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
@@ -141,6 +141,9 @@ class Scheduler(Bookkeeping):
                 seq.length = length + 1
                 seq.last_step = step
                 continue
+            if budget.pause and take > 1:
+                spare += 1
+                continue
             again = False
             if take > 1:
                 take = plan.take(take, 1 + spare)
@@ -173,9 +176,10 @@ class Scheduler(Bookkeeping):
         self._step = step
         again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
-        self._cut = not batch.again and not all(row.draws for row in rows)
-        self.drafting = not batch.again and any(row.drafts for row in rows)
-        if self.drafting:
+        self._cut = budget.pause or (not batch.again and not all(row.draws for row in rows))
+        drafting = not batch.again and any(row.drafts for row in rows)
+        self.drafting = drafting and depth == 1  # in a pipeline the next steps have other sequences
+        if drafting:
             self._last.clear()  # rows of the next step do not start where these end
         else:
             self._last.append(sequences)
@@ -186,13 +190,18 @@ class Scheduler(Bookkeeping):
     @property
     def waits_for_tokens(self) -> bool:
         """Drafts are in flight or would pay: the next step is planned when all tokens before it are known."""
+        if self.config.pipeline_depth > 1:
+            return False
         return self.drafting or (self.speculation is not None and self.speculation.worthwhile)
 
-    def _draft(self, spare: int) -> dict[int, tuple[int, ...]]:
-        """Drafts by seq_id for the next step, at most ``spare`` tokens in all; none while tokens are in flight."""
+    def _draft(self, spare: int, most: int) -> dict[int, tuple[int, ...]]:
+        """Drafts by seq_id for the next step, at most ``spare`` tokens in all; none while tokens are in flight.
+        ``most``: rows of a step in a pipeline."""
         assert self.speculation is not None
-        decoding, others, all_known = [], 0, True
+        decoding, others, all_known, staged = [], 0, True, self.config.pipeline_depth > 1
         for seq in self.running:
+            if staged and (len(decoding) >= most or seq.length > seq.prompt_len + len(seq.output_token_ids)):
+                continue
             take = seq.length - seq.scheduled
             if take == 1 and seq.request.prompt_done and seq.shared_block is None:
                 if seq.length < seq.max_length:
@@ -203,7 +212,8 @@ class Scheduler(Bookkeeping):
         if not decoding or others or len(self.waiting):  # prompts fill steps to their best size already
             self.speculation.worthwhile = False
             return {}
-        found = self.speculation.drafts(decoding, min(spare, self.config.max_num_seqs - len(decoding)))
+        room = min(spare, self.config.max_num_seqs - len(decoding))
+        found = self.speculation.drafts(decoding, room, known=all_known)
         return found if all_known else {}
 
     def _fit(self, seq: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:

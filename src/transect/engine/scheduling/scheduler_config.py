@@ -120,10 +120,9 @@ class SchedulerConfig:
             raise ValueError(f"itl_target must be a number of seconds, 0 for automatic, or None, got {self.itl_target}")
         if self.max_queue_wait is not None and not self.max_queue_wait > 0:
             raise ValueError(f"max_queue_wait must be a number of seconds, or None, got {self.max_queue_wait}")
-        if self.speculation is not None and (self.pipeline_depth > 1 or self.batching == "static"):
+        if self.speculation is not None and self.batching == "static":
             raise ValueError(
-                "speculative decoding works without pipeline stages and with continuous batching: leave out "
-                "speculative_config, or the other setting"
+                "speculative decoding works with continuous batching: leave out speculative_config or static batching"
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")

@@ -123,14 +123,20 @@ class DecisionRunLog:
         Raises:
             ValueError: there is none, or more than one.
         """
-        bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
-        bare = bare.removeprefix("resp_").removeprefix("msg_")
+        bare = bare_id(name)
         found = [key for key in self.requests if key in (name, bare) or key.startswith(f"{bare}-")]
         if not found:
             raise ValueError(f"the log has no request {name!r}: it ended too long ago, or never came")
         if len(found) > 1 and name not in found:
             raise ValueError(f"{name!r} is several requests ({', '.join(found[:5])}): give one of these")
         return self.requests[name if name in found else found[0]]
+
+
+def bare_id(name: str) -> str:
+    """The engine's id of a request that a server's answer calls ``chatcmpl-...``, ``resp_...`` and so on; the begin of
+    its ids, where one answer is several requests."""
+    bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
+    return bare.removeprefix("resp_").removeprefix("msg_")
 
 
 def load(path: str | Path) -> DecisionRunLog:

@@ -130,7 +130,7 @@ class RecordedDrafts(Speculation):
     rows: Mapping[int, int] = {}
     """Tokens of the rows of the step that is planned next, by seq_id."""
 
-    def drafts(self, sequences: Listed[Sequence], room: int) -> dict[int, tuple[int, ...]]:
+    def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
         """See ``Speculation``; which tokens they are means nothing to the scheduler."""
         counts = {seq.seq_id: self.rows.get(seq.seq_id, 1) - 1 for seq in sequences}
         found = {seq_id: (0,) * count for seq_id, count in counts.items() if count > 0}

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import CodeType
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,8 @@ class Watch:
         self.allows = tuple(allows)
         self.kernel = kernel
         self.places, self.forbids = frozenset(places), frozenset(forbids)
+        self.launchers = _launchers()
+        """Code of Triton that compiles a kernel and launches it; by identity, since a file's name can be faked."""
         self.alarms: list[str] = []
         self._on = False
         self._busy = threading.local()
@@ -173,13 +176,19 @@ class Watch:
             self.alarm(AUDITED[event])
 
     def _in_stack(self) -> bool:
-        """True if a frame of the program is anywhere above: the standard library starts processes in its name."""
+        """True if a frame of the program is anywhere above: the standard library starts processes in its name.
+
+        Triton starts compilers and loads their output when a kernel is first launched on a GPU. That is not the
+        program's doing, unless Triton calls back into the program.
+        """
         self._busy.here = True
         try:
             frame = sys._getframe(2)
         finally:
             self._busy.here = False
         while frame is not None:
+            if frame.f_code in self.launchers:
+                return False
             if frame.f_code.co_filename == self.file:
                 return True
             frame = frame.f_back  # type: ignore[assignment]
@@ -249,6 +258,11 @@ def _torchs_own(function: Any) -> bool:
     """True for a Python function of torch: its compiler wraps some when it is first loaded."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCH)
+
+
+def _launchers() -> frozenset[CodeType]:
+    jit = sys.modules.get("triton.runtime.jit")
+    return frozenset() if jit is None else frozenset({jit.JITFunction.run.__code__})
 
 
 _TORCH = f"{torch.__path__[0]}/"

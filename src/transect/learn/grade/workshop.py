@@ -213,7 +213,7 @@ def _environment(interpret: bool, temporary: str) -> Mapping[str, str]:
     """Build the environment of children: paths, and no secrets that the shell may hold."""
     kept = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR")
     found = {name: os.environ[name] for name in kept if name in os.environ}
-    sources = str(Path(__file__).resolve().parents[3])
-    found |= {"PYTHONPATH": sources, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
+    sources = os.pathsep.join([str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")])
+    found |= {"PYTHONPATH": sources.rstrip(os.pathsep), "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
     found |= {"TRITON_INTERPRET": "1"} if interpret else {}
     return found

@@ -14,5 +14,6 @@
 * ``as_stored.py``: whichever of these a checkpoint packs a matrix as; ``kinds.py``: which a model has
 * ``low_rank.py``: the factors of an adapter; ``adapted.py``: them beside any of these kinds;
   ``adapted_product.py``: both as one operator on a CPU; ``dropout.py``: of its input.
-  ``adapted_embedding.py``: the same beside an embedding's table
+  ``adapted_embedding.py``: the same beside an embedding's table. ``row_adapted.py``: for each row of a step the factors
+  of its own adapter
 """

@@ -174,6 +174,9 @@ class Adapted(Weight):
     def load(self, values: Values, staging: Staging) -> None:
         self.base.load(values, staging)
 
+    def unadapted(self) -> tuple[Weight, LowRank | None]:
+        return (self.base, self.factors) if self.m is None else (self, None)
+
     def refuses_merging(self) -> str | None:
         if self.m is not None:
             return "DoRA scales the outputs of a product, which merged layers keep in no place"

@@ -20,6 +20,8 @@ from .low_rank import LowRank
 class AdaptedEmbedding(nn.Module):
     """``base`` with ``a [rank, D]`` and ``b [V, rank]``, which are trained."""
 
+    batch_invariant = False
+
     def __init__(self, base: Embedding, rank: int, alpha: float, *, seed: int, rank_stabilized: bool = False) -> None:
         super().__init__()
         self.base = base

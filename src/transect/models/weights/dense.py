@@ -28,6 +28,8 @@ class Dense(Weight):
     difference.
     """
 
+    batch_invariant = True
+
     def __init__(
         self,
         out_features: int,

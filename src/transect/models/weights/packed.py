@@ -41,6 +41,8 @@ class Packed(Weight):
         whole: it is no part of a matrix, so a checkpoint's scales of blocks are whole too.
     """
 
+    batch_invariant = True
+
     def __init__(
         self,
         out_features: int,

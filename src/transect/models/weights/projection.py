@@ -50,6 +50,10 @@ class Projection(Weight):
     def matrices(self) -> tuple[Weight, ...]:
         return self._matrices
 
+    @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        return all(each.batch_invariant for each in (*self._matrices, *self._joined))
+
     def replace(self, name: str, weight: Weight) -> None:
         """Another weight in the place of the part ``name``, if there is such a part."""
         if name in self.names:

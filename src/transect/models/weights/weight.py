@@ -13,6 +13,7 @@ ability                what it returns                                          
 ``stream_product``     products that begin and end at the residual stream                   fused stack
 ``join_with``          itself and others, concatenated along rows in one storage            ``Projection``
 ``packed``             the matrix in the layout of the C++ kernels                          CPU stack
+``unadapted``          itself without the adapter beside it, and the adapter's factors      CPU stack
 ``training_part``      what it brings to a merged training product                          merged layers
 ``held``               the matrix itself, where it lies in memory as numbers                adapters on a CPU
 ``tie``                whether it can share an embedding's table                            ``Decoder``
@@ -42,6 +43,7 @@ from ...spec.numbers.layouts import MatrixLayout
 from ...spec.numbers.number_format import NumberFormat, WeightFormat
 from ..staging import Staging
 from ..stored import Values
+from .low_rank import LowRank
 
 if TYPE_CHECKING:
     from ...ops.comm.peer_memory import Push
@@ -173,6 +175,8 @@ class Weight(nn.Module):
     in_features: int
     out_features: int
     bias: nn.Parameter | None
+    batch_invariant: bool = False
+    """On a CPU no row of the product depends on the others, if the operators are batch-invariant."""
 
     def __init__(self, out_features: int, in_features: int) -> None:
         super().__init__()
@@ -333,6 +337,10 @@ class Weight(nn.Module):
 
         bias = None if self.bias is None else self.bias.detach().float().contiguous()
         return replace(pack(library, self.dense().detach().float()), bias=bias)
+
+    def unadapted(self) -> tuple[Weight, LowRank | None]:
+        """Return the matrix without the factors beside it, and these; itself and None if none can be taken apart."""
+        return self, None
 
     def refuses_merging(self) -> str | None:
         """Why it cannot be part of a merged training product, as a sentence; None if it can."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from enum import IntEnum
@@ -66,6 +66,15 @@ class _Layer(Structure):
         ("window", c_int64),
         *((n, c_void_p) for n in ("k_scale", "v_scale")),
     )
+
+
+PLACES = {"qkv": ("q", "k", "v"), "o": ("o",), "gate_up": ("gate", "up"), "down": ("down",)}
+"""Products of a layer that an adapter may stand beside, and their parts, in the order of ``low_rank.h``."""
+PARTS = 3
+
+
+class _LowRank(Structure):
+    _fields_ = (("a", _Packed), ("scale", c_void_p), ("b", _Packed * PARTS), ("first", c_int32 * PARTS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +168,10 @@ class Library:
             "fma_probe": (c_double, [c_void_p, c_int64]),
             "stack_new": (c_void_p, [POINTER(_StackConfig), POINTER(_Layer), c_void_p]),
             "stack_free": (None, [c_void_p]),
-            "stack_run": (None, [c_void_p, c_void_p, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64]),
+            "stack_run": (
+                None,
+                [c_void_p, c_void_p, c_int, c_void_p, *batch, *[c_void_p] * 4, c_int64, c_void_p, c_void_p],
+            ),
         }
         for name, (result, arguments) in signatures.items():
             function = getattr(c, "transect_" + name)
@@ -259,6 +271,44 @@ class Library:
         return LayerStack(self, layers, config)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedLowRank:
+    """Factors beside the parts of one product: ``a`` ``[sum of ranks, inputs]``, float32 ``scale`` for each of its
+    rows, and each part's ``b`` ``[outputs, rank]``, None where a part has none."""
+
+    a: PackedWeight
+    scale: Tensor
+    b: tuple[PackedWeight | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the factors."""
+        return self.a.data.numel() + sum(each.data.numel() for each in self.b if each is not None)
+
+    def c_struct(self) -> _LowRank:
+        made, first = _LowRank(a=self.a.c_struct(), scale=self.scale.data_ptr()), 0
+        for part, own in enumerate(self.b):
+            if own is not None:
+                made.b[part], made.first[part] = own.c_struct(), first
+                first += own.k
+        return made
+
+
+class StackAdapter:
+    """An adapter of a whole stack: factors by layer, then by name of ``PLACES``, which it keeps alive."""
+
+    def __init__(self, layers: Sequence[Mapping[str, PackedLowRank]]) -> None:
+        self._layers = tuple(layers)
+        flat = (layer[name].c_struct() if name in layer else _LowRank() for layer in layers for name in PLACES)
+        self._structs = (_LowRank * (len(layers) * len(PLACES)))(*flat)
+        self.address = ctypes.addressof(self._structs)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the factors."""
+        return sum(each.nbytes for layer in self._layers for each in layer.values())
+
+
 class LayerStack:
     """The decoder layers in C++, with their weights and scratch memory. Not to be called from two threads at once."""
 
@@ -301,22 +351,34 @@ class LayerStack:
         query_starts: Tensor,
         seq_lens: Tensor,
         rotation: tuple[Tensor, Tensor] | None,
+        slots: Tensor | None = None,
+        adapters: Sequence[StackAdapter | None] = (),
     ) -> None:
         """Adds every layer's output to ``x`` [T, dim] float32 in place, and writes this step's K and V to the caches.
 
         Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them; ``rotation`` is the
-        cosine and sine of every position, float32 [positions, head_dim / 2], or None.
+        cosine and sine of every position, float32 [positions, head_dim / 2], or None. ``slots`` int32 [T]: the adapter
+        of each token among ``adapters``, or -1; None if no token has one.
         """
         if x.dtype != torch.float32 or not x.is_contiguous() or x.shape[1] != self._dim:
             raise ValueError(f"x must be contiguous float32 [tokens, {self._dim}]")
         _check_cache(k_cache, v_cache)
         positions = positions.to(torch.int64).contiguous()
         cosine, sine = (None, None) if rotation is None else (table.data_ptr() for table in rotation)
+        table = None
+        if slots is not None:
+            if slots.dtype != torch.int32 or not slots.is_contiguous() or slots.shape != x.shape[:1]:
+                raise ValueError("slots must be int32 [tokens]")
+            used = set(slots.tolist()) - {-1}
+            if any(not 0 <= slot < len(adapters) or adapters[slot] is None for slot in used):
+                raise ValueError(f"there are no adapters in some of the slots {sorted(used)}")
+            table = (c_void_p * len(adapters))(*(None if each is None else each.address for each in adapters))
         self.library._c.transect_stack_run(
             *(self._stack, x.data_ptr(), x.shape[0], positions.data_ptr()),
             *_batch_arguments(block_tables, query_starts, seq_lens),
             *(cosine, sine),
             *(k_cache.data_ptr(), v_cache.data_ptr(), v_cache.shape[1]),
+            *(None if slots is None else slots.data_ptr(), table),
         )
 
 

@@ -50,17 +50,26 @@ def triton_add_rms_norm(
     *,
     out: tuple[Tensor, Tensor] | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``reference`` in one launch. ``out``: where norm and sum go; ``(x, residual)`` updates the stream in place. The
     rows of a norm that is a matrix may be apart.
 
-    ``dependent_launch``: begin while the kernel before still runs (Hopper). ValueError if x and residual differ in
-    shape or dtype, or past ``norms.MAX_WIDTH``.
+    ``dependent_launch``: begin while the kernel before still runs (Hopper). ``own_tuning``: see ``tuning.choices``.
+    ValueError if x and residual differ in shape or dtype, or past ``norms.MAX_WIDTH``.
     """
-    function = rms_norm.forward_kernel
     return launch_forward(
-        "add_rms_norm", function, x, residual, (weight,), eps, out=out, dependent_launch=dependent_launch, config=config
+        "add_rms_norm",
+        rms_norm.forward_kernel,
+        x,
+        residual,
+        (weight,),
+        eps,
+        out=out,
+        dependent_launch=dependent_launch,
+        own_tuning=own_tuning,
+        config=config,
     )
 
 

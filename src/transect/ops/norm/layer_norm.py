@@ -103,15 +103,30 @@ def backward_kernel(
 
 
 def triton_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, dependent_launch: bool = False, config: Config | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    *,
+    dependent_launch: bool = False,
+    own_tuning: bool = True,
+    config: Config | None = None,
 ) -> Tensor:
     """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
 
-    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ValueError past
-    ``norms.MAX_WIDTH``.
+    ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper). ``own_tuning``: see
+    ``tuning.choices``. ValueError past ``norms.MAX_WIDTH``.
     """
     return launch_forward(
-        "layer_norm", forward_kernel, x, None, (weight, bias), eps, dependent_launch=dependent_launch, config=config
+        "layer_norm",
+        forward_kernel,
+        x,
+        None,
+        (weight, bias),
+        eps,
+        dependent_launch=dependent_launch,
+        own_tuning=own_tuning,
+        config=config,
     )[0]
 
 

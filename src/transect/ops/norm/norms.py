@@ -49,12 +49,14 @@ def launch_forward(
     *,
     out: tuple[Tensor, Tensor] | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(norm, sum) of x, or of x + residual; without a residual the sum is x itself.
 
     ``vectors`` are the weight and, for LayerNorm, the bias. ``out`` takes the two results, which may be x and the
-    residual themselves; the rows of the first may be apart (of a matrix ``[rows, D]``).
+    residual themselves; the rows of the first may be apart (of a matrix ``[rows, D]``). ``own_tuning``: with the
+    configurations that this user found, see ``tuning.choices``.
 
     Raises:
         ValueError: dtypes without a kernel, a row past ``MAX_WIDTH``, a residual or ``out`` unlike x.
@@ -82,7 +84,7 @@ def launch_forward(
             )
     if not flat.numel():
         return y, total
-    knobs = config or choose(name, width, x.device, row_rule)
+    knobs = config or choose(name, width, x.device, row_rule, own_tuning)
     other = flat if residual is None else rows_of(residual)
     function[(-(-rows // knobs["rows"]),)](
         flat, other, *(vector.contiguous() for vector in vectors), y, total,

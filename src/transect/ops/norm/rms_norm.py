@@ -107,12 +107,13 @@ def triton_rms_norm(
     *,
     out: Tensor | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> Tensor:
     """``reference`` in Triton. Any strides; a copy is made only if neighbours of a row are apart.
 
     ``out``: where the result goes; the rows of a matrix may be apart. ``dependent_launch``: begin while the kernel
-    before still runs (Hopper). ValueError past ``norms.MAX_WIDTH``.
+    before still runs (Hopper). ``own_tuning``: see ``tuning.choices``. ValueError past ``norms.MAX_WIDTH``.
     """
     places = None if out is None else (out, x)
     made = launch_forward(
@@ -124,6 +125,7 @@ def triton_rms_norm(
         eps,
         out=places,
         dependent_launch=dependent_launch,
+        own_tuning=own_tuning,
         config=config,
     )
     return made[0]

@@ -264,12 +264,13 @@ class TokenizerInfo(BaseModel):
 
 
 class Health(BaseModel):
-    """``state``: "ok"; or, with status 503, "hung", "dead" or "draining"."""
+    """``state``: "ok"; or, with status 503, "hung", "dead" or "draining". ``engine_pids``: of the engines that live."""
 
     state: Literal["ok", "hung", "dead", "draining"]
     detail: str | None = None
     in_flight: int
-    engine_pid: int | None = None
+    server_pid: int
+    engine_pids: list[int]
 
 
 def finish_reason(reason: str | None) -> FinishReason:

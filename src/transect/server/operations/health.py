@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 
 from ..openai.replies import Health
 from ..serving import PROBE_S, Serving
@@ -13,12 +14,17 @@ async def health_of(serving: Serving) -> Health:
 
     A dead engine counts more than a hung one, and that more than a server that is draining.
     """
-    engine = serving.engine
-    report = await engine.health()
+    report = await serving.engine.health()
     state, detail = report.state, report.detail
     if state == "ok" and serving.draining:
         state, detail = "draining", "finishing what has been accepted; no new requests"
-    return Health(state=state, detail=detail, in_flight=serving.in_flight, engine_pid=engine.pid)
+    return Health(
+        state=state,
+        detail=detail,
+        in_flight=serving.in_flight,
+        server_pid=os.getpid(),
+        engine_pids=list(report.pids),
+    )
 
 
 async def scrape(serving: Serving) -> bytes:

@@ -53,6 +53,8 @@ class EngineCollector:
         yield _gauge("transect_kv_blocks", "KV blocks of the pool", stats.kv_blocks_total)
         yield _gauge("transect_kv_blocks_used", "KV blocks that a running sequence refers to", stats.kv_blocks_used)
         yield _gauge("transect_kv_blocks_cached", "Free KV blocks kept for the prefix cache", stats.kv_blocks_cached)
+        text = "Memory of compiled grammars that are kept, in bytes"
+        yield _gauge("transect_grammar_cache_bytes", text, stats.grammar_cache_bytes)
         text = "Measured over predicted time of the last steps; far from 1, StepTimeDrift is raised"
         yield _gauge("transect_step_time_ratio", text, self.drift.ratio)
         alarm = GaugeMetricFamily("transect_alarm", "1 while an alarm is raised", labels=["name"])

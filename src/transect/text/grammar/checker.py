@@ -11,6 +11,7 @@ draws some tokens under a grammar, because slow masks would delay the steps of a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import selectors
 import subprocess
@@ -34,6 +35,9 @@ POLL_S = 0.02
 BUSY = 6
 """Largest ratio of wall time to CPU time of compiling."""
 LENGTH_BYTES = 8
+HEAP_FIELDS = (
+    "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+)  # fmt: skip
 _CHECK, _TRANSLATE, _RIGHT, _WRONG = b"c", b"t", b"+", b"-"
 """First bytes of messages and answers."""
 
@@ -83,6 +87,8 @@ class Checker:
         self._seconds, self._nbytes = seconds, nbytes
         self._process: subprocess.Popen[bytes] | None = None
         self._resting = 0
+        self.nbytes = 0
+        """Bytes of the compiled form of the last valid grammar; 0 if the system does not report them."""
 
     def start(self) -> None:
         """Start the process and wait until it is ready, unless it runs already."""
@@ -106,7 +112,7 @@ class Checker:
             Busy: the check took too long to decide.
         """
         try:
-            self._ask(_CHECK, grammar)
+            self.nbytes = int(self._ask(_CHECK, grammar))
         except Busy:
             raise
         except ValueError as error:
@@ -194,6 +200,23 @@ def _memory(pid: int) -> int:
         return 0
 
 
+class _HeapInfo(ctypes.Structure):
+    """``struct mallinfo2`` of glibc."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in HEAP_FIELDS]
+
+
+def heap_bytes() -> int:
+    """Return the bytes that this process has allocated in glibc's heap; 0 with another C library."""
+    try:
+        info = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    info.restype = _HeapInfo
+    found = info()
+    return int(found.uordblks + found.hblkhd)
+
+
 def _processor_seconds(pid: int) -> float:
     """Return the CPU seconds that a process has used; 0 if the system does not report them."""
     try:
@@ -239,6 +262,13 @@ def trial(matcher: Any, words: int) -> str | None:
     return None
 
 
+def _tried(tokenizer: Any, grammar: str, words: int) -> tuple[str | None, int]:
+    """Compile a grammar and draw from it. Returns the problem and the bytes that its compiled form takes."""
+    before = heap_bytes()
+    matcher = compile_matcher(tokenizer, grammar)
+    return trial(matcher, words), max(0, heap_bytes() - before)
+
+
 def _end_with(parent: int) -> None:
     """A compiler that is busy does not see the pipe close."""
     while os.getppid() == parent:
@@ -264,10 +294,10 @@ def main() -> None:
             grammar = message[1:].decode()
             try:
                 if message.startswith(_TRANSLATE):
-                    answer = from_ebnf(grammar)
-                else:
-                    answer = trial(compile_matcher(tokenizer, grammar), -(-len(tokens) // 32)) or ""
-                _write(stdout, (_WRONG if answer and message.startswith(_CHECK) else _RIGHT) + answer.encode())
+                    _write(stdout, _RIGHT + from_ebnf(grammar).encode())
+                    continue
+                problem, nbytes = _tried(tokenizer, grammar, -(-len(tokens) // 32))
+                _write(stdout, _RIGHT + str(nbytes).encode() if problem is None else _WRONG + problem.encode())
             except ValueError as error:
                 _write(stdout, _WRONG + (str(error) or "it cannot be compiled").encode())
 

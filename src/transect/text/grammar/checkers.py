@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,31 +23,44 @@ class Checkers:
 
     def __init__(self, vocabulary: Vocabulary, threads: int) -> None:
         self._all = [Checker(vocabulary) for _ in range(threads + 1)]
-        self._ready: queue.LifoQueue[Checker] = queue.LifoQueue()
+        self._ready = self._all[1:]  # started by whoever borrows them first
+        self._changed = threading.Condition()
         self._closed = False
-        for checker in self._all[1:]:
-            self._ready.put(checker)  # started by whoever borrows it first
         self._warm(self._all[0])
 
     @contextmanager
-    def one(self) -> Iterator[Checker]:
-        """A process, for as long as the block lasts."""
-        checker = self._ready.get()
+    def one(self, *, long: bool = False) -> Iterator[Checker]:
+        """A process, for as long as the block lasts.
+
+        Args:
+            long: the check may take long or end the process. Then one stays ready for others, if there are more.
+        """
+        least = 2 if long and len(self._all) > 1 else 1
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._ready) >= least or (self._closed and self._ready))
+            checker = self._ready.pop()
         try:
             yield checker
         finally:
             if checker.growth > MOST_KEPT:
                 checker.close()
             if checker.alive or self._closed:
-                self._ready.put(checker)
+                self._put(checker)
             else:
                 self._warm(checker)
 
     def close(self) -> None:
         """End all processes, whatever they are doing."""
-        self._closed = True
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
         for checker in self._all:
             checker.close()
+
+    def _put(self, checker: Checker) -> None:
+        with self._changed:
+            self._ready.append(checker)
+            self._changed.notify_all()
 
     def _warm(self, checker: Checker) -> None:
         """Start a process again in a thread, and lend it when it is ready."""
@@ -60,7 +72,7 @@ class Checkers:
             except (OSError, RuntimeError, EOFError):
                 pass  # whoever borrows it tries again, and says what is wrong
             finally:
-                self._ready.put(checker)
+                self._put(checker)
                 if self._closed:
                     checker.close()
 

@@ -11,6 +11,8 @@ MAX_GRAMMAR_BYTES = 2**20
 """A schema or a grammar as text. The compiler has limits of its own; this one keeps it from reading for long."""
 MAX_REGEX_BYTES = 2**15
 MAX_CHOICES = 10_000
+CACHE_BYTES = 128 * 2**20
+"""Default of the memory of compiled grammars that an engine keeps."""
 
 OBJECT_BYTES = 2**16
 """Estimate of the memory of a schema that is an object."""

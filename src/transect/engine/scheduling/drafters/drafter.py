@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from ....costs.steps import StepLoad
+
+Timed = tuple[StepLoad, float]
+"""The work of a step of a draft model, and its seconds."""
+
 
 class Guess(NamedTuple):
     """Guessed next tokens of a sequence."""
@@ -25,3 +30,14 @@ class Drafter(Protocol):
     def ended(self, seq_id: int, output: list[int]) -> None:
         """Forget a sequence, which ended with these output tokens."""
         ...
+
+
+class NoDrafter:
+    """Guesses nothing."""
+
+    def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
+        """See ``Drafter``."""
+        return Guess()
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        """See ``Drafter``."""

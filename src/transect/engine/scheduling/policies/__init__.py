@@ -6,7 +6,8 @@
 * ``admission``: who may join the queue, by bytes and predicted wait.
 * ``budget``: tokens per step while sequences decode. ``costs/learning`` learns step times.
 * ``filling``: prefill in small chunks beside decoding sequences.
-* ``speculation``: the number of tokens to draft for each sequence.
+* ``speculation``: the number of tokens to draft for each sequence. ``model_speculation``: the same where a model
+  drafts, which takes time.
 * ``routing``: the replica that gets a request, by cached prefix and load.
 * ``scaling``: the number of engines, from queue, load or a forecast.
 """

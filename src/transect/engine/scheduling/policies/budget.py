@@ -5,7 +5,9 @@ The first rule that applies is used:
 * ``itl_target``: as many tokens as take no longer than a target, by the learned step times of this device
   (``step_time``). If many steps have prompts, fewer, if each token then costs much less. The target grows with the
   queue, if prompts would wait for more than ``PATIENCE`` such steps. (Sarathi-Serve, Agrawal et al. 2024, bounds tokens
-  instead of time.)
+  instead of time.) Deep in a long prompt each chunk reads much context, however few tokens it has. Where that takes
+  more than half of the room for prompts, chunks have as many tokens as take as long as their context, and steps without
+  prompts lie between them, so that steps take no longer than the target in the mean.
 * ``fill_tokens``: as many tokens as cost little more than the decodes alone, as long as nothing ends later for that
   (``filling``).
 * ``max_mixed_tokens``: that number.
@@ -13,6 +15,7 @@ The first rule that applies is used:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence as Listed
 from typing import NamedTuple
@@ -75,6 +78,8 @@ class Budget(NamedTuple):
     """Most tokens of one prompt in the step."""
     shares: tuple[Share, ...] = ()
     """Shares of prompts, longest prompts first; empty if prompts take tokens in order of rank."""
+    pause: bool = False
+    """Prompts take no part in the step."""
 
 
 class Coming(NamedTuple):
@@ -99,6 +104,10 @@ class StepBudget:
         self.times = times
         self._share = 0.0
         """The share of steps with prompts, smoothed."""
+        self._debt = 0.0
+        """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
+        self._next = (0.0, math.inf)
+        """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
         self._config = config
         self._mixed = min(config.max_mixed_tokens or config.max_num_batched_tokens, config.max_num_batched_tokens)
         self._chunk = config.max_prefill_chunk or config.max_num_batched_tokens
@@ -113,6 +122,7 @@ class StepBudget:
             barred: the step before had no place or no KV blocks for the head of the queue. Then long prompts leave no
                 room for waiting ones, which could not use it.
         """
+        self._next = (0.0, math.inf)
         if not any(seq.scheduled + 1 == seq.length < seq.max_length for seq in running):  # nobody decodes
             most = self._config.max_num_batched_tokens
             prompts = [seq.length - seq.scheduled for seq in running if seq.length - seq.scheduled > 1]
@@ -131,12 +141,19 @@ class StepBudget:
     def planned(self, prompts: bool) -> None:
         """A step was planned, with prompts or without."""
         self._share += SMOOTHING * (prompts - self._share)
+        more, less = self._next
+        if prompts:
+            self._debt += more
+        else:
+            self._debt = max(self._debt - less, -less) if less < math.inf else 0.0
 
     def coming(self, running: Listed[Sequence], waiting: WaitingQueue, cut: bool, barred: bool = False) -> Coming:
         """Return the facts of the next step if it were planned now; arguments as of ``of_next``."""
         if not (len(waiting) or cut):
             return Coming(len(running), False)
-        tokens, chunk, _ = self.of_next(running, waiting, cut, barred)
+        tokens, chunk, _, pause = self.of_next(running, waiting, cut, barred)
+        if pause:
+            return Coming(tokens, True)
         here = sum(min(seq.length - seq.scheduled, chunk) for seq in running)
         here += waiting.num_tokens if chunk >= tokens else sum(min(seq.to_compute, chunk) for seq in waiting.in_order())
         return Coming(min(here, tokens), here >= tokens)
@@ -150,12 +167,19 @@ class StepBudget:
             if seq.length - seq.scheduled > 1 and not seq.request.spec.in_one_piece
         ]
         rows = len(left)
-        beside = StepLoad(rows, sum(done + 1 for count, done in left if count <= 1))
-        context = prompts[0][1] if prompts else 0
+        decodes = StepLoad(rows - len(prompts), sum(done + 1 for count, done in left if count <= 1))
+        beside = decodes._replace(tokens=rows)
+        context = max((done for _, done in prompts), default=0)
         scored = _scored(running, waiting)
         waits, longest = _felt(felt, waiting)
         most = self._graph if waits < LARGE * self._graph else self._mixed
-        seconds = target or AUTO_RATIO * self.times.predict(beside)
+        alone = self.times.predict(decodes)
+        seconds = target or AUTO_RATIO * alone
+        if prompts and alone < seconds:
+            usual, seconds = seconds, max(seconds, alone + 2 * (self._least(beside, context, scored) - alone))
+            self._next = seconds - usual, usual - alone
+            if self._debt > 0.0 and seconds > usual and self._config.pipeline_depth == 1:
+                return Budget(decodes.tokens, self._chunk, pause=True)
         tokens = even(self.times.most_tokens(seconds, beside, context, most, scored=scored), rows)
         if self._share > MANY:
             cheap = self._cheap(tokens, beside)
@@ -171,6 +195,14 @@ class StepBudget:
         long = LONG * (usual if usual > 0 else room)
         shares = self._shares(room, long, [count for count, _ in prompts], waiting, barred)
         return Budget(tokens, self._chunk, shares)
+
+    def _least(self, beside: StepLoad, context: int, scored: bool) -> float:
+        """Predict the seconds of the shortest useful step with prompts: one token beyond those that are fixed."""
+        return self.times.predict(
+            beside._replace(
+                tokens=beside.tokens + 1, pairs=beside.pairs + context + 1, context=context + 1, scored=int(scored)
+            )
+        )
 
     def _shares(
         self, room: int, long: int, prompts: Listed[int], waiting: WaitingQueue, barred: bool

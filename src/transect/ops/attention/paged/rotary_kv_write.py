@@ -155,6 +155,7 @@ def triton_rotary_kv_write(
     out: Tensor | None = None,
     k_out: Tensor | None = None,
     dependent_launch: bool = False,
+    own_tuning: bool = True,
     config: Config | None = None,
 ) -> Tensor:
     """``reference`` in one launch, rounded once; returns the turned q ``[T, H, d]``.
@@ -163,7 +164,7 @@ def triton_rotary_kv_write(
     launch can be captured in a CUDA graph. ``out``: where the turned q goes (``q`` itself will do), else a new tensor;
     ``k_out``: where the turned k goes beside the cache (``k`` itself will do; padding stays as it is);
     ``dependent_launch``: begin while the kernel before still runs (dependent launch, Hopper), and read the batch, cos
-    and sin before it has ended: it must not write those.
+    and sin before it has ended: it must not write those. ``own_tuning``: see ``tuning.choices``.
 
     Raises:
         ValueError: shapes, caches or batch that do not fit each other; one weight without the other, or of one for all
@@ -199,7 +200,7 @@ def triton_rotary_kv_write(
         return out
     q, k, v, cos, sin = (side_by_side(x) for x in (q, k, v, cos, sin))
     norm = q_weight is not None and k_weight is not None
-    knobs = config or choose("rotary_kv_write", (tokens, size, int(norm)), q.device, rule)
+    knobs = config or choose("rotary_kv_write", (tokens, size, int(norm)), q.device, rule, own_tuning)
     held = knobs["heads"]
     q_groups, k_groups = -(-heads // held), -(-kv_heads // held)
     groups = q_groups + 2 * k_groups
