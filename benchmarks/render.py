@@ -302,26 +302,36 @@ def fail_over() -> str:
     found, cost = _load("cpu/fail_over.json"), _load("cpu/replica_cost.json")
     pauses = []
     for name, what in (("SIGKILL", "a kill"), ("SIGSTOP", "a stop")):
-        gap = found[f"gap_{name}_s"]
+        gap = found.get(f"gap_{name}_s")
+        if gap is None:
+            continue
         most = f"median {gap['median']:.1f} s, at most {gap['max']:.1f} s, predicted {gap['predicted']:.1f} s"
         pauses.append(f"after {what} {most}")
     alone, behind = cost["alone"], cost["replicas"]
+    more, ratio = cost["first_token_ms_more"], cost["tokens_per_s_ratio"]
     pairs = {
         "first token at one stream, ms": "first_token_ms",
         f"tokens/s of {cost['streams']} streams": "tokens_per_s",
         "CPU time of the HTTP process per token, µs": "processor_us_per_token",
     }
     costs = [f"{what} {_spread(behind[key])} against {_spread(alone[key])}" for what, key in pairs.items()]
+    quiet = (
+        f" The longest pause in a round's streams, with one signal on an idle machine: {'; '.join(pauses)}. The "
+        "prediction is the detection time plus a prefill of the longest prompt and answer."
+        if pauses
+        else ""
+    )
     return (
         f"`{found['command']}`: {found['signals']} signals at random tokens to three replicas of {found['model']}, "
         f"{found['kills']} of them `kill -9` and {found['stops']} SIGSTOP. Of {found['answers']} answers "
-        f"{found['broken']} were dropped and {found['differing']} differed from the undisturbed answer. The longest "
-        f"pause in a round's streams: {'; '.join(pauses)}. The prediction is the detection time plus a "
-        "prefill on idle cores; a restarting replica takes cores from the others. "
+        f"{found['broken']} were dropped and {found['differing']} differed from the undisturbed answer.{quiet} The "
+        f"longest pause of all rounds, on a busy machine, was {found['longest_gap_s']:.0f} s. "
         f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
         f"`{cost['command']}`: an engine behind replicas compared with the same engine alone, without a model "
-        f"and without failures, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. On "
-        f"a busy 2-core machine ({cost['processor']}), {record.made_at([cost])}.\n"
+        f"and without failures, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. "
+        f"Within a round replicas add {more['median']:.2f} ms ({more['min']:.2f} to {more['max']:.2f}) to the first "
+        f"token, and reach {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) of the tokens/s. On a "
+        f"2-core machine ({cost['processor']}), {record.made_at([cost])}.\n"
     )
 
 

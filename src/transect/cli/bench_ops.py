@@ -121,7 +121,7 @@ def _list(wanted: list[Op], found: Device) -> None:
 
 
 def _run(limits: Ceilings, found: Device) -> dict[str, Any]:
-    """The machine and the software that measured the rows."""
+    """Describe the machine and the software that measured the rows."""
     from dataclasses import asdict
     from datetime import UTC, datetime
 

@@ -140,7 +140,7 @@ def _object(text: str) -> dict[str, Any]:
     try:
         value = loads(text)
     except JSONDecodeError as error:
-        raise ValueError(f"--extra-body is no JSON ({error}): give an object such as '{{\"top_k\": 20}}'") from None
+        raise ValueError(f"--extra-body is not JSON ({error}): give an object such as '{{\"top_k\": 20}}'") from None
     if not isinstance(value, dict):
         raise ValueError("--extra-body must be a JSON object, such as '{\"top_k\": 20}'")
     return value

@@ -79,7 +79,7 @@ def command(
 
 
 def _read() -> str | None:
-    """A line from the user, or None at the end of the input."""
+    """Read a line from the user; None at the end of the input."""
     try:
         return input("> ").strip()
     except EOFError:

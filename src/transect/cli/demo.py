@@ -1,4 +1,4 @@
-"""``transect demo``: the real server, and eight people who ask it something at once."""
+"""``transect demo``: the real server with eight concurrent chats."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def command(
 
 
 def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -> None:
-    """Run the demo with further ``options`` of ``transect serve``.
+    """Run the demo with additional ``options`` of ``transect serve``.
 
     Raises:
         ValueError: a chat failed, or the server did.
@@ -71,7 +71,7 @@ def run(model: str, max_tokens: int, svg: Path | None, options: Sequence[str]) -
 
 @contextmanager
 def own_server(model: str, *options: str) -> Iterator[str]:
-    """A server on a free port for the length of the block; gives its URL.
+    """Run a server on a free port for the length of the block; yields its URL.
 
     Args:
         options: further ones of ``transect serve``.

@@ -1,4 +1,4 @@
-"""``transect inspect``: what an operator's kernels become on a GPU that need not be there."""
+"""``transect inspect``: compiled forms of an operator's kernels, for a GPU that need not be present."""
 
 from __future__ import annotations
 

@@ -159,11 +159,11 @@ def _prices(given: list[str], cards: list[str]) -> dict[str, float]:
     for text in given:
         name, separator, value = text.rpartition("=")
         if not separator and len(cards) > 1:
-            raise ValueError(f"--price {text} is of which card? Give --price {cards[0]}={text}")
+            raise ValueError(f"--price {text} names no card: give --price {cards[0]}={text}")
         try:
             found[preset(name).name if separator else cards[0]] = float(value)
         except ValueError as error:
-            raise ValueError(f"--price {text!r} is no price: give --price {cards[0]}=3.50 ({error})") from None
+            raise ValueError(f"--price {text!r} is not a price: give --price {cards[0]}=3.50 ({error})") from None
     missing = [card for card in cards if card not in found]
     if found and missing:
         raise ValueError(f"--price of {', '.join(missing)} is missing: give it too, or no price at all")

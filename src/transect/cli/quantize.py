@@ -12,7 +12,7 @@ from ..spec.numbers.registry import file_uses, gguf_names, listed
 
 
 def _that(ability: str) -> str:
-    """Names of the formats in safetensors with an ability."""
+    """List the names of the formats in safetensors with an ability."""
     return ", ".join(name for name, use in file_uses().items() if getattr(use, ability))
 
 

@@ -40,7 +40,7 @@ def command(
             signal.signal(number, handler)
     _print(outcomes)
     if asked:
-        print(f"stopped after {len(outcomes)} of {len(points)} runs; transect sweep {grid} goes on")
+        print(f"stopped after {len(outcomes)} of {len(points)} runs; continue with transect sweep {grid}")
         return 128 + asked[0]
     return int(any(found.problem for found in outcomes))
 

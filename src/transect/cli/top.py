@@ -1,4 +1,4 @@
-"""``transect top``: what a server does now, again every second."""
+"""``transect top``: the present work of a server, refreshed every second."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def command(
         chosen, launches = follow(get(op))
     most = max(len(launch.programs) for launch in launches) - 1
     if program is not None and program > most:
-        raise ValueError(f"programs of this run are 0 to {most}; --program {program} is none of them")
+        raise ValueError(f"programs of this run are 0 to {most}; --program {program} is not one of them")
     console = Console()
     for launch in launches:
         console.print(f"{launch.kernel}, grid {list(launch.grid)}: {len(launch.programs)} programs", style="bold")

@@ -130,7 +130,8 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
 
 @contextmanager
 def server_options(rung: Rung, program: Path) -> Iterator[list[str]]:
-    """Options of ``transect serve`` that put the program of a rung into the server, for the length of the block.
+    """Yield the options of ``transect serve`` that run the program of a rung in the server, for the length of the
+    block.
 
     Raises:
         ValueError: the server has no place for this rung.

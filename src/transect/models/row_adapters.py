@@ -62,7 +62,7 @@ class TensorAdapters:
         model.rows = self.rows
 
     def prepare(self, factors: Factors) -> Factors:
-        """The same factors in the model's dtype, pinned where they go to a GPU."""
+        """Return the same factors in the model's dtype, pinned if they are copied to a GPU."""
 
         def held(tensor: Tensor) -> Tensor:
             tensor = tensor.to(self._dtype).contiguous()
@@ -95,7 +95,7 @@ class NativeAdapters:
         model.stack.adapters = [None] * slots
 
     def prepare(self, factors: Factors) -> StackAdapter:
-        """The factors packed for the kernels."""
+        """Pack the factors for the kernels."""
         return packed_adapter(self._stack.library, factors, self._layers, half=self._half)
 
     def put(self, slot: int, prepared: StackAdapter) -> None:

@@ -210,7 +210,7 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """Every entry, by name; imports each file of the families."""
+    """List every entry, by name; imports each file of the families."""
     for family in FAMILIES:
         package = import_module(f".{family}", __package__)
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

@@ -363,7 +363,7 @@ def test_the_commands(gpu_trace, tmp_path):
     assert failed.returncode == 2 and "KeyError" in failed.stderr
     assert "give a script" in run_here("explain", "run", "--", "python").stderr
     assert (
-        "--trace is no option of transect explain run"
+        "--trace is not an option of transect explain run"
         in run_here("explain", "run", "--trace", "t", "--", "python", "x").stderr
     )
 

@@ -77,7 +77,7 @@ class LoRAConfig:
         _check_names("modules_to_save", self.modules_to_save, (*TABLES, "norm"), (*MATRICES, *PEFT_NAMES, *NORMS))
 
     def refuses_merging(self) -> bool:
-        """True if merged layers cannot compute such adapters; ``Adapted.refuses_merging`` gives the reason."""
+        """Return True if merged layers cannot compute such adapters; ``Adapted.refuses_merging`` gives the reason."""
         return self.dora or self.dropout > 0
 
 
@@ -92,4 +92,4 @@ def _check_names(setting: str, given: tuple[str, ...], own: tuple[str, ...], oth
         try:
             re.compile(entry)
         except re.error as error:
-            raise ValueError(f"lora.{setting}: {entry!r} is no regular expression ({error})") from None
+            raise ValueError(f"lora.{setting}: {entry!r} is not a regular expression ({error})") from None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ...spec.layouts.ranks import RankLayout
+from ...spec.layouts.schedules.registry import schedule_kind, schedules
+from ...spec.settings import About
 from .parse import positive
 
 
@@ -30,8 +32,9 @@ class ParallelConfig:
             computed by each of them, and their results are kept once.
         pipeline: ranks that have some layers each; micro-batches pass through them. A step needs several, so that few
             of the ranks wait.
-        schedule: in which order they do their passes: ``1f1b``, a backward pass after each forward pass; ``gpipe``, all
-            forward passes first; ``interleaved``, ``1f1b`` with ``chunks`` runs of layers to a rank and shorter waits.
+        schedule: order of their forward and backward passes, a file of ``spec/layouts/schedules/``: ``1f1b``, a
+            backward pass after each forward pass; ``gpipe``, all forward passes first; ``interleaved``, ``1f1b`` with
+            ``chunks`` runs of layers to a rank and shorter waits.
         chunks: runs of layers of each rank with ``interleaved``.
         context: ranks that share the tokens of each micro-batch, for long documents: keys and values go round.
         expert: ranks that share the experts of a mixture and have some of them each: as many as ``data``, or 1: every
@@ -63,7 +66,7 @@ class ParallelConfig:
     tensor: int = 1
     sequence: bool = False
     pipeline: int = 1
-    schedule: Literal["1f1b", "interleaved", "gpipe"] = "1f1b"
+    schedule: Annotated[str, About(choices=schedules)] = "1f1b"
     chunks: int = 2
     context: int = 1
     expert: int = 1
@@ -114,7 +117,7 @@ class ParallelConfig:
 
         if self.schedule != "1f1b" and self.pipeline == 1:
             raise ValueError("parallel.schedule is for the stages of parallel.pipeline: set that to 2 or more")
-        if self.schedule == "interleaved" and self.chunks == 1:
+        if self.pipeline > 1 and schedule_kind(self.schedule).chunked and self.chunks == 1:
             raise ValueError('parallel.chunks = 1 is schedule = "1f1b": set that, or parallel.chunks to 2 or more')
 
     @property
@@ -125,7 +128,7 @@ class ParallelConfig:
     @property
     def runs(self) -> int:
         """Runs of layers of each rank."""
-        return self.chunks if self.schedule == "interleaved" else 1
+        return self.chunks if self.pipeline > 1 and schedule_kind(self.schedule).chunked else 1
 
     @property
     def layout(self) -> RankLayout:

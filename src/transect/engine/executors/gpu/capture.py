@@ -18,7 +18,7 @@ from .startup_times import StartupTimes
 from .step_sizes import FEWEST_ROWS, row_buckets
 
 WARM_WIDTHS = 2
-"""Widths of block tables whose graphs are captured at the start where no server waits (contexts up to 4096 tokens)."""
+"""Widths of block tables whose graphs are captured at start-up outside of servers (contexts up to 4096 tokens)."""
 EACH = 240
 """Tokens of a prompt of a large step that has several prompts."""
 BEGUN = 16
@@ -29,7 +29,8 @@ _PARAMS = SamplingParams(temperature=0.0)
 def capture(
     setup: Setup, model: Decoder, cache: KVSize, times: StartupTimes, mesh: Mesh | None = None
 ) -> tuple[GPURunner, int]:
-    """The runner, and the bytes of its KV cache, which has one block more than ``cache`` says, for padding."""
+    """Build the runner and capture its graphs. Returns the runner and the bytes of its KV cache, which has one block
+    more than ``cache`` for padding."""
     config = setup.config
     caches = model.new_kv_cache(cache.num_blocks + 1, config.block_size, setup.cache_dtype)
     for each in caches:
@@ -86,7 +87,7 @@ def large_steps(
 
 
 def _row(index: int, start: int, tokens: int, blocks: list[int]) -> ScheduledRow:
-    """A row of a sequence that no scheduler knows, with a draw."""
+    """Make a row with a draw, of a sequence that no scheduler knows."""
     seq_id, prompt = -1 - index, (0,) * (start + tokens)
     draw = Draw(seq_id, 0, 0, _PARAMS, prompt, [])
     return ScheduledRow(seq_id, start, tokens, prompt, [], blocks, (draw,))

@@ -37,5 +37,5 @@ class GPUOptions:
         check_values(self)
 
     def __str__(self) -> str:
-        """The switches that are not as they are by default."""
+        """List the switches that differ from their defaults."""
         return ", ".join(changed_fields(self))

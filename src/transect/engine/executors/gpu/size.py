@@ -12,7 +12,7 @@ from .step_sizes import mixed_sizes, row_buckets, widths
 
 
 def size(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> tuple[MemoryAccount, KVSize]:
-    """The account of the GPU's memory, and the KV cache that it leaves room for.
+    """Account for the GPU's memory, and size the KV cache by the rest.
 
     Raises:
         ValueError: the remaining or requested memory does not hold one sequence; the message says what to change.
@@ -30,7 +30,7 @@ def size(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> tuple[MemoryA
 
 
 def _graph_bytes(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> int:
-    """Kept free for CUDA graphs, and for requests with penalties or biases."""
+    """Return the bytes to keep free for CUDA graphs, and for requests with penalties or biases."""
     seqs, block = setup.limits["max_num_seqs"], setup.config.block_size
     captured = 0 if setup.config.cuda_graphs == "off" else len(row_buckets(seqs, setup.tricks["fine_rows"]))
     if captured and setup.irregular:
