@@ -12,10 +12,10 @@ import argparse
 import json
 import time
 
+import _paths  # noqa: F401
 import httpx
-from http_vs_offline import server
-
-import record
+from benchmarks import record
+from benchmarks.server.http_vs_offline import server
 
 QUESTION = "What is the capital of France?"
 

@@ -34,8 +34,7 @@ def command(
         bool,
         typer.Option(
             "--check",
-            help="Compare results with float64 too, on a CPU also those of Triton kernels (in the interpreter); exit "
-            "code 1 if one is wrong, or nothing of a named operator could be compared.",
+            help="Also compare results with float64, on a CPU in Triton's interpreter. Exit 1 if one is wrong.",
         ),
     ] = False,
     limit: Annotated[float, typer.Option(min=1, help="Time limit of a kernel per case, in seconds.")] = 30.0,

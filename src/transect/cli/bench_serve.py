@@ -36,8 +36,7 @@ def command(
     trace: Annotated[
         Path | None,
         typer.Option(
-            help="Requests at recorded times: JSON lines with arrival_s, output_tokens, and prompt_tokens or a prompt; "
-            "Mooncake's lines; Azure's CSV; a folder of ServeGen's; or what --json of this command wrote."
+            help="Trace to replay: JSON lines, Mooncake's lines, Azure's CSV, a ServeGen folder, or output of --json."
         ),
     ] = None,
     trace_start: Annotated[

@@ -45,9 +45,9 @@ class TrainConfig:
         model: name or path for ``checkpoints.resolve``; for ``pretrain`` only its shape and tokenizer are used.
         load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
-        objective: loss to minimize: ``next_token``; ``dpo`` or ``orpo`` (preference pairs); ``kto`` (answers that are
-            good or bad); ``grpo`` (rewards of its own answers); ``distill`` (a larger model's distribution). Each has
-            a table of its name.
+        objective: loss to minimize: ``next_token``, ``dpo``, ``orpo``, ``kto``, ``grpo`` or ``distill``. ``dpo`` and
+            ``orpo`` take preference pairs, ``kto`` answers that are good or bad, ``grpo`` rewards of the model's own
+            answers, ``distill`` a larger model's distribution. Each has a table of its name.
         new_tokens: tokens to add to the vocabulary, such as ``<tool>``; embedding and head grow by a row for each,
             and with adapters both are trained whole. Tokens written ``<|like this|>`` become special.
         run_dir: folder of logs and checkpoints.
@@ -56,9 +56,8 @@ class TrainConfig:
         accumulate: micro-batches per step.
         precision: ``float32``; ``bfloat16`` for weights and optimizer alike; ``mixed``: bfloat16 weights to compute
             with and float32 master copies in the optimizer.
-        checkpointing: activations kept for the backward pass: ``none`` recomputes nothing,
-            ``selective`` recomputes the MLP's inner activations, ``full`` whole layers; ``auto`` takes the first of
-            these that fits.
+        checkpointing: activations to recompute: ``none``, ``selective`` (inside each MLP), ``full`` (whole layers), or
+            ``auto``: the first of these that fits.
         memory: device memory that the run may use, such as ``24GB``; empty for the free memory.
         layer_keep: the share of the last layers that is kept towards the end of a run; less than 1 leaves layers out of
             steps, more of them the later they are in the model and the run (progressive layer dropping). Layers then
