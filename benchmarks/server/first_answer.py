@@ -12,8 +12,9 @@ import argparse
 import json
 import time
 
-import _paths  # noqa: F401
 import httpx
+
+import _paths  # noqa: F401
 from benchmarks import record
 from benchmarks.server.http_vs_offline import server
 
