@@ -99,10 +99,10 @@ def replay(
     api_key: ApiKey = None,
     engine: Annotated[int, typer.Option(help="Number of the engine, if there are several.", min=0)] = 0,
 ) -> None:
-    """Run a decision log through the scheduler again. With nothing changed every decision must come out the same;
-    with --set, print what latencies and tokens/s would have been. --set may be given again.
+    """Run a decision log through the scheduler again, unchanged or with other settings (--set, repeatable).
 
-    Settings are those of the scheduler; preset=NAME is another device, quantization=int4 another format.
+    Unchanged, every decision must be the same. With --set the output predicts latencies and tokens/s. Settings are
+    those of the scheduler; preset=NAME is another device, quantization=int4 another format.
     """
     import dataclasses
     import json

@@ -212,8 +212,10 @@ def schedule(
     ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print the actions and when they are done.")] = False,
 ) -> int:
-    """Draw the schedule of a pipeline with its idle times: F0 is the forward pass of the
-    first micro-batch, B0b its backward pass through the rank's second run of layers."""
+    """Draw the schedule of a pipeline with its idle times.
+
+    F0 is the forward pass of the first micro-batch, B0b its backward pass through the rank's second run of layers.
+    """
     import json as encoder
 
     from ..spec.layouts.schedule import drawn, simulate
