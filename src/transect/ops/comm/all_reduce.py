@@ -125,7 +125,7 @@ class Peers:
         has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
 
         Raises:
-            ValueError: ``refusal`` says why.
+            ValueError: ``refusal`` gives the reason.
         """
         self._check(x, False)
         out = torch.empty_like(x) if out is None else out
@@ -146,7 +146,7 @@ class Peers:
         """Return (RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
 
         Raises:
-            ValueError: ``refusal`` says why, or the tensors do not fit each other.
+            ValueError: ``refusal`` gives the reason, or the tensors do not fit each other.
         """
         self._check(x, True)
         if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
@@ -210,7 +210,7 @@ def cuda_all_reduce(
     """Compute ``reference`` by the kernels, with one GPU as all ranks.
 
     Raises:
-        ValueError: ``refusal`` says why.
+        ValueError: ``refusal`` gives the reason.
     """
     if reason := _refusal(parts, residual, weight, eps):
         raise ValueError(reason)

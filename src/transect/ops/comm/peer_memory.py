@@ -67,7 +67,7 @@ class SharedMemory:
 
 
 class Push(NamedTuple):
-    """Where a product leaves its result for the other ranks at once, before the sum (``all_reduce.py``) behind it."""
+    """Where a product writes its result for the other ranks, before the sum (``all_reduce.py``) that follows it."""
 
     memory: int
     """Where the addresses of all ranks' memory are, as a C array."""

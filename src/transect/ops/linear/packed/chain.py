@@ -52,7 +52,7 @@ class ChainWeights(NamedTuple):
 
 
 def in_turns(both: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gate's part and the other of ``[..., N]`` where sixteens of both are in turns, ``[..., N / 2]``
+    """Return the gate's part and the other of ``[..., N]`` where groups of 16 of both alternate, ``[..., N / 2]``
     each."""
     turns = both.unflatten(-1, (-1, 2, TURNS))
     return turns[..., 0, :].flatten(-2), turns[..., 1, :].flatten(-2)
