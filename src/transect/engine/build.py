@@ -283,10 +283,10 @@ def _build_cpu(
         whole = native and not lacks_layers(source.config, config.block_size, config.quantization)
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
-            beside = "beside the packed weights"
+            place = "beside the packed weights"
             if not isinstance(model.stack, NativeStack):
-                whole, beside = False, f"{beside}, layers operator by operator"
-            why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
+                whole, place = False, f"{place}, layers operator by operator"
+            why = f"{why}, adapter {place if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
         whole, library = native, None

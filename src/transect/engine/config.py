@@ -16,7 +16,7 @@ from ..spec.settings import About, changed_fields, check_values
 from ..text.grammar.params import CACHE_BYTES
 from .executors.gpu.options import GPUOptions
 from .scheduling.drafters.registry import SpeculativeConfig
-from .scheduling.policies.order import SchedulingPolicy
+from .scheduling.policies.orders.registry import scheduling_policies
 from .scheduling.scheduler_config import Batching
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
@@ -180,7 +180,7 @@ class EngineConfig:
     kv_cache_tokens: Annotated[int | None, ONE_OR_MORE] = None
     enable_prefix_caching: Annotated[bool, About(option="prefix-caching", also=("enable_prefix_caching",))] = True
     batching: Batching = "continuous"
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduling_policy: Annotated[str, About(choices=scheduling_policies)] = "fcfs"
     longest_first: bool | None = None
     scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None

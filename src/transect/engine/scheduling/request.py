@@ -17,7 +17,7 @@ from .sampling_params import SamplingParams
 
 _MASK64 = 2**64 - 1
 
-Rank = tuple[float, int, int, int, int]
+Rank = tuple[float, float, int, int, int]
 """``policies.order.Key``, then the order of arrival, then the choice."""
 
 

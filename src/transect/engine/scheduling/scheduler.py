@@ -200,7 +200,8 @@ class Scheduler(Bookkeeping):
         """Return drafts by seq_id for the next step, at most ``spare`` tokens in total; none while tokens are in
         flight. ``most``: rows of a step in a pipeline."""
         assert self.speculation is not None
-        decoding, others, all_known, staged = [], 0, True, self.config.pipeline_depth > 1
+        decoding: list[Sequence] = []
+        others, all_known, staged = 0, True, self.config.pipeline_depth > 1
         for seq in self.running:
             if staged and (len(decoding) >= most or seq.length > seq.prompt_len + len(seq.output_token_ids)):
                 continue

@@ -9,8 +9,8 @@ tokens of an answer are not known when it begins: they are estimated, and what w
 it ends.
 
 Keys do not change while a request waits, and the virtual time grows: whatever waits is overtaken by a bounded number
-of tokens. ``priority`` moves a start tag by less than ``patience`` tokens to either side, so this bound holds for the
-least urgent request too: 2 * ``patience`` tokens more.
+of tokens. A policy's level (``orders/``) moves a start tag by less than ``patience`` tokens to either side, so this
+bound holds for the least urgent request too: 2 * ``patience`` tokens more.
 
 Plain arithmetic on what was added, admitted and ended. No clock is read: all ranks of an engine, and a replay, agree.
 """
@@ -18,19 +18,17 @@ Plain arithmetic on what was added, admitted and ended. No clock is read: all ra
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
+from .orders.registry import order_policy
 from .routing import TYPICAL_OUTPUT
 
-SchedulingPolicy = Literal["fcfs", "priority"]
-SCHEDULING_POLICIES: tuple[str, ...] = get_args(SchedulingPolicy)
 PATIENCE_STEPS = 64
 """Full steps whose tokens bound the effect of a priority."""
 MOST_CLIENTS = 256
 """Number of remembered clients above which those without a claim are forgotten; at most twice as many are kept."""
 
-Key = tuple[float, int, int]
-"""(start tag adjusted by priority, priority, minus the tokens that may be drawn if ``longest_first``)."""
+Key = tuple[float, float, int]
+"""(start tag adjusted by level, level, minus the tokens that may be drawn if ``longest_first``)."""
 
 
 @dataclass(slots=True)
@@ -56,9 +54,10 @@ def check_priority(priority: int, policy: str) -> None:
     Raises:
         ValueError: says what to change.
     """
-    if priority and policy == "fcfs":
+    if priority and not order_policy(policy).priorities:
+        order = "in the order of arrival" if policy == "fcfs" else "in another order"
         raise ValueError(
-            f"priority is {priority}, but requests are served in the order of arrival here (scheduling policy fcfs): "
+            f"priority is {priority}, but requests are served {order} here (scheduling policy {policy}): "
             "leave it out, or have the engine started with --scheduling-policy priority"
         )
 
@@ -67,9 +66,9 @@ class Order:
     """Assigns keys to requests, in the order of their arrival.
 
     Args:
-        policy: ``priority`` looks at priorities.
+        policy: gives requests levels (``orders/``).
         patience: tokens; see above.
-        longest_first: by priority, then by the tokens that may be drawn: an order for work that is all there at the
+        longest_first: by level, then by the tokens that may be drawn: an order for work that is all there at the
             start. Clients are not told apart, and nothing is bounded.
         arrival: in the order of arrival alone (static batches).
     """
@@ -77,7 +76,7 @@ class Order:
     def __init__(
         self, policy: str = "fcfs", *, patience: float = 0.0, longest_first: bool = False, arrival: bool = False
     ) -> None:
-        self._ranked = policy == "priority" and not arrival
+        self._level = order_policy("fcfs" if arrival else policy).level
         self._patience = patience
         self._longest_first = longest_first and not arrival
         self.shared = not (longest_first or arrival)
@@ -115,7 +114,7 @@ class Order:
 
     def key(self, client: str, priority: int, outputs: int) -> Key:
         """Return the key of a request if it arrived now; arguments as of ``enter``."""
-        level = priority if self._ranked else 0
+        level = self._level(priority, outputs)
         if not self.shared:
             return 0.0, level, -outputs if self._longest_first else 0
         return self._start(client) + self._patience * level / (1 + abs(level)), level, 0
