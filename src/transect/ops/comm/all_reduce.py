@@ -89,7 +89,7 @@ class Peers:
         memory: address of each rank's memory, with empty lines to begin with.
         rank: the own place among them.
         lines: of a region.
-        stop: int32 ``[1]`` in pinned memory of the host, 0; not 0 ends all waiting, and sums are then worth nothing.
+        stop: int32 ``[1]`` in pinned memory of the host, 0; another value ends all waiting, and sums are then invalid.
         played: number of ranks that this GPU simulates; more than one only to test the kernels.
 
     Raises:

@@ -30,11 +30,11 @@ from ...lang.jit import multiprocessors
 
 MOST_INPUTS = 16384
 TURNS = 16
-"""Rows of gate and up in turn, in weights that hold them so."""
+"""Rows of gate and up that alternate, in weights stored in this order."""
 
 
 class ChainWeights(NamedTuple):
-    """The matrices in the order of the products, as a kind of weight holds them, and the norms after the first and the
+    """The matrices in the order of the products, in the form of a kind of weight, and the norms after the first and the
     third."""
 
     o: Any
