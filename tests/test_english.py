@@ -21,6 +21,9 @@ from transect.cli import _application
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "transect"
+BENCHMARKS = ROOT / "benchmarks"
+DESCRIPTIONS = BENCHMARKS / "server" / "client_programs"
+"""Programs whose docstrings describe tools to a model."""
 
 OPENER = re.compile(r"(What|Whether|How|Who|Whoever)\b")
 NONE = re.compile(r"\bNone: ")
@@ -122,9 +125,8 @@ def nouns(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def test_docstrings_of_functions_open_with_a_verb() -> None:
-    found = {
-        f"{path.relative_to(SOURCE)}:{line}": text[:60] for path in SOURCE.rglob("*.py") for line, text in nouns(path)
-    }
+    paths = [*SOURCE.rglob("*.py"), *(path for path in BENCHMARKS.rglob("*.py") if path.parent != DESCRIPTIONS)]
+    found = {f"{path.relative_to(ROOT)}:{line}": text[:60] for path in paths for line, text in nouns(path)}
     assert not found, "begin with a verb: Return the ..., Build a ..., Check that ..."
 
 

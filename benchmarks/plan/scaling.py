@@ -38,7 +38,7 @@ START_S, LOOK_S, PATIENCE_S = 120.0, 15.0, 600.0
 
 
 def day(hours: float, peak: float) -> list[Asked]:
-    """The requests of a day that lasts ``hours``."""
+    """Generate the requests of a day that lasts ``hours``."""
     spans = int(hours * 3600 / SPAN)
     rates = []
     for number in range(spans):
@@ -54,7 +54,7 @@ def day(hours: float, peak: float) -> list[Asked]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line for each policy."""
+    """Format one line for each policy."""
     lines = [
         "| policy | engine hours | most engines | TTFT p50 | p99 | ITL p99 | requests with TTFT within 5 s |",
         "|---|---|---|---|---|---|---|",

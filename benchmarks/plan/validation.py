@@ -202,7 +202,7 @@ async def _cell(
 
 
 def _each(result: Result, run: Any) -> float:
-    """Mean relative error of the requests' TTFTs."""
+    """Compute the mean relative error of the requests' TTFTs."""
     pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if a.error is None]
     return statistics.mean(abs(b.ttft - a.ttft) / a.ttft for a, b in pairs)
 
@@ -253,7 +253,8 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cpu_table(result: dict[str, Any]) -> str:
-    """Errors by share of the knee and burstiness, medians over the seeds, beside the spread of repeated runs."""
+    """Format the errors by share of the knee and burstiness, medians over the seeds, beside the spread of repeated
+    runs."""
     cells = result["cells"]
     shown = ("ttft p50", "ttft p90", "ttft p99", "itl p99", "e2e p50")
     lines = [
@@ -299,7 +300,7 @@ def _errors(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def h200_table(result: dict[str, Any]) -> str:
-    """Predicted and measured figures of each recorded rate."""
+    """Format predicted and measured figures of each recorded rate."""
     names = [name for name in result["levels"][0]["measured"] if name != "itl p50"]
     lines = [
         "| requests/s | "

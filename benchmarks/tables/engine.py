@@ -31,7 +31,7 @@ OTHER, IDLE = "other kernels", "nothing runs"
 
 
 def load() -> dict[str, dict[str, Any]]:
-    """The files of ``engine/gpu.py`` by model.
+    """Load the files of ``engine/gpu.py`` by model.
 
     Raises:
         FileNotFoundError: there are none.
@@ -45,17 +45,17 @@ def load() -> dict[str, dict[str, Any]]:
 
 
 def sections(known: dict[str, Any], begin: str) -> list[Any]:
-    """Results whose names begin with this word."""
+    """List the results whose names begin with this word."""
     return [section["result"] for name, section in known["sections"].items() if name.split()[0] == begin]
 
 
 def vllm() -> dict[str, Any]:
-    """vLLM's figures, which were measured apart."""
+    """Load vLLM's figures, which were measured separately."""
     return json.loads((record.RESULTS / "h200" / "vllm.json").read_text())
 
 
 def _beside(peer: dict[str, Any], model: str, work: str, batch: int | None = None) -> str:
-    """One of vLLM's figures, or nothing where there is none."""
+    """Format one of vLLM's figures; empty if there is none."""
     found = peer["models"].get(model, {}).get(work)
     found = found.get(str(batch)) if isinstance(found, dict) else found
     if found is None:
@@ -66,7 +66,7 @@ def _beside(peer: dict[str, Any], model: str, work: str, batch: int | None = Non
 
 
 def _apart(peer: dict[str, Any]) -> str:
-    """Where vLLM's figures come from, in one sentence."""
+    """Format the origin of vLLM's figures in one sentence."""
     started = [f"{model} {found['start_s']} s" for model, found in peer["models"].items() if "start_s" in found]
     return (
         f"vLLM {peer['version']} was {peer['provenance']}. From its start to its first token: {', '.join(started)}.\n"
@@ -80,7 +80,7 @@ def _rows(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def origin(files: dict[str, dict[str, Any]], sections: Iterable[str], runs: str = "") -> str:
-    """Where the figures come from, in one sentence."""
+    """Format the origin of the figures in one sentence."""
     wanted = set(sections)
     kept = [
         section for known in files.values() for name, section in known["sections"].items() if name.split()[0] in wanted
@@ -136,7 +136,7 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def short_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -> str:
-    """The lines of ``main_table`` that a chapter shows: one model, three batches, and the long work."""
+    """Format the lines of ``main_table`` that a chapter shows: one model, three batches, and the long work."""
     shown = ("decode, batch 1 ", "decode, batch 64 ", "decode, batch 256 ", "prefill", "throughput |")
     head, rule, *rest = main_table({model: files[model]}).splitlines()
     rows = [line for line in rest if line.startswith("|") and any(f"| {work}" in line for work in shown)]
@@ -145,7 +145,7 @@ def short_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -
 
 
 def energy_table(files: dict[str, dict[str, Any]]) -> str:
-    """Joules of the throughput protocol."""
+    """Format the joules of the throughput protocol."""
     rows = []
     for model, known in files.items():
         for row in sections(known, "throughput"):
@@ -169,7 +169,7 @@ def startup_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def host_table(files: dict[str, dict[str, Any]]) -> str:
-    """Host time of a step, and the share of time in which the GPU does nothing."""
+    """Format the host time of a step, and the share of time in which the GPU is idle."""
     rows = []
     for model, known in files.items():
         for row in sorted(sections(known, "trace"), key=lambda row: (row["mixed_options"], row["batch"])):
@@ -182,7 +182,7 @@ def host_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def parts_of(row: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of a traced step by part; they add up to the step."""
+    """Split the microseconds of a traced step by part; they add up to the step."""
     parts = dict.fromkeys([*PARTS, OTHER, IDLE], 0.0)
     for name, microseconds in row["microseconds_a_step"].items():
         part = next((part for part, pattern in PARTS.items() if re.search(pattern, name)), OTHER)
@@ -192,7 +192,7 @@ def parts_of(row: dict[str, Any]) -> dict[str, float]:
 
 
 def parts_table(files: dict[str, dict[str, Any]]) -> str:
-    """Where the time of a decode step goes."""
+    """Format the parts of a decode step's time."""
     columns = {
         f"{model}, {row['batch']}": parts_of(row)
         for model, known in files.items()
@@ -208,7 +208,7 @@ def parts_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def walk_table(files: dict[str, dict[str, Any]], model: str = "llama-3.1-8b") -> str:
-    """One model's decode step by stage: what Python does, and what the device does at the same time."""
+    """Format one model's decode step by stage: the work of Python, and that of the device at the same time."""
     traces = {
         f"decode step of {row['batch']}": row
         for row in sorted(sections(files[model], "trace"), key=lambda row: row["batch"])
@@ -232,7 +232,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def ablation_table(files: dict[str, dict[str, Any]]) -> str:
-    """The short work with one thing off in turn; in brackets, the time over that with everything on."""
+    """Format the short work with one thing off each; in brackets, the time over that with everything on."""
     rows = []
     for model, known in files.items():
         for found in sections(known, "ablation"):
@@ -252,7 +252,7 @@ def _ratio(value: float, base: float, scale: float, unit: str) -> str:
 
 
 def deterministic_table(files: dict[str, dict[str, Any]]) -> str:
-    """What batch-invariant mode costs on the throughput protocol."""
+    """Format the cost of batch-invariant mode on the throughput protocol."""
     rows = []
     for model, known in files.items():
         for found in sections(known, "deterministic"):
@@ -263,7 +263,7 @@ def deterministic_table(files: dict[str, dict[str, Any]]) -> str:
 
 
 def http_table(result: dict[str, Any]) -> str:
-    """Over HTTP and without it, on one GPU."""
+    """Format the work over HTTP and without it, on one GPU."""
     rows = []
     for name, work in result["work"].items():
         for way, title in (("offline", "engine alone"), ("http", "`bench serve`")):
@@ -281,7 +281,7 @@ def http_table(result: dict[str, Any]) -> str:
 
 
 def peers_table(result: dict[str, Any]) -> str:
-    """Batch 1 of the 8B shape beside transformers."""
+    """Format batch 1 of the 8B shape beside transformers."""
     rows = []
     for name, found in result["ways"].items():
         times = found["token_s"]

@@ -13,13 +13,13 @@ PARTS = ("memory", "accumulate", "delayed", "all", "layers", "tiles", "disk", "d
 
 
 def results() -> list[dict[str, Any]]:
-    """Those that were measured."""
+    """List the results that were measured."""
     files = [record.RESULTS / "h200" / f"train_offload_{part}.json" for part in PARTS]
     return [json.loads(file.read_text()) for file in files if file.exists()]
 
 
 def way(result: dict[str, Any]) -> str:
-    """What differs from run to run."""
+    """Describe the differences from run to run."""
     where = "on a disk" if result["part"] == "disk" else "in host memory"
     what = "states and weights" if result.get("all") else "states"
     limit = f" ({result['limit']} of the GPU)"
@@ -30,7 +30,7 @@ def way(result: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """Each run beside the floors of its parts."""
+    """Format each run beside the floors of its parts."""
     lines = [
         "| run | tok/s | step, s (min to max) | until the norm, s (floor) | AdamW, s (floor) | floor over step | GPU "
         "memory, predicted and measured |",
@@ -59,7 +59,7 @@ def table() -> str:
 
 
 def rates(result: dict[str, Any]) -> str:
-    """What the machine gave in the same run."""
+    """Format the machine's rates in the same run."""
     kernel, link = result["rates"]["adamw"][0], result["rates"]["link"]
     return (
         f"In the same run the C++ AdamW took {kernel['numbers_per_second'] / 1e9:.1f} billion numbers per second on "
@@ -72,7 +72,7 @@ def rates(result: dict[str, Any]) -> str:
 
 
 def disk(result: dict[str, Any]) -> str:
-    """The rate of the disk, and what of it a step used."""
+    """Format the rate of the disk, and the part of it that a step used."""
     if result["part"] != "disk":
         return ""
     rate = result["rates"]["disk"]
@@ -84,7 +84,7 @@ def disk(result: dict[str, Any]) -> str:
 
 
 def states() -> str:
-    """AdamW over states on a disk, beside the disk."""
+    """Format AdamW over states on a disk, beside the disk."""
     result = json.loads((record.RESULTS / "cpu" / "train_offload_states.json").read_text())
     machine, rows = result["environment"], result["rows"]
     middle = sorted(rows, key=lambda row: row["share"])[len(rows) // 2]
@@ -100,7 +100,7 @@ def states() -> str:
 
 
 def origin(found: list[dict[str, Any]]) -> str:
-    """Where the numbers come from."""
+    """Format the origin of the numbers."""
     machine = found[0]["environment"]
     runs = sorted({result["step_seconds"]["runs"] for result in found})
     steps = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"

@@ -9,7 +9,7 @@ from benchmarks import record
 
 
 def table(result: dict[str, Any]) -> str:
-    """Steps beside the floor of the host link."""
+    """Format steps beside the floor of the host link."""
     made, sections = result["environment"], result["sections"]
     lines = [
         "| GPUs | streamed to each | slowest link | step | time | floor | of floor | tokens/s |",

@@ -1,4 +1,4 @@
-"""What ``transect tune`` found on the H200: the rule's time and the best's, and what each knob is worth."""
+"""Results of ``transect tune`` on the H200: the rule's time and the best's, and the gain of each knob."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESULTS = record.RESULTS / "h200"
 
 
 def table(least: float = 1.01) -> str:
-    """The searches that gained ``least`` or more, and how many did not.
+    """Format the searches that gained ``least`` or more, and the number of those that did not.
 
     Raises:
         FileNotFoundError: nothing is recorded.

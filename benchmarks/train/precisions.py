@@ -86,7 +86,7 @@ def measure(folder: Path, contender: dict[str, Any], steps: int, seed: int) -> d
 
 
 def table(result: dict[str, Any]) -> str:
-    """For the page on training."""
+    """Format the table of the page on training."""
     runs = result["runs"]
     seeds = sorted({run["seed"] for run in runs})
     found = {(run["contender"], run["seed"]): run for run in runs}

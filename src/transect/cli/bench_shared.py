@@ -131,7 +131,7 @@ def meter(wanted: bool, gpu: int) -> Callable[[], AbstractContextManager[EnergyM
     """Return a function that makes an energy meter for each measured run, or one that measures nothing.
 
     Raises:
-        ValueError: energy is wanted and cannot be had here.
+        ValueError: energy was asked for and cannot be measured here.
     """
     if not wanted:
         return nullcontext

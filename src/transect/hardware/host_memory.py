@@ -47,7 +47,7 @@ def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
         threads: number of threads that touch the pages at once; 0 for the number of cores.
 
     Raises:
-        ValueError: there is not so much memory, or the system does not let this process pin it.
+        ValueError: there is not enough memory, or the system does not let this process pin it.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)

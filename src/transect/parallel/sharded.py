@@ -69,7 +69,7 @@ class Sharded:
         tiles: number of parts in which each matrix of a layer comes to the device (``tiled.py``).
 
     Raises:
-        ValueError: a parameter is frozen, or there is not so much host memory.
+        ValueError: a parameter is frozen, or there is not enough host memory.
     """
 
     zero = 3

@@ -20,7 +20,7 @@ def shared_memory(world: World, group: Group, nbytes: int, refusal: str | None =
     Every rank of the world must call this, and either all groups get memory or none does.
 
     Args:
-        refusal: reason that this rank wants none.
+        refusal: reason why this rank takes no part.
     """
     made: PeerMemory | None = None
     said: bytes | str

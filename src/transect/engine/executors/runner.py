@@ -1,7 +1,7 @@
 """``Runner``: the executor of production. A scheduled batch becomes one ragged forward pass and its drawn tokens.
 
 The step's tokens lie flat in one axis, row after row. One forward pass writes their keys and values to the paged cache
-and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is wanted.
+and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is requested.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Runner:
 
     Args:
         model: computes hidden states and logits.
-        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model wants
+        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model needs
             (``Decoder.new_kv_cache``).
         fill_masks: makes the masks of draws under a grammar.
     """

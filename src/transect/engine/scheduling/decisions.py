@@ -6,7 +6,7 @@ where one is asked for. They hold counts, times and positions, and no token: of 
 of full KV blocks, by which the prefix cache finds them. So a log is enough to run the shipping scheduler again
 (``explain/engine/replay.py``) and to split a request's time (``explain/engine/bill.py``), without any text.
 
-A file is a sequence of records, each behind its length (4 bytes, little endian). The first one is the ``Header``. A
+A file is a sequence of records, each after its length (4 bytes, little endian). The first one is the ``Header``. A
 file whose end is torn off can be read up to there.
 """
 
@@ -199,7 +199,7 @@ class DecisionLog:
     Args:
         scheduler: whose decisions these are.
         header: description of the engine.
-        sink: gets each record behind its length; by default ``self.ring`` does.
+        sink: gets each record, preceded by its length; by default ``self.ring`` does.
         file: also written there, as steps are done, and at least every second.
         now: the clock of the times, in seconds; it has to be that of the scheduler.
 

@@ -1,7 +1,7 @@
 """Where every Triton file begins: the compiler if it is installed, and where its kernels run.
 
-Triton is optional, and every version from 3.6 on will do: torch 2.11 brings 3.6, torch 2.13 brings 3.7, torch 2.15
-brings 3.9. What differs between them is in this file and in ``gluon_language.py``. Without Triton ``kernel`` leaves a
+Triton is optional, and every version from 3.6 on will do: torch 2.11 comes with 3.6, torch 2.13 with 3.7, torch 2.15
+with 3.9. What differs between them is in this file and in ``gluon_language.py``. Without Triton ``kernel`` leaves a
 function as it is, ``tl`` is None, and ``runs_triton`` is False. An operator file still imports then, and its reference
 works. With ``TRITON_INTERPRET=1`` in the environment before Triton is imported, kernels run on the CPU, one program
 after another, in numpy; that is how they are tested without a GPU.

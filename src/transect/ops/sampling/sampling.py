@@ -18,7 +18,7 @@ Nothing is sorted:
   maximum (at least k tokens reach it), min-p's floor, or 2**-13 of the mass.
 * ``_collect`` gathers what passes the bar, usually some hundred tokens.
 * ``_choose`` settles the row on those. It finds the k-th largest by a search over bit patterns, then takes the best
-  score and checks it against top-p. If the token lies outside, it shuts out everything behind it, and the best of the
+  score and checks it against top-p. If the token lies outside, it excludes everything after it, and the best of the
   tokens before it is next, so few rounds are needed. A flat row (more than CANDIDATES above the bar, or too little
   mass) is settled the same way on all its tokens.
 

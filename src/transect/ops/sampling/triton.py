@@ -179,7 +179,7 @@ def _token_of(logits, group, peak, t, V, position, choice, low, high, HOPPER: tl
     exact scores.
 
     The group's largest z is above -31 (noise spans 26, a group's mass is at most 128), so what can win is above -58:
-    there z and the sum are off by 2e-5 at the most, the noise by 1e-4.
+    there z and the sum are off by at most 2e-5, the noise by 1e-4.
     """
     per_t = 1.0 / t
     ids = group * 128 + tl.arange(0, 32) * 4

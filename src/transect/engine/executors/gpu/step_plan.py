@@ -19,7 +19,7 @@ CUDA graphs are made for (``step_sizes.py``).
              +-----------+---------+--------------+----+----+----+--------------+
                several tokens each                  one token each                tokens of no row
 
-3. Steps with whole prompts: those that stand in the step from their first token on come last, behind all others, where
+3. Steps with whole prompts: those that stand in the step from their first token on come last, after all others, where
    an attention kernel of their own finds them (``WholePrompts``). Every token has a row.
 
        rows    0    1    2    3  ..     | whole_row ..                       |                  last

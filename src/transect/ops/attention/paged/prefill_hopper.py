@@ -74,7 +74,7 @@ def _attend(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Run a warpgroup: attend with 64 rows of every tile.
 
-    Where rows are found is worked out before the loop over keys and once more behind it (``_here``). Kept, it would
+    Where rows are found is computed before the loop over keys and again after it (``_here``). Kept, it would
     leave the loop so few registers that the compiler computes the softmax of a thread's two rows one after the other.
     """
     DP: gl.constexpr = q_tiles.shape[3]

@@ -17,7 +17,7 @@ from .add_low_rank import FEW
 
 MOST_SPLITS = 8
 SPAN = 512
-"""Inputs of a part of the sum, at the least."""
+"""Fewest inputs of a part of the sum."""
 
 
 @kernel
