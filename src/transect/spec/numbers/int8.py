@@ -8,7 +8,7 @@ from .number_format import CacheUse, FileUse, NumberFormat, Rounding
 INT8 = NumberFormat(
     name="int8",
     summary="8-bit integer, a scale for each row",
-    accuracy="error up to 1/254 of the largest number of the row; on Hopper activations of more than 16 rows are rounded "
+    accuracy="error up to 1/254 of the row's largest number; on Hopper activations of more than 16 rows are rounded "
     "too",
     bits=8.0,
     largest=127.0,
