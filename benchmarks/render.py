@@ -18,7 +18,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics
+from benchmarks.checks import numerics, structure
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -471,6 +471,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving-kills": serving_kills,
     "fail-over": fail_over,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
+    "structure": lambda: structure.table(_load("cpu/structure.json")),
     "training-settings": training_settings,
     "serving-settings": serving_settings,
     "environment-variables": environment_variables,
