@@ -217,7 +217,7 @@ class MoE(Half):
             weights_Tk, sorted_by = (
                 (weights_Tk != 0).to(weights_Tk.dtype),
                 None,
-            )  # rows of no expert may hold any values
+            )  # rows of no expert are undefined
         y_RD = self.experts_down.grouped(self._inner(x_TD, starts_E1, sorted_by), starts_E1)
         out_TD: Tensor = self.ops.expert_combine(y_RD, places_R, weights_Tk)
         return out_TD
