@@ -75,7 +75,7 @@ def queue(path: Path = QUEUE) -> list[Work]:
 
 def table(works: Iterable[Work]) -> str:
     """Format the table of the page."""
-    lines = ["| name | what | asked for by | if it were wrong | what a processor has shown | GPUs |", "|---" * 6 + "|"]
+    lines = ["| name | work | option | failure, if wrong | CPU evidence | GPUs |", "|---" * 6 + "|"]
     for work in works:
         lines.append(f"| `{work.name}` | {work.what} | {work.asked} | {work.wrong} | {work.shown} | {work.gpus} |")
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ from typing import Any
 
 import _paths  # noqa: F401
 from benchmarks import gpu_queue, record
-from benchmarks.checks import numerics
+from benchmarks.checks import numerics, structure
 from benchmarks.engine import (
     batching,
     cpu_vs_llamacpp,
@@ -140,7 +140,7 @@ def lora_parts() -> str:
 def walk() -> str:
     """Render one request through the code, stage by stage."""
     result = _load("cpu/request_walk.json")
-    origin = _origin(result, result["rounds"]).replace("median of", f"medians of {result['steps']} steps, quickest of")
+    origin = _origin(result, result["rounds"]).replace("median of", f"medians of {result['steps']} steps, fastest of")
     return request_walk.table(result) + "\n" + origin
 
 
@@ -234,7 +234,7 @@ def model_families() -> str:
     from transect.spec.families.registry import families
     from transect.spec.hf import from_hf
 
-    rows = ["| `model_type` | models | on a CPU | on a GPU | of its own | GGUF |", "|---|---|---|---|---|---|"]
+    rows = ["| `model_type` | models | on a CPU | on a GPU | special features | GGUF |", "|---|---|---|---|---|---|"]
     for name, family in families().items():
         config = replace(from_hf(TINY | {"model_type": name, **family.tiny}), head_dim=64)
         refusals = native.refusal(config, 16), fused_stack.refusal(config)
@@ -278,16 +278,16 @@ def kills() -> str:
     first, second = ranks["kills_of_the_first_rank"], ranks["kills_of_the_second_rank"]
     return (
         f"`{result['command']}`: {result['kills']} kills, {result['kills_within_a_write']} of them within a write; the "
-        f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all whole.\n\n"
+        f"{result['checkpoints_found_and_whole']} checkpoints found afterwards were all complete.\n\n"
         f"`{run['command']}`: {run['kills']} kills of a GRPO run with adapters, {run['kills_within_a_write']} of them "
         f"within a write and {run['kills_between_steps_of_a_rollout']} between two optimizer steps of one rollout; the "
-        f"run was resumed each time, came to its end {run['runs_that_reached_their_end_with_the_same_bits']} times, "
-        "and every loss, adapter and optimizer state had the bits of a run that nobody disturbed.\n\n"
+        f"run was resumed each time, ended {run['runs_that_reached_their_end_with_the_same_bits']} times, "
+        "and every loss, adapter and optimizer state was bit-identical to an undisturbed run.\n\n"
         f"`{ranks['command']}`: {first + second} kills of one of two ranks with sharded weights, {first} of the first "
         f"and {second} of the second, {ranks['kills_within_a_write']} of them within a write; the other rank ended by "
-        f"itself, the {ranks['checkpoints_read_after_a_kill_all_whole']} checkpoints looked at afterwards were whole "
-        "on both, and the run that reached its end had the losses, weights and states of an undisturbed one, to the "
-        "bit.\n"
+        f"itself, the {ranks['checkpoints_read_after_a_kill_all_whole']} checkpoints found afterwards were complete "
+        "on both, and the run that reached its end had losses, weights and states bit-identical to an undisturbed "
+        "run.\n"
     )
 
 
@@ -312,22 +312,26 @@ def fail_over() -> str:
     pairs = {
         "first token at one stream, ms": "first_token_ms",
         f"tokens/s of {cost['streams']} streams": "tokens_per_s",
-        "processor time of the HTTP process a token, µs": "processor_us_per_token",
+        "CPU time of the HTTP process per token, µs": "processor_us_per_token",
     }
-    costs = [f"{what} {_spread(behind[key])} beside {_spread(alone[key])}" for what, key in pairs.items()]
+    costs = [f"{what} {_spread(behind[key])} against {_spread(alone[key])}" for what, key in pairs.items()]
+    quiet = (
+        f" The longest pause in a round's streams, with one signal on an idle machine: {'; '.join(pauses)}. The "
+        "prediction is the detection time plus a prefill of the longest prompt and answer."
+        if pauses
+        else ""
+    )
     return (
         f"`{found['command']}`: {found['signals']} signals at random tokens to three replicas of {found['model']}, "
         f"{found['kills']} of them `kill -9` and {found['stops']} SIGSTOP. Of {found['answers']} answers "
-        f"{found['broken']} were dropped and {found['differing']} differed from an undisturbed one. The longest pause "
-        f"in a round's streams, with one signal and without other work on the machine: {'; '.join(pauses)}. The "
-        "prediction is the time until a death is noticed and a prefill of the longest prompt and answer. The longest "
-        f"pause of all rounds, on a machine with much other work, was {found['longest_gap_s']:.0f} s. "
+        f"{found['broken']} were dropped and {found['differing']} differed from the undisturbed answer.{quiet} The "
+        f"longest pause of all rounds, on a busy machine, was {found['longest_gap_s']:.0f} s. "
         f"On {found['runs'][-1]['processor']}, {record.made_at(found['runs'])}.\n\n"
-        f"`{cost['command']}`: an engine behind replicas beside the same engine alone, without a model and without a "
-        f"failure, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. Within a round "
-        f"replicas add {more['median']:.2f} ms ({more['min']:.2f} to {more['max']:.2f}) to the first token, and have "
-        f"{ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) of the tokens/s. On a 2-core machine "
-        f"({cost['processor']}), {record.made_at([cost])}.\n"
+        f"`{cost['command']}`: an engine behind replicas compared with the same engine alone, without a model "
+        f"and without failures, median and extremes of {alone['tokens_per_s']['runs']} rounds: {'; '.join(costs)}. "
+        f"Within a round replicas add {more['median']:.2f} ms ({more['min']:.2f} to {more['max']:.2f}) to the first "
+        f"token, and reach {ratio['median']:.3f} ({ratio['min']:.3f} to {ratio['max']:.3f}) of the tokens/s. On a "
+        f"2-core machine ({cost['processor']}), {record.made_at([cost])}.\n"
     )
 
 
@@ -336,9 +340,9 @@ def _spread(values: dict[str, float]) -> str:
 
 
 def _kills(found: dict[str, Any]) -> str:
-    others = " and the others their answer" if found["clients_with_one_error"] < found["clients"] else ""
+    others = " and the others their answers" if found["clients_with_one_error"] < found["clients"] else ""
     gpus = len(found["each"][0]["gpu_mib_more"])
-    held = " and no memory of a GPU was held" if gpus else ""
+    held = " and no GPU memory was held" if gpus else ""
     where = f"{gpus} NVIDIA H200" if gpus else found["runs"][-1]["processor"]
     first = sum(not each.get("rank", 1) for each in found["each"])
     which = (
@@ -350,7 +354,7 @@ def _kills(found: dict[str, Any]) -> str:
         f"`{found['command']}`: {found['kills']} servers on two ranks, {which}, "
         f"{found['clean']} of them without a fault: {found['clients_with_one_error']} of {found['clients']} clients "
         f"got one error within {math.ceil(10 * found['slowest_told_s']) / 10} s{others}, `/health` was red, the "
-        f"server said one error and exited with 1, no process was left{held}, and the next one started. On "
+        f"server reported one error and exited with 1, no process remained{held}, and the next server started. On "
         f"{where}, {record.made_at(found['runs'])}.\n"
     )
 
@@ -467,6 +471,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serving-kills": serving_kills,
     "fail-over": fail_over,
     "data-formats": lambda: data_formats.rendered(_load("cpu/data_formats.json")),
+    "structure": lambda: structure.table(_load("cpu/structure.json")),
     "training-settings": training_settings,
     "serving-settings": serving_settings,
     "environment-variables": environment_variables,

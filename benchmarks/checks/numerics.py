@@ -132,9 +132,9 @@ def controls(sanitizer: dict[str, Any]) -> str:
         for kind, said in sanitizer["controls"].items()
     )
     return (
-        f" What racecheck shows is in {raced}, whose rings are filled again and again: a warp's reads against the copy "
-        "that fills the slot anew, though all its lanes have passed `__syncwarp` before one of them gives the slot "
-        "back. What it says of rings that do nothing else, of CUDA's own library and of our helpers, right and with a "
+        f" racecheck reports hazards in {raced}, whose ring slots are reused: a warp's reads against the copy "
+        "that refills the slot, although all its lanes have passed `__syncwarp` before one of them releases the slot. "
+        "Its reports for minimal rings, with CUDA's own library and with our helpers, correct and with a planted "
         "race:\n\n"
         f"| a ring of two slots (`benchmarks/checks/sanitizer_control.cu`) | racecheck |\n|---|---|\n{rows}\n"
     )

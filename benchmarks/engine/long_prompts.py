@@ -173,7 +173,7 @@ def page(result: dict[str, Any]) -> str:
         lines.append(
             f"| {heads} heads of {d}, {kv_heads} key heads, {int(context):,} positions | " + " | ".join(cells) + " |"
         )
-    title = "| 12 prompts of 12,000 tokens | seconds | of floor | kernel before, by turns | all before | vLLM 0.24 |"
+    title = "| 12 prompts of 12,000 tokens | seconds | of floor | previous kernel, in turns | before | vLLM 0.24 |"
     lines += ["", title, "|---" * 6 + "|"]
     for name, each in result["engine"].items():
         median = each["seconds"]["median"]
@@ -187,7 +187,7 @@ def page(result: dict[str, Any]) -> str:
     runs = [machine] + [machine | {"commit": commit} for commit in result.get("other_commits", ())]
     lines.append(
         f"\n`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at(runs)}; before: commit "
-        f"{record.cited(before['commit'])}. vLLM was measured apart.\n"
+        f"{record.cited(before['commit'])}. vLLM was measured in another run.\n"
     )
     return "\n".join(lines)
 

@@ -78,7 +78,7 @@ def host_cost(llm: LLM, rows: int, count: int) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Format the cost of grammars for a step, by rows."""
-    lines = ["| rows | ms a step | under grammars | more | masks alone, on the host |", "|---|---|---|---|---|"]
+    lines = ["| rows | ms per step | with grammars | difference | masks only, on the host |", "|---|---|---|---|---|"]
     for rows, row in result["rows"].items():
         free, constrained, masks = (x["median"] for x in (row["free"], row["constrained"], row["host"]["masks_ms"]))
         lines.append(f"| {rows} | {free:.2f} | {constrained:.2f} | {row['extra_percent']:.1f}% | {masks:.2f} |")

@@ -49,7 +49,7 @@ def host_cost(compiler: GrammarCompiler, size: int, rows: int, steps: int) -> di
 
 def table(result: dict[str, Any]) -> str:
     """Format the masks of a step in both ways, by rows."""
-    lines = ["| rows | masks by threads | masks in turn | a row | tokens told |", "|---|---|---|---|---|"]
+    lines = ["| rows | masks by threads | masks in turn | per row | accepting tokens |", "|---|---|---|---|---|"]
     for rows, row in result["rows"].items():
         threads, turn, tokens = (row[name]["median"] for name in ("threads", "in turn", "tokens"))
         each = 1e3 * turn / int(rows)

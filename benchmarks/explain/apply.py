@@ -98,7 +98,10 @@ def row(name: str, done: Applied) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Format the predicted and obtained gain of each change."""
-    lines = ["| script | change | before, ms | promised, ms | gave, ms | once, ms |", "|---|---|---:|---:|---:|---:|"]
+    lines = [
+        "| script | change | before, ms | predicted gain, ms | gain, ms | one-time cost, ms |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
     for each in result["rows"]:
         promised = f"{1e3 * each['predicted_s']:.1f}"
         if each["failed"]:

@@ -73,9 +73,9 @@ def table(result: dict[str, Any]) -> str:
     rows = result["programs"]
     lines = [
         f"{sum(row['right'] for row in rows)} of {len(rows)} right first, {sum(row['near'] for row in rows)} within "
-        f"30% of what the fix gave; the best finding of the healthy program promises {result['healthy_share']:.1%}.",
+        f"30% of the gain of the fix; the best finding for the healthy program predicts {result['healthy_share']:.1%}.",
         "",
-        "| program | finding | first | promised | the fix gave | ms |",
+        "| program | finding | first | predicted gain | gain of the fix | ms |",
         "|---|---|---|---:|---:|---:|",
     ]
     for row in rows:

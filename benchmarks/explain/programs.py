@@ -109,11 +109,11 @@ def table(result: dict[str, Any]) -> str:
     counts, rows = result["summary"], result["programs"]
     every, held, healthy = counts["all"], counts["held_out"], counts["healthy"]
     lines = [
-        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the mend's gain. Of those "
+        f"{every['right']} of {every['programs']} right first, {every['near']} within 30% of the fix's gain. Of those "
         f"that were held out: {held['right']} and {held['near']} of {held['programs']}. Healthy programs without a "
         f"finding above 5%: {healthy['clean']} of {healthy['programs']}.",
         "",
-        "| program | library | found first | right | promised | the mend gave |",
+        "| program | library | first finding | right | predicted gain | gain of the fix |",
         "|---|---|---|---|---:|---:|",
     ]
     for row in rows:

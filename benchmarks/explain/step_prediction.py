@@ -211,10 +211,10 @@ def _spread(result: dict[str, Any]) -> str:
     if followed is None or like is None:
         return ""
     return (
-        f" Where each prediction knows how fast the machine was in the five steps before: median "
+        f" With predictions that follow the speed of the last five steps: median "
         f"{followed['median']:.1%}, p99 {followed['p99']:.1%}. Decode steps of the same sequences differ from the mean "
-        f"of the steps before and after by {like['median']:.1%} at the median and {like['p99']:.1%} at p99: that is "
-        "the machine alone, and no model knows it beforehand."
+        f"of the steps before and after by {like['median']:.1%} at the median and {like['p99']:.1%} at p99: this is "
+        "noise of the machine that no model can predict."
     )
 
 

@@ -41,7 +41,7 @@ def texts(folder: Path, characters: int) -> tuple[Path, Path]:
 def table(result: Mapping[str, Any]) -> str:
     """Format the table of the page on evaluation."""
     lines = [
-        "| format | perplexity | 95% interval | bits a weight | tokens/s | MB of weights |",
+        "| format | perplexity | 95% interval | bits per weight | tokens/s | MB of weights |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:

@@ -172,7 +172,7 @@ def page(result: dict[str, Any]) -> str:
     lines += [f"| {name} | " + " | ".join(by.get(m, "") for m in heights) + " |" for name, by in cells.items()]
     versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
     mean, most = statistics.mean(ratios) - 1, max(ratios) - 1
-    lines.append(f"\nThe rule takes {mean:.1%} longer than the quickest on average, {most:.0%} at most.\n")
+    lines.append(f"\nThe rule takes {mean:.1%} longer than the fastest on average, {most:.0%} at most.\n")
     lines.append(
         f"`{result['command']}` on one {result['gpu']}, {versions}, {record.made_at([result['environment']])}; median "
         f"of {REPLAYS} replays.\n"

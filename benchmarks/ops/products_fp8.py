@@ -116,7 +116,7 @@ def page(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["environment"]["packages"].items())
     lines.append(
         f"\nOver {len(MODELS)} models' matrices and these rows the rule takes {statistics.mean(ratios) - 1:.1%} longer "
-        f"than the quickest of those timed on average, {max(ratios) - 1:.0%} at most, and {1 - against:.0%} less than "
+        f"than the fastest candidate on average, {max(ratios) - 1:.0%} at most, and {1 - against:.0%} less than "
         "the Triton kernel.\n"
     )
     made = record.made_at([result["environment"]])

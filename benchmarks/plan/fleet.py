@@ -55,7 +55,7 @@ def memory_table(result: dict[str, Any]) -> str:
     """Format the tokens of KV cache that an engine of each choice has."""
     rows = result["memory"]
     lines = [
-        "| cards of an engine | " + " | ".join(f"{card}, {form}" for card in CARDS for form in FORMATS) + " |",
+        "| cards per engine | " + " | ".join(f"{card}, {form}" for card in CARDS for form in FORMATS) + " |",
         "|---" * (1 + len(CARDS) * len(FORMATS)) + "|",
     ]
     for size in TENSOR:
@@ -90,7 +90,7 @@ def table(result: dict[str, Any]) -> str:
 
 def arithmetic(result: dict[str, Any]) -> str:
     """Format the other choices, by arithmetic alone."""
-    lines = ["| choice | engines | cards | req/s of an engine | bound |", "|---|---|---|---|---|"]
+    lines = ["| choice | engines | cards | req/s per engine | bound |", "|---|---|---|---|---|"]
     for each in result["plan"]["by_arithmetic"]:
         if each["rate"] < 1e-3:
             lines.append(f"| {each['choice']} | - | - | - | misses the target at any rate |")

@@ -258,7 +258,7 @@ def cpu_table(result: dict[str, Any]) -> str:
     cells = result["cells"]
     shown = ("ttft p50", "ttft p90", "ttft p99", "itl p99", "e2e p50")
     lines = [
-        "| load | burstiness | runs | machine slower by | "
+        "| load | burstiness | runs | machine slowdown | "
         + " | ".join(f"{n.replace('ttft', 'TTFT')}" for n in shown)
         + " | each TTFT |",
         "|---" * (5 + len(shown)) + "|",
@@ -323,7 +323,7 @@ def h200_table(result: dict[str, Any]) -> str:
             f"{azure['engines']} engines take {azure['processor_s']:.0f} s of one core."
         )
     lines.append(
-        f"\n{result['model']}, predicted of measured, {record.made_at([recorded])}; the simulation by "
+        f"\n{result['model']}, error of predictions, {record.made_at([recorded])}; the simulation by "
         f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}.{hour}\n"
     )
     return "\n".join(lines)

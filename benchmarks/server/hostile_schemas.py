@@ -70,7 +70,7 @@ def ask(url: str, beside: Beside, kind: str, text: str) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """Format schemas and their outcomes."""
-    lines = ["| schema | answer | after | longest gap of a stream beside |", "|---|---|---|---|"]
+    lines = ["| schema | answer | after | longest gap of another stream |", "|---|---|---|---|"]
     for name, rounds in result["schemas"].items():
         seconds, gap = (max(each[key] for each in rounds) for key in ("seconds", "longest_gap_s"))
         lines.append(f"| {name} | {rounds[0]['status']} | {seconds:.2f} s | {1e3 * gap:.0f} ms |")

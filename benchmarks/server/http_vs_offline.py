@@ -25,7 +25,7 @@ from benchmarks import record
 def table(result: dict[str, Any]) -> str:
     """Format one row for each way."""
     http, offline = result["http"], result["offline"]
-    lines = ["| way | output tok/s | TTFT p50 | p99 | ITL p50 | p99 |", "|---|---|---|---|---|---|"]
+    lines = ["| program | output tok/s | TTFT p50 | p99 | ITL p50 | p99 |", "|---|---|---|---|---|---|"]
     lines.append(f"| engine alone | {offline['output_tokens_per_second']['median']:.0f} | | | | |")
     latencies = " | ".join(
         f"{http[what][share]['median'] * 1e3:.0f} ms" for what in ("ttft", "itl") for share in ("p50", "p99")

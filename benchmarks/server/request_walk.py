@@ -25,19 +25,19 @@ from benchmarks import record
 PROMPT = "Continuous batching lets a request join the batch that is running, instead of waiting for it to end. " * 6
 WARM, STEPS = 8, 48
 STAGES = {
-    "parse": ("`server/openai/protocol.py`", "the JSON body, parsed and checked"),
-    "tokenize": ("`text/tokenizer.py`", "text to token ids"),
-    "to engine": ("`engine/frontends/wire.py`", "the request as a message, and back from it"),
-    "add": ("`engine/scheduling/scheduler.py`", "checked, and into the queue"),
-    "schedule": ("`engine/scheduling/scheduler.py`", "who runs, how many tokens, which KV blocks"),
-    "inputs": ("`engine/executors/runner.py`", "the batch as tensors, embedding, last norm"),
+    "parse": ("`server/openai/protocol.py`", "parse and validate the JSON body"),
+    "tokenize": ("`text/tokenizer.py`", "tokenize"),
+    "to engine": ("`engine/frontends/wire.py`", "encode and decode the request message"),
+    "add": ("`engine/scheduling/scheduler.py`", "check and queue"),
+    "schedule": ("`engine/scheduling/scheduler.py`", "choose rows, token counts and KV blocks"),
+    "inputs": ("`engine/executors/runner.py`", "batch tensors, embedding, last norm"),
     "layers": ("`models/decoder.py`", "all layers"),
     "head": ("`models/decoder.py`", "logits of the last token"),
-    "sample": ("`engine/executors/sampler.py`", "a token for each request, and taking the batch apart"),
-    "commit": ("`engine/scheduling/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
-    "from engine": ("`engine/frontends/wire.py`", "what is new as a message, and back from it"),
-    "detokenize": ("`text/output_processor.py`", "tokens to text, stop strings"),
-    "event": ("`server/http/sse.py`", "the text as a server-sent event"),
+    "sample": ("`engine/executors/sampler.py`", "draw a token per request, split the batch"),
+    "commit": ("`engine/scheduling/scheduler.py`", "append tokens, detect ends, free or cache blocks"),
+    "from engine": ("`engine/frontends/wire.py`", "encode and decode the output message"),
+    "detokenize": ("`text/output_processor.py`", "detokenize, check stop strings"),
+    "event": ("`server/http/sse.py`", "write a server-sent event"),
 }
 ONCE = ("parse", "tokenize", "to engine", "add")
 IN_STEP = ("schedule", "inputs", "layers", "head", "sample", "commit")

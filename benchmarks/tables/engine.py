@@ -22,10 +22,10 @@ PARTS = {
 }
 """Regular expressions of kernels' names, by part of a step; the first that is found counts."""
 STAGES = {
-    "schedule": ("`engine/scheduling/scheduler.py`", "who runs, how many tokens, which KV blocks"),
-    "submit": ("`engine/executors/gpu/runner.py`", "the inputs filled, copied, and the graph launched"),
-    "read": ("`engine/executors/gpu/runner.py`", "the tokens of the step before, taken apart"),
-    "commit": ("`engine/scheduling/scheduler.py`", "tokens appended, ends found, blocks freed or cached"),
+    "schedule": ("`engine/scheduling/scheduler.py`", "choose rows, token counts and KV blocks"),
+    "submit": ("`engine/executors/gpu/runner.py`", "fill and copy the inputs, launch the graph"),
+    "read": ("`engine/executors/gpu/runner.py`", "read the tokens of the previous step"),
+    "commit": ("`engine/scheduling/scheduler.py`", "append tokens, detect ends, free or cache blocks"),
 }
 OTHER, IDLE = "other kernels", "nothing runs"
 
@@ -131,7 +131,7 @@ def main_table(files: dict[str, dict[str, Any]]) -> str:
                 share = f"{plain / row['floor_tokens_per_s']:.0%}"
                 work = "throughput, `mixed_step_limit='full'`"
                 rows.append((model, work, cells[0], f"{plain:,.0f} tok/s", "one run", share, ""))
-    head = ("model", "work", "floor", "median", "runs from - to", "of floor", f"vLLM {peer['version']}, apart")
+    head = ("model", "work", "floor", "median", "min - max", "of floor", f"vLLM {peer['version']}, other run")
     return _rows(head, rows) + origin(files, ("decode", "prefill", "throughput")) + "\n" + _apart(peer)
 
 
@@ -152,7 +152,7 @@ def energy_table(files: dict[str, dict[str, Any]]) -> str:
             if row.get("energy"):
                 used = row["energy"]
                 rows.append((model, f"{used['joules_per_output_token']:.3f}", f"{used['watts']:.0f}"))
-    return _rows(("model", "joules an output token", "watts"), rows) + origin(files, ("throughput",))
+    return _rows(("model", "joules per output token", "watts"), rows) + origin(files, ("throughput",))
 
 
 def startup_table(files: dict[str, dict[str, Any]]) -> str:
@@ -289,7 +289,7 @@ def peers_table(result: dict[str, Any]) -> str:
         rows.append((name, f"{times['median'] * 1e3:.2f}", spread, f"{1 / times['median']:.1f}"))
     machine = result["environment"]
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
-    return _rows(("way", "ms a token", "from - to", "tok/s"), rows) + (
+    return _rows(("program", "ms per token", "min - max", "tok/s"), rows) + (
         f"\n`{result['command']}` on one {result['gpu']}, {packages}, {record.made_at([machine])}, medians of "
         f"{min(found['token_s']['runs'] for found in result['ways'].values())} tokens or more.\n"
     )

@@ -26,7 +26,7 @@ def _made(result: dict[str, Any]) -> str:
 def generate(result: dict[str, Any]) -> str:
     """Format a token's time with transformers and with the engine, part by part."""
     engines, difference = result["engines"], result["difference_ms"]
-    lines = ["| ms a token | transformers, eager | Transect | difference |", "|---|---:|---:|---:|"]
+    lines = ["| ms per token | transformers, eager | Transect | difference |", "|---|---:|---:|---:|"]
     for part, said in TOKEN_PARTS.items():
         theirs, ours = (engines[name]["parts_ms"].get(part, 0.0) for name in ("transformers", "transect"))
         if max(theirs, ours) >= 0.005:
@@ -51,7 +51,7 @@ def product(result: dict[str, Any]) -> str:
 
 def gelu(result: dict[str, Any]) -> str:
     """Format a step of each version: its time, the GPU's part of it, and the floor of its operators."""
-    lines = ["| a step of | ms | of which the GPU computes | floor | kernels |", "|---|---:|---:|---:|---:|"]
+    lines = ["| step | ms | GPU busy, ms | floor | kernels |", "|---|---:|---:|---:|---:|"]
     for row in result["rows"]:
         times = (1e3 * row[key] / result["steps"] for key in ("seconds", "computing_s", "floor_s"))
         shown = " | ".join(f"{each:.3f}" for each in times)
@@ -71,7 +71,7 @@ def recommender(result: dict[str, Any]) -> str:
 
 def xor_to_llm(result: dict[str, Any]) -> str:
     """Format each example's share of the machine, and the causes of the rest of its time."""
-    lines = ["| | on | of the peak FLOP/s | at the floor | the rest, mostly |", "|---|---|---:|---:|---|"]
+    lines = ["| | on | of the peak FLOP/s | at the floor | main other cost |", "|---|---|---:|---:|---|"]
     for row in result["rows"]:
         chief, least = dict(row["chief"]), max(row["at_the_floor"], row["of_peak"])
         if "inefficiency" in chief:  # a kernel without shapes has no floor, but its FLOPs alone take that long

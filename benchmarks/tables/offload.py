@@ -62,11 +62,11 @@ def rates(result: dict[str, Any]) -> str:
     """Format the machine's rates in the same run."""
     kernel, link = result["rates"]["adamw"][0], result["rates"]["link"]
     return (
-        f"In the same run the C++ AdamW took {kernel['numbers_per_second'] / 1e9:.1f} billion numbers a second on "
+        f"In the same run the C++ AdamW took {kernel['numbers_per_second'] / 1e9:.1f} billion numbers per second on "
         f"{kernel['threads']} cores ({kernel['bytes_per_second'] / 1e9:.0f} GB/s), torch's fused AdamW "
         f"{kernel['torch_fused_numbers_per_second'] / 1e9:.1f}, and "
-        f"{kernel['torch_fused_and_rounding_numbers_per_second'] / 1e9:.1f} with the rounding to bfloat16 that the "
-        f"kernel does on its way; the link gave {link['to_host'] / 1e9:.0f} GB/s to the host and "
+        f"{kernel['torch_fused_and_rounding_numbers_per_second'] / 1e9:.1f} with the rounding to bfloat16 that our "
+        f"kernel includes; the link reached {link['to_host'] / 1e9:.0f} GB/s to the host and "
         f"{link['to_device'] / 1e9:.0f} GB/s to the device.\n"
     )
 
@@ -78,7 +78,7 @@ def disk(result: dict[str, Any]) -> str:
     rate = result["rates"]["disk"]
     return (
         f"The disk read {rate['read'] / 1e9:.2f} GB/s, wrote {rate['write'] / 1e9:.2f} GB/s, and moved "
-        f"{rate['both'] / 1e9:.2f} GB/s when asked for both; a step moved "
+        f"{rate['both'] / 1e9:.2f} GB/s with concurrent reads and writes; a step moved "
         f"{result['disk_bytes_per_second'] / 1e9:.2f} GB/s.\n"
     )
 
@@ -90,8 +90,8 @@ def states() -> str:
     middle = sorted(rows, key=lambda row: row["share"])[len(rows) // 2]
     return (
         f"States of {result['numbers'] / 1e6:.0f} million numbers in a file, without a model: AdamW moved "
-        f"{middle['bytes_per_second'] / 1e9:.1f} GB/s to and from the disk, which gave "
-        f"{middle['disk']['both'] / 1e9:.1f} GB/s just before when asked to read and write at once "
+        f"{middle['bytes_per_second'] / 1e9:.1f} GB/s to and from the disk, which reached "
+        f"{middle['disk']['both'] / 1e9:.1f} GB/s just before with concurrent reads and writes "
         f"({middle['share']:.0%}; "
         f"{min(row['share'] for row in rows):.0%} to {max(row['share'] for row in rows):.0%} over {len(rows)} steps; "
         f"`python benchmarks/train/offload.py OUT.json --part states` on {machine['cores']} cores of an "
@@ -106,10 +106,10 @@ def origin(found: list[dict[str, Any]]) -> str:
     steps = str(runs[0]) if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     return (
-        f"`python benchmarks/train/offload.py OUT.json --part memory` on one NVIDIA H200 held to what each row names, "
-        f"{machine['cores']} cores of an {machine['processor']}, Python {machine['python']}, {versions}, "
+        f"`python benchmarks/train/offload.py OUT.json --part memory` on one NVIDIA H200 limited to the memory of each "
+        f"row, {machine['cores']} cores of an {machine['processor']}, Python {machine['python']}, {versions}, "
         f"{record.made_at(result['environment'] for result in found)}: random weights and tokens, bfloat16 with "
         f"float32 master weights, medians of {steps} steps after the first. Floors: the GPU "
-        "at 750 TFLOP/s, AdamW at the best rate of host memory in the run; the processor begins when the norm is "
+        "at 750 TFLOP/s, AdamW at the best rate of host memory in the run; the CPU's step starts when the norm is "
         "known."
     )

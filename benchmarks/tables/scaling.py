@@ -75,7 +75,7 @@ def table(files: dict[str, dict[str, Any]]) -> str:
     return (
         engine_tables._rows(head, rows)
         + f"\n`python benchmarks/engine/tensor_parallel.py` on two NVIDIA H200, {record.made_at(kept)}, one run. Four "
-        f"and eight GPUs were not there: their columns are predictions. vLLM {peer['version']}: "
+        f"and eight GPUs were not available: their columns are predictions. vLLM {peer['version']}: "
         f"{peer['four_gpus']['provenance']}.\n"
     )
 

@@ -24,7 +24,7 @@ CONTENDERS = {
 def race(result: dict[str, Any]) -> str:
     """Format tokens per second, MFU and peak memory; the ratio is Transect's rate over the contender's."""
     lines = [
-        "| work | contender | tok/s | step, ms (min to max) | MFU | peak memory | Transect's tok/s over it |",
+        "| work | program | tok/s | step, ms (min to max) | MFU | peak memory | Transect's tok/s over it |",
         "|---|---|---|---|---|---|---|",
     ]
     ours = {row["work"]: row["tokens_per_second"] for row in result["rows"] if row["contender"] == "transect"}
@@ -48,7 +48,7 @@ def race(result: dict[str, Any]) -> str:
 def memory(result: dict[str, Any]) -> str:
     """Format the account made before the first step, and the allocator's peak."""
     lines = [
-        "| work | `checkpointing` | predicted | measured | ratio | at its worst |",
+        "| work | `checkpointing` | predicted | measured | ratio | peak at |",
         "|---|---|---|---|---|---|",
     ]
     raced = [
@@ -76,7 +76,7 @@ def memory(result: dict[str, Any]) -> str:
 def slow_links(result: dict[str, Any]) -> str:
     """Format the final losses, and the bytes that a rank sends for gradients in a step after the warm-up."""
     lines = [
-        "| optimizer | steps | validation loss | beside AdamW at the usual batch | bytes a step | fewer |",
+        "| optimizer | steps | validation loss | compared with AdamW at the usual batch | bytes per step | reduction |",
         "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -115,7 +115,7 @@ def spread(*results: dict[str, Any]) -> str:
     """Format training on several GPUs: rates, the cost of the links, and peak memory."""
     lines = [
         "| model | how | tok/s | over Transect on one GPU | step, ms (min to max) | sums and gathers, ms (exposed) | "
-        "peak a rank |",
+        "peak per rank |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in (row for result in results for row in result["rows"]):
@@ -175,7 +175,7 @@ def origin(result: dict[str, Any]) -> str:
 
 def families(result: dict[str, Any]) -> str:
     """Format full training of other families beside Liger."""
-    lines = ["| work | contender | tokens/s | of ours | peak memory | MFU |", "|---|---|---|---|---|---|"]
+    lines = ["| work | program | tokens/s | of ours | peak memory | MFU |", "|---|---|---|---|---|---|"]
     ours = {row["work"]: row["tokens_per_second"] for row in result["rows"] if row["contender"] == "transect"}
     for row in result["rows"]:
         rate = row["tokens_per_second"]

@@ -22,7 +22,7 @@ def table(least: float = 1.01) -> str:
     if not runs:
         raise FileNotFoundError(f"no ops_tuning*.json in {RESULTS}")
     searches = [found for run in runs for found in run["searches"]]
-    lines = ["| launcher | shape | tried | rule µs | best µs | gain | worth of each knob |"]
+    lines = ["| launcher | shape | tried | rule µs | best µs | gain | effect of each parameter |"]
     lines.append("|---|---|---:|---:|---:|---:|---|")
     better = [found for found in searches if found["gain"] and found["gain"] >= least]
     for found in sorted(better, key=lambda found: (found["launcher"], -found["gain"])):

@@ -269,7 +269,7 @@ def step_flops(model: str, folder: Path) -> dict[str, float]:
 
 def table(result: dict[str, Any]) -> str:
     lines = [
-        "| work | Transect tok/s | PEFT tok/s (best way) | ratio (min to max) | by processor time | floor tok/s "
+        "| work | Transect tok/s | PEFT tok/s (best mode) | ratio (min to max) | ratio by CPU time | floor tok/s "
         "| of floor |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -159,7 +159,7 @@ def main() -> None:
 
 def rendered(result: Mapping[str, Any]) -> str:
     """Format the table for docs/train/training.md."""
-    made = ["| file | layout | trained on | rows read | refused, and why |", "|---|---|---|---|---|"]
+    made = ["| file | layout | trained tokens | rows read | refused rows, with reasons |", "|---|---|---|---|---|"]
     for row in result["files"]:
         problems = "<br>".join(problem.replace("|", "\\|") for problem in row["problems"])
         layout = row["layout"] if row["rows"] else ""

@@ -92,7 +92,7 @@ def table(result: dict[str, Any]) -> str:
     found = {(run["contender"], run["seed"]): run for run in runs}
     heads = [f"validation loss, seed {seed}" for seed in seeds]
     lines = [
-        f"| weights and state | bytes a weight | {' | '.join(heads)} | over float32 |",
+        f"| weights and state | bytes per weight | {' | '.join(heads)} | over float32 |",
         "|---" * (3 + len(seeds)) + "|",
     ]
     for name in CONTENDERS:

@@ -14,12 +14,10 @@ POLL_S = 0.5
 
 
 def command(
-    url: Annotated[str, typer.Argument(help="Where the server listens; it has to run on this machine.")] = (
-        "http://127.0.0.1:8000"
-    ),
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the new engine; 0: only ask.")] = 600.0,
+    url: Annotated[str, typer.Argument(help="Address of a server on this machine.")] = ("http://127.0.0.1:8000"),
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the new engine; 0: do not wait.")] = 600.0,
 ) -> int:
-    """Start new engines in a running server and let the old ones finish their streams. The same as SIGHUP."""
+    """Replace the engines of a running server without dropping streams. The same as SIGHUP."""
     import httpx
 
     def health() -> Any:

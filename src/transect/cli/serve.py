@@ -39,24 +39,29 @@ def command(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Demand one of the keys in this file, one a line (`ps` does not show them); or JSON lines with key, "
+            help="Require a key from this file: one per line, or JSON lines with key, "
             "name, weight, requests_per_minute, tokens_per_minute, parallel.",
             rich_help_panel="Server",
         ),
     ] = None,
     enable_lora: Annotated[
-        bool, typer.Option("--enable-lora", help="As in vLLM, before --lora-modules.", rich_help_panel="Model and text")
+        bool,
+        typer.Option(
+            "--enable-lora",
+            help="Accepted for vLLM's command lines, with --lora-modules.",
+            rich_help_panel="Model and text",
+        ),
     ] = False,
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=DIR: --adapter DIR, served as NAME. One, for all requests.", rich_help_panel="Model and text"
+            help="NAME=DIR: serve the adapter in DIR as NAME, for all requests.", rich_help_panel="Model and text"
         ),
     ] = None,
     config: ConfigFile = None,
     **settings: Any,
 ) -> int:
-    """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
+    """Serve a model through an OpenAI-compatible HTTP API. SIGTERM lets running requests finish."""
     import asyncio
 
     from ..engine.frontends.replicas import Replicas, start_engines

@@ -29,7 +29,7 @@ def command(
         str, typer.Option(help="Resume although these have changed: data, masks, base, sizes; comma-separated.")
     ] = "",
 ) -> int:
-    """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume continues to the same bits."""
+    """Train a model. Ctrl-C, SIGTERM and SIGHUP write a checkpoint; --resume continues the run exactly."""
     from ..train.config import TrainConfig
     from ..train.loop import checkpoint
     from ..train.loop.follow import RunArguments, crew, follow, started_again

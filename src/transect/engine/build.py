@@ -21,6 +21,7 @@ from ..costs.memory.streaming import StreamPlan
 from ..costs.model import kv_bytes_per_token, weight_bytes
 from ..costs.storage import Storage, storage_for, storage_held
 from ..costs.units import GIB
+from ..hardware.host_memory import free_memory
 from ..models.decoder import Decoder
 from ..models.native import NativeStack
 from ..models.weights.kinds import rounded_values
@@ -42,7 +43,7 @@ from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
-from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
+from .kv_size import KVSize, default_cache_bytes, kv_size
 from .numerics import UNKNOWN, Numerics, is_batch_invariant, numerics_of
 from .offload import stream_plan
 from .scheduling.batch import Executor

@@ -26,7 +26,7 @@ from .low_rank import LowRank
 from .weight import Chain, Gated, Product, StreamProduct, TrainingPart, Values, Weight
 
 if TYPE_CHECKING:
-    from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 
 
 class StepRows:
@@ -194,16 +194,16 @@ class _WithoutAdapters:
         """Return True if no row has an adapter, and the base takes the step."""
         return self._rows.slots_T is None and self.base.takes(x, sizes, wanted)
 
-    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         return self.base.add(x, residual, scale, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self.base.linear(stream)
 
     def plain(self, x: Gated) -> Tensor:
         return self.base.plain(x)
 
-    def gated(self, stream: Stream) -> Gated:
+    def gated(self, stream: ResidualStream) -> Gated:
         return self.base.gated(stream)
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:

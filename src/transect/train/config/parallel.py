@@ -28,8 +28,8 @@ class ParallelConfig:
             the head shares travels in two parts, the head's as soon as it is there (not yet run on a GPU); ``nccl``.
             ``zero`` 2 and offloaded runs always take NCCL.
         tensor: ranks that share every matrix, by heads, feed-forward units and tokens of the vocabulary.
-        sequence: the ``tensor`` ranks share the tokens too where no matrix is, so that norms and additions are not
-            computed by each of them, and their results are kept once.
+        sequence: the ``tensor`` ranks also share the tokens between the matrices. Norms and additions are then computed
+            and stored once, not by each rank.
         pipeline: ranks that have some layers each; micro-batches pass through them. A step needs several, so that few
             of the ranks wait.
         schedule: order of their forward and backward passes, a file of ``spec/layouts/schedules/``: ``1f1b``, a
