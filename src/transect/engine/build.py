@@ -264,7 +264,7 @@ def _build_cpu(
     torch.set_num_threads(threads)
     free = free_memory()
     if mesh is not None:
-        free = min(mesh.world.exchange(free))  # nobody fills it before all have looked, and all say the same
+        free = min(mesh.world.exchange(free))  # no rank fills it before all have measured, and all report the same
     stream = _cpu_stream(config, source, mesh)
     if stream is None:
         shapes = None if mesh is None else shard_of(source.config, mesh).shapes()

@@ -112,7 +112,7 @@ class ServerOptions:
         if self.otlp_traces_endpoint is not None:
             from .operations.tracing import exporter_for
 
-            exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
+            exporter_for(self.otlp_traces_endpoint).shutdown()  # reports an error now
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:

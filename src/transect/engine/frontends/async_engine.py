@@ -400,7 +400,7 @@ class AsyncEngine(Generates):
         self._sending.add(sending)
         try:
             await sending
-        except (asyncio.CancelledError, zmq.ZMQError):  # nobody is there to take it, or the caller is cancelled
+        except (asyncio.CancelledError, zmq.ZMQError):  # the engine is gone, or the caller is cancelled
             if self._death is None or ((task := asyncio.current_task()) is not None and task.cancelling()):
                 raise
             raise EngineDeadError(self._death) from None
@@ -412,7 +412,7 @@ class AsyncEngine(Generates):
         # By the socket that receives too: a send of another one may take the signal that something has come.
         with contextlib.suppress(zmq.ZMQError):
             sent = asyncio.ensure_future(self._socket.send(wire.encode(message), zmq.NOBLOCK))
-            sent.add_done_callback(lambda each: each.cancelled() or each.exception())  # nobody is there to take it
+            sent.add_done_callback(lambda each: each.cancelled() or each.exception())  # the engine is gone
 
     async def _receive(self) -> None:
         while True:

@@ -341,7 +341,7 @@ class RequestState:
             entries = result.prompt_logprobs.get(row.seq_id, ())
             self.prompt_logprobs[row.start + 1 : row.start + 1 + len(entries)] = entries
         part = result.pooled.get(row.seq_id)
-        if part is not None:  # a prompt that was preempted begins anew
+        if part is not None:  # a preempted prompt restarts
             begins = row.pooling == "last" or row.start == 0
             self.pooled = part if begins else self.pooled + part
 
