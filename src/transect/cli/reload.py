@@ -1,4 +1,4 @@
-"""``transect reload``: new engines in a running server, with its settings and weights as they are now."""
+"""``transect reload``: put new engines, or a new server process, in the place of those that run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def command(
     url: Annotated[str, typer.Argument(help="Where the server listens; it has to run on this machine.")] = (
         "http://127.0.0.1:8000"
     ),
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the new engine; 0: only ask.")] = 600.0,
+    http: Annotated[
+        bool,
+        typer.Option("--http", help="Start a new server process on the same socket, not engines alone (SIGUSR2)."),
+    ] = False,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for what is new; 0: only ask.")] = 600.0,
 ) -> int:
     """Start new engines in a running server and let the old ones finish their streams. The same as SIGHUP."""
     import httpx
@@ -30,33 +34,37 @@ def command(
                 f"no server answers at {url} ({error}): give the URL that it said it is ready on"
             ) from None
 
-    before = health().get("engine_pid")
-    server = _parent(before)
-    os.kill(server, signal.SIGHUP)
-    print(f"process {server} starts new engines; its log says how that goes")
+    before = health()
+    server = _server(before.get("server_pid"))
+    os.kill(server, signal.SIGUSR2 if http else signal.SIGHUP)
+    print(f"process {server} starts {'a new server' if http else 'new engines'}; its log says how that goes")
     until = time.monotonic() + wait
     while time.monotonic() < until:
         time.sleep(POLL_S)
-        if health().get("engine_pid") != before:
-            print("the first new engine takes requests")
+        now = health()
+        if http and now.get("server_pid") != server:
+            print(f"process {now.get('server_pid')} takes new connections")
+            return 0
+        engines = now.get("engine_pids")
+        if not http and engines and not set(engines) & set(before["engine_pids"]):
+            print("new engines take all requests")
             return 0
     if wait:
-        raise ValueError(f"no new engine took the place of an old one within {wait:g} s: the server's log says why")
+        raise ValueError(f"the old ones are still there after {wait:g} s: the server's log says why")
     return 0
 
 
-def _parent(pid: Any) -> int:
-    """The process that has started an engine.
+def _server(pid: Any) -> int:
+    """The server's process id, if that is one of this machine.
 
     Raises:
-        ValueError: there is no such engine here.
+        ValueError: it is not.
     """
     try:
-        parent = int(Path(f"/proc/{int(pid)}/stat").read_text().rpartition(")")[2].split()[1])
-        if b"serve" in Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0"):
-            return parent
-    except (OSError, TypeError, ValueError, IndexError):
+        if b"serve" in Path(f"/proc/{int(pid)}/cmdline").read_bytes().split(b"\0"):
+            return int(pid)
+    except (OSError, TypeError, ValueError):
         pass
     raise ValueError(
-        "the server's engine is no process of this machine: run this where the server runs, or send its process SIGHUP"
+        "the server is no process of this machine: run this where the server runs, or send its process the signal"
     )
