@@ -52,13 +52,13 @@ class Others:
         self.before = self._read()
 
     def share(self) -> float:
-        """The share since the last call, between 0 and 1."""
+        """Return the share since the last call, between 0 and 1."""
         before, self.before = self.before, self._read()
         total, foreign = (now - then for now, then in zip(self.before, before, strict=True))
         return max(0.0, foreign / total) if total else 0.0
 
     def _read(self) -> tuple[int, int]:
-        """Ticks of all cores so far, and those that programs used which are not of this one's session."""
+        """Read the ticks of all cores so far, and those used by programs outside this one's session."""
         ticks = [int(each) for each in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         busy, session = sum(ticks) - ticks[3] - ticks[4], os.getsid(0)
         for each in Path("/proc").glob("[0-9]*/stat"):
@@ -137,7 +137,7 @@ async def until_replaced(client: httpx.AsyncClient, hit: set[int]) -> None:
 
 
 async def prefill_rate(client: httpx.AsyncClient) -> float:
-    """Tokens a second of a long prompt, whose answer is one token."""
+    """Measure tokens per second of a long prompt whose answer is one token."""
     body = {"prompt": list(range(1000, 1800)), "max_tokens": 1, "temperature": 0}
     began = time.perf_counter()
     response = await client.post("/v1/completions", json=body)
@@ -174,7 +174,7 @@ async def run(url: str, arguments: argparse.Namespace, result: dict[str, Any]) -
 
 
 def summarize(result: dict[str, Any]) -> None:
-    """The sums over all rounds."""
+    """Add the sums over all rounds."""
     each, runs = [round_ for round_ in result["each"] if round_["signals"]], result["runs"]
     signals = [name for one in each for name in one["signals"]]
     result["signals"] = len(signals)

@@ -14,16 +14,13 @@ POLL_S = 0.5
 
 
 def command(
-    url: Annotated[str, typer.Argument(help="Where the server listens; it has to run on this machine.")] = (
-        "http://127.0.0.1:8000"
-    ),
+    url: Annotated[str, typer.Argument(help="Address of a server on this machine.")] = ("http://127.0.0.1:8000"),
     http: Annotated[
-        bool,
-        typer.Option("--http", help="Start a new server process on the same socket, not engines alone (SIGUSR2)."),
+        bool, typer.Option("--http", help="Replace the server process itself, on the same socket (SIGUSR2).")
     ] = False,
-    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for what is new; 0: only ask.")] = 600.0,
+    wait: Annotated[float, typer.Option(min=0, help="Seconds to wait for the replacement; 0: do not wait.")] = 600.0,
 ) -> int:
-    """Start new engines in a running server and let the old ones finish their streams. The same as SIGHUP."""
+    """Replace the engines of a running server without dropping streams. The same as SIGHUP."""
     import httpx
 
     def health() -> Any:
@@ -31,13 +28,13 @@ def command(
             return httpx.get(f"{url.rstrip('/')}/health", timeout=10, trust_env=False).json()
         except (httpx.HTTPError, ValueError) as error:
             raise ValueError(
-                f"no server answers at {url} ({error}): give the URL that it said it is ready on"
+                f"no server answers at {url} ({error}): give the URL that the server printed when it was ready"
             ) from None
 
     before = health()
     server = _server(before.get("server_pid"))
     os.kill(server, signal.SIGUSR2 if http else signal.SIGHUP)
-    print(f"process {server} starts {'a new server' if http else 'new engines'}; its log says how that goes")
+    print(f"process {server} starts {'a new server' if http else 'new engines'}; its log reports the progress")
     until = time.monotonic() + wait
     while time.monotonic() < until:
         time.sleep(POLL_S)
@@ -50,12 +47,12 @@ def command(
             print("new engines take all requests")
             return 0
     if wait:
-        raise ValueError(f"the old ones are still there after {wait:g} s: the server's log says why")
+        raise ValueError(f"nothing was replaced within {wait:g} s: see the server's log")
     return 0
 
 
 def _server(pid: Any) -> int:
-    """The server's process id, if that is one of this machine.
+    """Return the server's process id if it is a process of this machine.
 
     Raises:
         ValueError: it is not.
@@ -66,5 +63,5 @@ def _server(pid: Any) -> int:
     except (OSError, TypeError, ValueError):
         pass
     raise ValueError(
-        "the server is no process of this machine: run this where the server runs, or send its process the signal"
+        "the server is not a process of this machine: run this where the server runs, or send its process the signal"
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 REREADS = "transect.rereads"
-"""Key of a context's ``meta``: a list that gets the configuration, in place of a server that starts."""
+"""Key of a context's ``meta``: a list that receives the configuration instead of starting a server."""
 NO_OPTIONS = (
     *("eos_token_ids", "batching", "longest_first", "first_device", "decisions", "max_prompts"),
     *(each.name for each in settings_of(GPUOptions) if each.name not in HOW_IT_RUNS),
@@ -39,24 +39,29 @@ def command(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Demand one of the keys in this file, one a line (`ps` does not show them); or JSON lines with key, "
+            help="Require a key from this file: one per line, or JSON lines with key, "
             "name, weight, requests_per_minute, tokens_per_minute, parallel.",
             rich_help_panel="Server",
         ),
     ] = None,
     enable_lora: Annotated[
-        bool, typer.Option("--enable-lora", help="As in vLLM, before --lora-modules.", rich_help_panel="Model and text")
+        bool,
+        typer.Option(
+            "--enable-lora",
+            help="Accepted for vLLM's command lines, with --lora-modules.",
+            rich_help_panel="Model and text",
+        ),
     ] = False,
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME=DIR: --adapter DIR, served as NAME. One, for all requests.", rich_help_panel="Model and text"
+            help="NAME=DIR: serve the adapter in DIR as NAME, for all requests.", rich_help_panel="Model and text"
         ),
     ] = None,
     config: ConfigFile = None,
     **settings: Any,
 ) -> int:
-    """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
+    """Serve a model through an OpenAI-compatible HTTP API. SIGTERM lets running requests finish."""
     import asyncio
 
     from ..engine.frontends.replicas import Replicas, start_engines
@@ -134,8 +139,8 @@ def command(
 
 
 def reread(context: Any) -> tuple[EngineConfig, float]:
-    """The configuration of the engine, and ``--drain-timeout``, as the command line, the environment and the file of
-    ``--config`` say them now.
+    """Read the engine's configuration and ``--drain-timeout`` again, from the command line, the environment and the
+    file of ``--config``.
 
     Raises:
         ValueError: they are at fault.
@@ -151,7 +156,7 @@ def reread(context: Any) -> tuple[EngineConfig, float]:
 def lora_module(
     modules: list[str], enabled: bool, adapter: str | None, names: Sequence[str] | None
 ) -> tuple[str | None, str | None]:
-    """vLLM's ``--lora-modules`` as the name to serve under and the adapter, or ``adapter`` under no name of its own.
+    """Convert vLLM's ``--lora-modules`` to (served name, adapter); or return ``adapter`` without a name of its own.
 
     Raises:
         ValueError: several adapters, which are not served together, or options that contradict each other.

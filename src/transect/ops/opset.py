@@ -18,6 +18,7 @@ from .activation import gelu, swiglu  # noqa: F401
 from .attention.packed import attention  # noqa: F401
 from .attention.paged import kv_cache_write, paged_attention, rotary_kv_write  # noqa: F401
 from .linear import gate_up, linear  # noqa: F401
+from .linear.adapters import add_low_rank  # noqa: F401
 from .moe import combining, grouped_gate_up, grouped_linear, router, routing  # noqa: F401
 from .norm import add_rms_norm, layer_norm, rms_norm  # noqa: F401
 from .position import embed_tokens, norm_rotary, rotary  # noqa: F401
@@ -39,6 +40,7 @@ class OpSet:
     gate_up: Callable[..., Any]
     gelu: Callable[..., Any]
     linear: Callable[..., Any]
+    add_low_rank: Callable[..., Any]
     attention: Callable[..., Any]
     kv_cache_write: Callable[..., Any]
     rotary_kv_write: Callable[..., Any]

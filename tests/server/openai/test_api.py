@@ -226,6 +226,7 @@ async def test_metrics(client, engine):
         "transect_predicted_step_seconds_total 0.6",
         "transect_step_time_ratio 1.0",
         'transect_alarm{name="StepTimeDrift"} 0.0',
+        "transect_grammar_cache_bytes 0.0",
         "transect_late_captures_total 0.0",
         "transect_late_compilations_total 0.0",
         "transect_prompt_tokens_total 4.0",

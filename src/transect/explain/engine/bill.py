@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from .log import Life, LoggedStep, RunLog, StepRow
+from .log import DecisionRunLog, Life, LoggedStep, StepRow
 from .work import StepWork
 
 PARTS: Mapping[str, str] = {
@@ -28,14 +28,14 @@ PARTS: Mapping[str, str] = {
     "queue: batch": "queue: the static batch ran",
     "queue: flight": "queue: the step under way had to end first",
     "starved": "admitted, but a step had no room for it",
-    "preempted": "its KV blocks were taken; waited to begin anew",
-    "recompute": "computed anew what it had lost",
+    "preempted": "preempted; waited to start again",
+    "recompute": "recomputed tokens after preemption",
     "ranks": "moving numbers between ranks in its steps, and waiting for the last of them",
     "others": "tokens of others in its steps",
     "compute": "its own tokens",
     "host": "between steps",
 }
-"""Name of a part, and what it means. They are always given in this order."""
+"""Names of parts with their meanings, in their fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Span:
     seconds: float
     parts: Mapping[str, float]
     floor: float
-    """The least time for its own tokens alone; 0 where device or model is not known."""
+    """Least time for the span's own tokens alone; 0 if device or model is unknown."""
     tokens: int
 
 
@@ -59,7 +59,7 @@ class Bill:
     cached_tokens: int
     output_tokens: int
     finish_reason: str
-    """Empty while the choice is unfinished."""
+    """Finish reason; empty while the choice is unfinished."""
     ttft: Span | None
     """Time up to the first token; None before it."""
     decode: Span | None
@@ -67,7 +67,7 @@ class Bill:
     """Engines that had the request one after another, of those whose logs are there."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; times in milliseconds."""
+        """Return the bill for JSON; times in milliseconds."""
         found: dict[str, Any] = asdict(self)
         for name in ("ttft", "decode"):
             span = getattr(self, name)
@@ -99,7 +99,7 @@ class Bill:
 class _Stay:
     """One choice of a request in one engine."""
 
-    log: RunLog
+    log: DecisionRunLog
     life: Life
     work: StepWork
     known: int
@@ -108,8 +108,9 @@ class _Stay:
     """Its rows in steps that were done, with the indices of the steps."""
 
     @classmethod
-    def of(cls, log: RunLog, life: Life, work: StepWork, choice: int) -> _Stay:
-        """The leader computes the prompt for all choices; from there on each has rows of its own."""
+    def of(cls, log: DecisionRunLog, life: Life, work: StepWork, choice: int) -> _Stay:
+        """Collect the rows of a choice. The leader computes the prompt for all choices; after that each has rows of its
+        own."""
         added = life.added
         first, last, prompt = added.first_seq, added.first_seq + choice, added.prompt_tokens
         own = [(index, row) for index, row in life.steps if row[0] == last or (row[0] == first and row[1] < prompt)]
@@ -117,14 +118,18 @@ class _Stay:
         return cls(log, life, work, added.known[choice] if added.known is not None else 0, own)
 
     def tokens(self, until: float) -> list[float]:
-        """The moments of its tokens after ``known``, up to the answer's token ``until``."""
+        """List the times of its tokens after ``known``, up to the answer's token ``until``."""
         first = self.life.added.prompt_tokens
         found = [index for index, row in self.own if self.known <= row[1] + row[2] - first < until]
         return [at for index in found if (at := self.log.steps[index].at) is not None]
 
 
 def bill(
-    log: RunLog, name: str, work: StepWork, choice: int = 0, earlier: Sequence[tuple[RunLog, StepWork]] = ()
+    log: DecisionRunLog,
+    name: str,
+    work: StepWork,
+    choice: int = 0,
+    earlier: Sequence[tuple[DecisionRunLog, StepWork]] = (),
 ) -> Bill:
     """Return the bill of a request.
 
@@ -158,9 +163,9 @@ def bill(
 
 
 def _stays(
-    log: RunLog, name: str, work: StepWork, choice: int, earlier: Sequence[tuple[RunLog, StepWork]]
+    log: DecisionRunLog, name: str, work: StepWork, choice: int, earlier: Sequence[tuple[DecisionRunLog, StepWork]]
 ) -> list[_Stay]:
-    """The engines that had a choice, oldest first."""
+    """List the engines that had a choice, oldest first."""
     life = log.life(name)
     exact = life.added.request_id
     before = [(each, each.requests[exact], its_work) for each, its_work in earlier if exact in each.requests]
@@ -177,7 +182,7 @@ def _stays(
 
 
 class _Meter:
-    """Names the pieces of a life, one after the other."""
+    """Cuts a life into named pieces, in order."""
 
     def __init__(self, stays: Sequence[_Stay]) -> None:
         self.pieces: list[tuple[float, float, str]] = []
@@ -230,7 +235,7 @@ class _Meter:
             self._reached = max(self._reached, expected)
 
     def _queued(self, steps: Sequence[LoggedStep], at: float, first: LoggedStep) -> None:
-        """From joining the queue to the first step: named by what each decision in between held against the head."""
+        """Name the time from joining the queue to the first step, by the reason that each decision in between gave."""
         name = "queue: flight"
         for step in steps:
             moment = step.planned.at
@@ -243,7 +248,7 @@ class _Meter:
         self._piece(at, first.begins, name)
 
     def _between(self, at: float, until: float, steps: list[LoggedStep], name: str) -> None:
-        """Between two own steps: other steps ran, or none."""
+        """Name the time between two of the request's steps, in which other steps ran, or none."""
         for step in steps:
             if step.at is None:
                 continue
