@@ -70,11 +70,11 @@ def test_several_sockets_and_other_descriptors_are_refused(tmp_path):
         passed.socket()
     with open(tmp_path / "file", "w") as file:
         passed.sockets = [file.fileno()]
-        with pytest.raises(ValueError, match="is no socket"):
+        with pytest.raises(ValueError, match="is not a socket"):
             passed.socket()
     with socket.socket(type=socket.SOCK_DGRAM) as datagrams:
         passed.sockets = [os.dup(datagrams.fileno())]
-        with pytest.raises(ValueError, match="is no stream socket"):
+        with pytest.raises(ValueError, match="is not a stream socket"):
             passed.socket()
 
 

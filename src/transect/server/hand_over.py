@@ -47,10 +47,10 @@ class Inherited:
                 self.sockets.append(fd)
 
     def socket(self) -> socket.socket | None:
-        """The socket to listen on; None if none was passed.
+        """Return the socket to listen on; None if none was passed.
 
         Raises:
-            ValueError: there are several, or the one is no stream socket.
+            ValueError: there are several, or it is not a stream socket.
         """
         if not self.sockets:
             return None
@@ -59,9 +59,9 @@ class Inherited:
         try:
             found = socket.socket(fileno=self.sockets[0])
         except OSError as error:
-            raise ValueError(f"descriptor {FIRST_FD}, which was passed (LISTEN_FDS), is no socket: {error}") from None
+            raise ValueError(f"descriptor {FIRST_FD}, which was passed (LISTEN_FDS), is not a socket: {error}") from None
         if found.type != socket.SOCK_STREAM:
-            raise ValueError("the socket that was passed (LISTEN_FDS) is no stream socket: give ListenStream=")
+            raise ValueError("the socket that was passed (LISTEN_FDS) is not a stream socket: give ListenStream=")
         return found
 
     def say_ready(self) -> None:

@@ -1,7 +1,7 @@
 """The life of a server process: bind, serve, drain on SIGTERM, end with the engine.
 
 SIGHUP replaces the engines where the caller can do that, and ends the server in good order elsewhere. SIGUSR2 starts a
-new server process on the same socket; this one takes no more connections then, and ends with its last answer.
+new server process on the same socket; this one accepts no more connections then, and ends after its last answer.
 
 Exit codes: 0 after SIGTERM, SIGHUP or SIGUSR2, 130 after Ctrl-C, 1 when the engine died and a supervisor should start
 the server again.
@@ -232,7 +232,7 @@ async def _reload(engine: Any, signals: _Signals, reload: Callable[[Any], Awaita
 
 
 async def _succession(signals: _Signals, restart: Callable[[], Successor] | None) -> None:
-    """Returns when another server process has taken over the socket."""
+    """Wait until another server process has taken over the socket."""
     while True:
         await signals.restart.wait()
         if restart is None or os.getpid() == 1:
@@ -340,7 +340,7 @@ async def _death(engine: Engine) -> str | None:
 
 
 async def _until_none(connections: set[Any]) -> None:
-    """Returns when there are no connections: those of idle clients are closed after ``keep_alive_s``."""
+    """Wait until there are no connections: those of idle clients are closed after ``keep_alive_s``."""
     while connections:
         await asyncio.sleep(0.05)
 
