@@ -66,9 +66,10 @@ def command(
 
     from ..engine.frontends.replicas import Replicas, start_engines
     from ..parallel.gathering import under_torchrun
+    from ..server.hand_over import Inherited, Successor
     from ..server.http.clients import keys_in
     from ..server.operations.request_log import configure
-    from ..server.process import bind, bind_unix, serve, url_of
+    from ..server.process import abandoned, bind, bind_unix, serve, url_of
 
     names = settings.pop("model_names")
     adapted_as, settings["adapter"] = lora_module(lora_modules or [], enable_lora, settings["adapter"], names)
@@ -87,7 +88,10 @@ def command(
     configure(options.request_log, options.log_level)
     follows = under_torchrun() and os.environ["RANK"] != "0"
     uds = options.uds
-    sock = None if follows else (bind(options.host, options.port) if uds is None else bind_unix(uds))
+    inherited = Inherited()
+    sock = None if follows else inherited.socket()
+    if sock is None and not follows:
+        sock = bind(options.host, options.port) if uds is None else bind_unix(uds)
     engine_settings = engine_config(model, **settings)
     if follows:
         from ..engine.ranks import follow_rank_0
@@ -111,6 +115,7 @@ def command(
             str(engine_settings),
         )
         print(" | ".join(filter(None, said)), flush=True)
+        inherited.say_ready()
 
     async def reload(engine: Any) -> None:
         if not isinstance(engine, Replicas):
@@ -120,12 +125,16 @@ def command(
     def start() -> Any:
         return start_engines(engine_settings, replaceable=True)
 
+    def restart() -> Successor:
+        return Successor(sock)
+
     # Of a closed terminal SIGHUP means the end, as ever.
     again = None if sys.stdin is not None and sys.stdin.isatty() else reload
+    alone = not under_torchrun()
     try:
-        return asyncio.run(serve(start, options, sock, ready=ready, reload=again))
+        return asyncio.run(serve(start, options, sock, ready=ready, reload=again, restart=restart if alone else None))
     finally:
-        if uds is not None:
+        if uds is not None and abandoned(uds):  # else a successor listens there
             Path(uds).unlink(missing_ok=True)
 
 

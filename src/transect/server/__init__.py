@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP server around an ``AsyncEngine``.
 
-* ``process``: bind, serve, drain on SIGTERM, end with the engine. ``app``: the table of routes.
+* ``process``: bind, serve, drain on SIGTERM, end with the engine. ``hand_over``: the socket's way to a successor.
+* ``app``: the table of routes.
 * ``http/``: connections, limits, bodies, errors, streams.
 * ``openai/``, ``anthropic/``, ``retrieval/``: the APIs. ``operations/``: metrics, health, logs and operators' routes.
 

@@ -90,6 +90,8 @@ class Serving:
         self.tracing = None if endpoint is None else Tracing(exporter_for(endpoint), options.model_names[0])
         self.started = int(time.time())
         self.draining = False
+        self.handed_over = False
+        """Another process has the listening socket: every answer closes its connection."""
         self.in_flight = 0
         self.idle = asyncio.Event()
         self.idle.set()

@@ -47,6 +47,17 @@ UNKNOWN = ApiError(
 )
 
 
+def _closing(send: Send) -> Send:
+    """Have the client open another connection for its next request."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await send(message)
+
+    return sending
+
+
 class Gate:
     """ASGI middleware in front of the whole app."""
 
@@ -62,6 +73,8 @@ class Gate:
         root = self.serving.options.root_path
         if root:
             scope["root_path"] = root  # routes are found with it before them and without
+        if self.serving.handed_over:
+            send = _closing(send)
         status = 500
         scope.setdefault("state", {})["arrival"] = asyncio.get_running_loop().time()
         name = request_id(scope)
