@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .engine.executors.pooling import PoolingParams
     from .engine.frontends.async_engine import AsyncEngine
     from .engine.frontends.beam_search import BeamSearchParams
+    from .engine.frontends.inputs import LoRARequest
     from .engine.frontends.llm import LLM
     from .engine.scheduling.sampling_params import SamplingParams
     from .text.grammar.params import StructuredOutputsParams
@@ -25,6 +26,7 @@ __all__ = [
     "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -36,6 +38,7 @@ _HOMES = {
     "LLM": "transect.engine.frontends.llm",
     "AsyncEngine": "transect.engine.frontends.async_engine",
     "BeamSearchParams": "transect.engine.frontends.beam_search",
+    "LoRARequest": "transect.engine.frontends.inputs",
     "CompletionOutput": "transect.text.outputs",
     "PoolingParams": "transect.engine.executors.pooling",
     "RequestOutput": "transect.text.outputs",

@@ -7,6 +7,7 @@ import importlib.util
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from ..costs.memory.streaming import StreamPlan
 from ..costs.model import kv_bytes_per_token
 from ..costs.storage import Storage, storage_for
 from ..models.native import NativeStack
+from ..models.row_adapters import RowAdapters, add_row_adapters
 from ..models.weights.kinds import rounded_values
 from ..models.weights.measure import storage_of_model
 from ..parallel.launch import Ranks
@@ -29,9 +31,11 @@ from ..text.grammar.constraint import MaskFiller
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
+from .adapters import AdapterStore, adapter_room
 from .config import EngineConfig
 from .decision_setup import decision_log
 from .device import device_for
+from .executors.adapter_slots import AdapterSlots
 from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
@@ -68,6 +72,8 @@ class BuiltEngine:
     """All ranks, and the place of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
     """Fingerprint of everything that its bits depend on."""
+    adapters: AdapterStore | None = None
+    """Adapters for requests that name them, with ``enable_lora``."""
     speaks: bool = True
     """True on the one rank that decides and logs what runs."""
 
@@ -105,6 +111,10 @@ def build_engine(
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
+    if config.enable_lora and mesh is not None:
+        raise ValueError(
+            "enable_lora runs on one device so far: leave out data_parallel_size, or serve (transect serve)"
+        )
     source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
@@ -151,6 +161,7 @@ def build_engine(
             max_queue=config.max_queue,
             max_queue_bytes=config.max_queue_bytes,
             max_queue_wait=config.max_queue_wait,
+            max_adapters=config.max_loras if config.enable_lora else None,
             pipeline_depth=config.pipeline_parallel_size,
             seed=config.seed if seed is None else seed,
         ),
@@ -160,6 +171,7 @@ def build_engine(
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
     padding = getattr(executor, "padding", None)
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
+    store = _adapter_store(config, source, executor, scheduler)
     if config.speculation is not None:
         executor = Drafted(executor)
     core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
@@ -168,7 +180,22 @@ def build_engine(
         why = f"{why}, adapter {'beside' if config.quantization else 'in'} the weights"
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     numerics = numerics_of(config, source, device, computes, exact)
-    return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report, numerics=numerics)
+    return BuiltEngine(
+        core, source, size.max_model_len, kv_tokens, ends, why, report, numerics=numerics, adapters=store
+    )
+
+
+def _adapter_store(
+    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler
+) -> AdapterStore | None:
+    """Adapters in host memory, from which the executor fills the slots of its model."""
+    if not config.enable_lora:
+        return None
+    adapters: RowAdapters = executor.model.adapters
+    store = AdapterStore(source, adapters, config)
+    store.in_use = lambda: {state.spec.adapter for state in scheduler.requests.values() if state.spec.adapter}
+    executor.adapters = AdapterSlots(adapters, store.get)
+    return store
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:
@@ -266,6 +293,9 @@ def _build_cpu(
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
     if mesh is not None and mesh.pipeline.size > 1:
         return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes
+    if config.enable_lora:
+        add_row_adapters(model, adapter_room(config), half=config.dtype != "float32")
+        why = f"{why}, up to {config.max_loras} adapters in a step"
     return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes
 
 

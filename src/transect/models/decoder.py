@@ -10,7 +10,7 @@ Shapes: T tokens, D model dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,10 @@ from .stored import StoredWeights, stored_tensor
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
-from .weights.row_adapted import StepRows
 from .weights.weight import Kinds, Weight, draw_normal
+
+if TYPE_CHECKING:
+    from .row_adapters import RowAdapters
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""
@@ -126,8 +128,8 @@ class Decoder(nn.Module):
         """True if the head is the embedding's table itself, not a copy in another format."""
         self.tie_weights()
         self.offloaded: LayerStream | None = None
-        self.rows: StepRows | None = None
-        """Which adapter each row of a step has, where rows may have different ones (``row_adapters.py``)."""
+        self.adapters: RowAdapters | None = None
+        """Slots for adapters, where each row of a step may have another one."""
         self.stack: Stack = self.run_layers
 
     def forward(

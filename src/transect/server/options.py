@@ -20,6 +20,10 @@ class ServerOptions:
 
     Attributes:
         model_names: Name that requests use; may be given again. Default: the model's. The first one is in answers.
+        lora_modules: Adapter to serve beside the model, ``NAME=DIR``; may be given again. Requests choose it by ``model``.
+            It needs ``--enable-lora``.
+        allowed_lora_dir: Directory below which adapters may be loaded while the server runs. The adapters in it are
+            served by their directories' names, and loaded when first asked for. Default: none.
         host: Local address to listen on; 0.0.0.0 for all.
         port: Port to listen on; 0 for any free one.
         uds: Listen on this Unix socket, not on host and port.
@@ -61,6 +65,8 @@ class ServerOptions:
     GROUPS: ClassVar[Mapping[str, str]] = {"model_names": "Server"}
 
     model_names: Annotated[tuple[str, ...], About(option="served-model-name")]
+    lora_modules: tuple[str, ...] = ()
+    allowed_lora_dir: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, About(least=0, most=65535)] = 8000
     uds: str | None = None

@@ -93,6 +93,7 @@ class Script:
             weight=added.weight,
             pooling=added.pooling,
             output_token_ids=given,
+            adapter=added.adapter,
         )
 
     def output(self, life: Life, choice: int) -> Iterator[int]:

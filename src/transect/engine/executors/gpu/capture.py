@@ -7,7 +7,7 @@ from ....parallel.mesh import Mesh
 from ....text.grammar.constraint import MaskFiller
 from ...kv_size import KVSize
 from .large_steps import large_steps
-from .measure import runner_of
+from .measure import NO_FACTORS, runner_of, with_padding_adapter
 from .runner import GPURunner
 from .setup import Setup
 from .startup_times import StartupTimes
@@ -42,8 +42,11 @@ def capture(
         runner.warm(rows, None if setup.irregular else WARM_WIDTHS, mixed=setup.irregular)
         times.done(f"{0 if runner.graphs is None else len(runner.graphs)} CUDA graphs")
         if setup.irregular and (mesh is None or mesh.pipeline.size == 1):
-            for batch in large_steps(runner.graph_tokens, cache.num_blocks, **limits):
-                runner.submit(batch).result()
+            with_padding_adapter(runner)
+            adapters = ("",) if runner.adapters is None else ("", NO_FACTORS)
+            for adapter in adapters:
+                for batch in large_steps(runner.graph_tokens, cache.num_blocks, **limits, adapter=adapter):
+                    runner.submit(batch).result()
             times.done("large steps")
     runner.started()
     return runner, sum(each.nbytes for each in caches)

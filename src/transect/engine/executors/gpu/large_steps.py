@@ -21,7 +21,13 @@ _PARAMS = SamplingParams(temperature=0.0)
 
 
 def large_steps(
-    graph_tokens: int, padding_block: int, *, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int
+    graph_tokens: int,
+    padding_block: int,
+    *,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    adapter: str = "",
 ) -> Iterator[ScheduledBatch]:
     """The smallest steps that no graph is for; none where graphs are for all.
 
@@ -29,6 +35,7 @@ def large_steps(
         graph_tokens: tokens of the largest step that has a graph.
         padding_block: block that all rows write to, overwriting each other.
         max_num_seqs, max_num_batched_tokens, max_model_len: the scheduler's limits.
+        adapter: of all rows.
     """
     blocks = [padding_block] * max_model_len
     for decodes in (0, FEWEST_ROWS, 4 * FEWEST_ROWS, 16 * FEWEST_ROWS):
@@ -40,11 +47,11 @@ def large_steps(
             pieces = [min(longest, tokens - at) for at in range(0, tokens, longest)]
             sizes = [(start, piece) for piece in pieces] + [(BEGUN, 1)] * decodes
             if len(sizes) <= max_num_seqs:
-                yield ScheduledBatch(0, tuple(_row(index, *size, blocks) for index, size in enumerate(sizes)))
+                yield ScheduledBatch(0, tuple(_row(index, *size, blocks, adapter) for index, size in enumerate(sizes)))
 
 
-def _row(index: int, start: int, tokens: int, blocks: list[int]) -> ScheduledRow:
+def _row(index: int, start: int, tokens: int, blocks: list[int], adapter: str) -> ScheduledRow:
     """A row of a sequence that no scheduler knows, with a draw."""
     seq_id, prompt = -1 - index, (0,) * (start + tokens)
     draw = Draw(seq_id, 0, 0, _PARAMS, prompt, [])
-    return ScheduledRow(seq_id, start, tokens, prompt, [], blocks, (draw,))
+    return ScheduledRow(seq_id, start, tokens, prompt, [], blocks, (draw,), adapter=adapter)
