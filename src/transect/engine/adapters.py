@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from ..checkpoints.adapter_served import read_served
+from ..checkpoints.adapter_served import ServedAdapter, read_served
 from ..checkpoints.peft_config import AdapterFiles, adapter_folder, target_names
 from ..checkpoints.resolve import ModelSource
 from ..models.row_adapters import AdapterRoom, RowAdapters
@@ -71,9 +71,13 @@ class AdapterStore:
             ValueError: see ``read_served``.
         """
         if files.id not in self._held:
-            prepared = self._adapters.prepare(read_served(files, self._base, self._targets, self._most_rank).factors)
-            with self._lock:
-                self._held[files.id] = prepared
+            self.add(read_served(files, self._base, self._targets, self._most_rank))
+
+    def add(self, adapter: ServedAdapter) -> None:
+        """Keep an adapter that is in memory, of ranks and matrices that have room."""
+        prepared = self._adapters.prepare(adapter.factors)
+        with self._lock:
+            self._held[adapter.id] = prepared
 
     def shrink(self) -> None:
         """Let go of the least recently used adapters that no request has, down to ``capacity``. Call it where requests

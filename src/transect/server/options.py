@@ -20,8 +20,8 @@ class ServerOptions:
 
     Attributes:
         model_names: Name that requests use; may be given again. Default: the model's. The first one is in answers.
-        lora_modules: Adapter to serve beside the model, ``NAME=DIR``; may be given again. Requests choose it by ``model``.
-            It needs ``--enable-lora``.
+        lora_modules: Adapter to serve beside the model, ``NAME=DIR``; may be given again. Requests choose it by
+            ``model``. It needs ``--enable-lora``.
         allowed_lora_dir: Directory below which adapters may be loaded while the server runs. The adapters in it are
             served by their directories' names, and loaded when first asked for. Default: none.
         host: Local address to listen on; 0.0.0.0 for all.
