@@ -64,6 +64,8 @@ def command(
         # More prompts than may wait would never fit, however often they came back.
         max_prompts=min(settings["max_queue"] or ServerOptions.max_prompts, ServerOptions.max_prompts),
     )
+    if (options.lora_modules or options.allowed_lora_dir) and not settings["enable_lora"]:
+        raise ValueError("--lora-modules and --allowed-lora-dir serve adapters beside the model: add --enable-lora")
     rereads = context.meta.get(REREADS)
     if rereads is not None:
         rereads.append((engine_config(model, **settings), options.drain_timeout_s))

@@ -99,10 +99,14 @@ class ServerOptions:
     def __post_init__(self) -> None:
         from ..text.reasoning import thoughts_of
         from ..text.tools.registry import shape_of
+        from .adapters import named_modules
 
         check_values(self)
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names must hold at least one non-empty name")
+        clash = sorted(named_modules(self.lora_modules).keys() & set(self.model_names))
+        if clash:
+            raise ValueError(f"{clash[0]} is the name of the model and of an adapter: give one of them another name")
         keys = [*(each.key for each in self.keys), *self.admin_api_keys]
         if any(not key or not key.isascii() for key in keys):
             raise ValueError("api keys must be non-empty and plain ASCII")

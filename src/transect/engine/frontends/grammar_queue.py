@@ -47,6 +47,11 @@ class GrammarQueue:
         """Requests that wait for their grammars."""
         return len(self._late)
 
+    @property
+    def adapters(self) -> set[str]:
+        """Content ids of the adapters of these requests."""
+        return {late.request.adapter for late in self._late.values()}
+
     def add(self, request: Request) -> None:
         """Queue a request now, or as soon as its grammar is there. Raises what ``EngineCore.add`` raises."""
         params = request.params.structured_outputs

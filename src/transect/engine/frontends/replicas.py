@@ -19,6 +19,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
+from ...checkpoints.peft_config import AdapterFiles
 from ...text.output_processor import Update
 from ...text.outputs import RequestOutput
 from ..config import EngineConfig
@@ -28,10 +29,10 @@ from ..scheduling.policies.admission import QueueFull
 from ..scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
-from .async_engine import AsyncEngine, EngineHealth
+from .async_engine import AsyncEngine
 from .generating import Generates
 from .inputs import check_params
-from .streams import EngineDeadError, Stream
+from .streams import EngineDeadError, EngineHealth, Stream
 from .supervisor import Supervisor
 from .vllm_arguments import engine_settings
 
@@ -384,6 +385,14 @@ class Replicas(Generates):
         """Forget the KV of finished prompts on all replicas."""
         self._router.forget()
         await asyncio.gather(*(self.engines[index].reset_prefix_cache() for index in self.alive()))
+
+    async def load_adapter(self, files: AdapterFiles) -> None:
+        """Does what ``AsyncEngine.load_adapter`` does, on all replicas that live."""
+        await asyncio.gather(*(self.engines[index].load_adapter(files) for index in await self._living()))
+
+    async def forget_adapter(self, files: AdapterFiles) -> None:
+        """Let the replicas forget an adapter that no request has."""
+        await asyncio.gather(*(self.engines[index].forget_adapter(files) for index in self.alive()))
 
     async def reload(self, config: EngineConfig | None = None, drain_s: float = 60.0) -> None:
         """Put new replicas in the place of all, with another configuration or changed weights, without dropping a

@@ -71,6 +71,17 @@ inline void shrink(const Run& run, int place, const float* x, int64_t ldx, float
   }
 }
 
+// Asks for what ``expand`` will read, while the matrix beside it is multiplied: its pieces are too short for the
+// processor's own prefetch.
+inline void ask_for(const std::vector<Run>& runs, int place, int part, int group, int count) {
+  for (const Run& run : runs) {
+    if (!run.places || !run.places[place].b[part].n) continue;
+    const Packed& b = run.places[place].b[part];
+    const int64_t stride = group_bytes(b.kind, b.k);
+    for (const uint8_t *p = b.data + group * stride, *end = p + count * stride; p < end; p += 64) __builtin_prefetch(p, 0, 2);
+  }
+}
+
 // y += low B^T in some row groups of a part's outputs, for all runs.
 inline void expand(const std::vector<Run>& runs, int place, int part, int group, int count, const float* low, int64_t stride,
                    float* y, int64_t ldy) {
