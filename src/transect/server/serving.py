@@ -118,9 +118,11 @@ class Serving:
             ApiError: 404 with the names that are served.
         """
         names = self.options.model_names
-        adapted = name is not None and name not in names and self.adapters.find(name) is not None
-        choose_adapter(name if name is not None and adapted else "")
-        if name is not None and name not in names and not adapted:
+        if name is None or name in names:
+            return
+        if self.adapters.find(name) is not None:
+            choose_adapter(name)
+        else:
             names = (*names, *(each.name for each in self.adapters.entries()))
             hint = nearest(name[:100], names) or f"; this server has {', '.join(map(repr, names))}"
             message = f"the model {name[:100]!r} does not exist{hint}"

@@ -95,10 +95,11 @@ class RowAdapted(Weight):
         if low is None:
             self.scale[slot] = 0.0
             return
-        rank = low.a.shape[0]
-        for own, given in ((self.a[slot], low.a), (self.b[slot].mT, low.b.mT)):
-            own[:rank].copy_(given, non_blocking=True)
-            own[rank:].zero_()
+        rank, a, b = low.a.shape[0], self.a[slot], self.b[slot]
+        a[:rank].copy_(low.a, non_blocking=True)
+        b[:, :rank].copy_(low.b, non_blocking=True)
+        a[rank:].zero_()
+        b[:, rank:].zero_()
         self.scale[slot] = low.scale
 
     @property
