@@ -6,9 +6,8 @@ from contextlib import aclosing
 import httpx
 import pytest
 
-from transect.server.adapters import named_modules
 from transect.server.app import create_app
-from transect.server.options import ServerOptions
+from transect.server.options import ServerOptions, named_modules
 
 OPERATOR = {"Authorization": "Bearer boss"}
 ASK = {"Authorization": "Bearer guest"}

@@ -14,7 +14,8 @@ from typing import Any
 from ..checkpoints.adapter_served import ServedAdapter, read_served
 from ..checkpoints.peft_config import AdapterFiles, adapter_folder, target_names
 from ..checkpoints.resolve import ModelSource
-from ..models.row_adapters import AdapterRoom, RowAdapters
+from ..models.row_adapters import AdapterRoom
+from ..models.weights.row_adapted import RowAdapters
 from .config import EngineConfig
 from .frontends.inputs import LoRARequest
 

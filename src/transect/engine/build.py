@@ -19,9 +19,10 @@ from ..costs.memory.streaming import StreamPlan
 from ..costs.model import kv_bytes_per_token
 from ..costs.storage import Storage, storage_for
 from ..models.native import NativeStack
-from ..models.row_adapters import RowAdapters, add_row_adapters
+from ..models.row_adapters import add_row_adapters
 from ..models.weights.kinds import rounded_values
 from ..models.weights.measure import storage_of_model
+from ..models.weights.row_adapted import RowAdapters
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh

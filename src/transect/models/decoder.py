@@ -10,7 +10,7 @@ Shapes: T tokens, D model dim, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +30,8 @@ from .stored import StoredWeights, stored_tensor
 from .streaming.stream import LayerStream
 from .weights.dense import Dense
 from .weights.projection import Projection
+from .weights.row_adapted import RowAdapters
 from .weights.weight import Kinds, Weight, draw_normal
-
-if TYPE_CHECKING:
-    from .row_adapters import RowAdapters
 
 Stack = Callable[[Tensor, Tensor, AttentionContext], Tensor]
 """``(x_TD, positions_T, context) -> x_TD``: all layers, before the final norm; of ``context.wanted`` tokens alone."""

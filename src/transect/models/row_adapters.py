@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..ops.cpu.library import StackAdapter
 from .decoder import Decoder
 from .native import NativeStack
 from .weights.low_rank import Factors, packed_adapter
-from .weights.row_adapted import RowAdapted, StepRows
+from .weights.row_adapted import RowAdapted, RowAdapters, StepRows
 
 
 class AdapterRoom(NamedTuple):
@@ -28,22 +28,6 @@ class AdapterRoom(NamedTuple):
     slots: int
     rank: int
     targets: Collection[str]
-
-
-class RowAdapters(Protocol):
-    """Slots for the adapters of a model."""
-
-    slots: int
-    rows: StepRows
-
-    def prepare(self, factors: Factors) -> Any:
-        """Return factors in host memory in the form that ``put`` takes, as they are kept; may be called in any
-        thread."""
-        ...
-
-    def put(self, slot: int, prepared: Any) -> None:
-        """Fill a slot that no step in flight reads on the host."""
-        ...
 
 
 class TensorAdapters:

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter
 
 from ..checkpoints.peft_config import AdapterFiles, adapter_folder
 from .http.errors import ApiError
-
-if TYPE_CHECKING:
-    from .options import ServerOptions
+from .options import ServerOptions, named_modules
 
 _current: ContextVar[str] = ContextVar("transect_adapter", default="")
 
@@ -35,29 +32,6 @@ def current_adapter() -> str:
 def choose_adapter(name: str) -> None:
     """Let the request of this task run with an adapter, or with the base if ``name`` is empty."""
     _current.set(name)
-
-
-def named_modules(modules: Iterable[str]) -> dict[str, str]:
-    """Directories by name, from ``NAME=DIR`` or vLLM's JSON objects with ``name`` and ``path``.
-
-    Raises:
-        ValueError: a text is neither, or a name comes twice.
-    """
-    found: dict[str, str] = {}
-    for text in modules:
-        name, _, path = text.partition("=")
-        if text.startswith("{"):
-            try:
-                given = json.loads(text)
-                name, path = given["name"], given["path"]
-            except (ValueError, KeyError, TypeError):
-                name = path = ""
-        if not (isinstance(name, str) and isinstance(path, str) and name and path):
-            raise ValueError(f"--lora-modules takes NAME=DIR, not {text!r}")
-        if name in found:
-            raise ValueError(f"--lora-modules names {name} twice: give each adapter a name of its own")
-        found[name] = path
-    return found
 
 
 @dataclass(slots=True)

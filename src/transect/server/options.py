@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -99,7 +100,6 @@ class ServerOptions:
     def __post_init__(self) -> None:
         from ..text.reasoning import thoughts_of
         from ..text.tools.registry import shape_of
-        from .adapters import named_modules
 
         check_values(self)
         if not self.model_names or not all(self.model_names):
@@ -133,6 +133,29 @@ class ServerOptions:
             each if isinstance(each, ApiKey) else ApiKey(each, Client(f"key-{number}"))
             for number, each in enumerate(self.api_keys, 1)
         )
+
+
+def named_modules(modules: Iterable[str]) -> dict[str, str]:
+    """Directories by name, from ``NAME=DIR`` or vLLM's JSON objects with ``name`` and ``path``.
+
+    Raises:
+        ValueError: a text is neither, or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for text in modules:
+        name, _, path = text.partition("=")
+        if text.startswith("{"):
+            try:
+                given = json.loads(text)
+                name, path = given["name"], given["path"]
+            except (ValueError, KeyError, TypeError):
+                name = path = ""
+        if not (isinstance(name, str) and isinstance(path, str) and name and path):
+            raise ValueError(f"--lora-modules takes NAME=DIR, not {text!r}")
+        if name in found:
+            raise ValueError(f"--lora-modules names {name} twice: give each adapter a name of its own")
+        found[name] = path
+    return found
 
 
 def _check_network(text: str) -> None:

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...models.row_adapters import RowAdapters
+from ...models.weights.row_adapted import RowAdapters
 from ..scheduling.batch import ScheduledRow
 
 

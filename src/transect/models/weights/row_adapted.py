@@ -13,7 +13,7 @@ Shapes: T rows, I inputs, O outputs, S slots, P parts, R the largest rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from ...ops.linear.gate_up import gate_halves
 from ...ops.opset import OpSet
 from ...spec.numbers.number_format import WeightFormat
 from ..staging import Staging
-from .low_rank import LowRank
+from .low_rank import Factors, LowRank
 from .weight import Chain, Gated, Product, StreamProduct, TrainingPart, Values, Weight
 
 if TYPE_CHECKING:
@@ -40,6 +40,22 @@ class StepRows:
         """The last layer continues with these rows of the step."""
         if self.slots_T is not None:
             self.slots_T = self.slots_T.index_select(0, rows_R)
+
+
+class RowAdapters(Protocol):
+    """Slots for the adapters of a model."""
+
+    slots: int
+    rows: StepRows
+
+    def prepare(self, factors: Factors) -> Any:
+        """Return factors in host memory in the form that ``put`` takes, as they are kept; may be called in any
+        thread."""
+        ...
+
+    def put(self, slot: int, prepared: Any) -> None:
+        """Fill a slot that no step in flight reads on the host."""
+        ...
 
 
 class RowAdapted(Weight):

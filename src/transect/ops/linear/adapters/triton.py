@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ...lang.jit import INTERPRETED, kernel, kernel_of_numbers, require, tl
 from ...lang.tiles import dot, let_next_begin, wait_for_previous
-from .add_low_rank import FEW
 
+FEW = 256
+"""Rows up to which each is a program of its own."""
 MOST_SPLITS = 8
 SPAN = 512
 """Inputs of a part of the sum, at the least."""
