@@ -3,8 +3,7 @@
     python benchmarks/formats/gpu.py bf16 fp8 int8 int4 [--model llama-3.1-8b] [--batches 1,8,64,256] [--out FILE]
     python benchmarks/formats/gpu.py products             one layer's matrices, times of their products by rows
 
-``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file;
-``q4_k_m-apart``: with ``GPUOptions(chained_blocks=False)``.
+``q4_k_m``: blocks of GGUF files of random bits, of the types that llama.cpp gives the matrices of such a file.
 
 Random weights of a true shape. Decode: prompts of 512 tokens; the wall time of a step as the caller of ``LLM.step``
 sees it. A format's floor is of the bytes that its own weights take, at the rates of ``engine/gpu.py``; arithmetic
@@ -34,7 +33,6 @@ from transect.costs.floors import batch_floor, step_floor
 from transect.costs.model import Row
 from transect.costs.storage import Storage, storage_for
 from transect.engine.executors.gpu import build
-from transect.engine.executors.gpu.options import GPUOptions
 from transect.engine.frontends.llm import LLM
 from transect.models.stored import BlockCodes, Stored
 from transect.models.weights.kinds import kinds_for
@@ -54,18 +52,17 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bf16-kv8": {"kv_cache_dtype": "fp8"},
     "bf16-kv-int8": {"kv_cache_dtype": "int8"},
     "q4_k_m": {},
-    "q4_k_m-apart": {"gpu": GPUOptions(chained_blocks=False)},
     "q8_0": {},
 }
 """Settings of the engine by format."""
-FILES = {"q4_k_m": "q4_k_m", "q4_k_m-apart": "q4_k_m", "q8_0": "q8_0"}
+FILES = {"q4_k_m": "q4_k_m", "q8_0": "q8_0"}
 """The file of each format of GGUF files."""
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 """Outputs and inputs of the matrices of a layer of Llama 3.1 8B."""
 
 
 def block_type(file: str, name: str, layers: int) -> str:
-    """The type of a matrix ``layers.3.mlp.down`` or ``head`` in a GGUF file."""
+    """Return the type of a matrix ``layers.3.mlp.down`` or ``head`` in a GGUF file."""
     if file == "q8_0" or name == "head":
         return "Q8_0" if file == "q8_0" else "Q6_K"
     _, layer, inner = name.split(".", 2)
@@ -74,7 +71,7 @@ def block_type(file: str, name: str, layers: int) -> str:
 
 
 def hold_in_blocks(file: str, model: str) -> None:
-    """From now on engines get random blocks."""
+    """Make later engines use random blocks."""
     config = PRESETS[model]
 
     def layout(name: str) -> BlockLayout:
@@ -102,7 +99,7 @@ def hold_in_blocks(file: str, model: str) -> None:
 
 
 def storage(name: str) -> Storage:
-    """What the numbers of an engine of this format take."""
+    """Return the storage of the numbers of an engine of this format."""
     if name in FILES:
         kinds = {each: UNITS[each].bits for each in ("Q4_K", "Q6_K", "Q8_0")}
         if FILES[name] == "q8_0":
@@ -116,7 +113,7 @@ def storage(name: str) -> Storage:
 
 
 def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -> dict[str, Any]:
-    """Seconds of a step beside the floor of the format's bytes."""
+    """Measure the seconds of a step beside the floor of the format's bytes."""
     spare = batch // 2 + 16  # what decodes while others are still in prefill, where a format cuts that into small steps
     found = [decode_steps(llm, prompts(batch, seed), steps, spare) for seed in range(runs)]
     floor = step_floor(PRESETS[model], [Row(1, n) for n in found[0].middle], RATES, storage(name)).seconds
@@ -127,7 +124,7 @@ def decode(llm: LLM, name: str, model: str, batch: int, steps: int, runs: int) -
 
 
 def throughput(llm: LLM, name: str, model: str) -> dict[str, Any]:
-    """The throughput protocol, once."""
+    """Run the throughput protocol once."""
     work = throughput_protocol()
     out = sum(each.output_tokens for each in work)
     seconds, steps = run_all(llm, work)
@@ -144,7 +141,7 @@ def throughput(llm: LLM, name: str, model: str) -> dict[str, Any]:
 
 
 def prefill(llm: LLM, name: str, model: str, runs: int) -> dict[str, Any]:
-    """Seconds for 128 prompts of ``PROMPT`` tokens, one token drawn for each."""
+    """Measure the seconds for 128 prompts of ``PROMPT`` tokens, one token drawn for each."""
     prefill_seconds(llm, prompts(32, runs))
     times = record.summary([prefill_seconds(llm, prompts(128, seed)) for seed in range(runs)])
     floor = step_floor(PRESETS[model], [Row(PROMPT, PROMPT)] * 128, RATES, storage(name)).seconds
@@ -154,7 +151,7 @@ def prefill(llm: LLM, name: str, model: str, runs: int) -> dict[str, Any]:
 
 
 def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
-    """Where a decode step's time goes, kernel by kernel."""
+    """Trace a decode step's time, kernel by kernel."""
     found = traced_steps(llm, prompts(batch, 1), False)
     for kernel, microseconds in list(found["microseconds_a_step"].items())[:8]:
         print(f"    {name} batch {batch}: {microseconds:9.1f} us  {kernel[:80]}", flush=True)
@@ -162,7 +159,7 @@ def trace(llm: LLM, name: str, batch: int) -> dict[str, Any]:
 
 
 def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
-    """All of one format."""
+    """Measure all of one format."""
     started = time.perf_counter()
     if name in FILES:
         hold_in_blocks(FILES[name], options.model)
@@ -182,7 +179,7 @@ def measure(name: str, options: argparse.Namespace, kept: Kept) -> None:
 
 
 def product_seconds(call: Any, repeats: int = 20) -> float:
-    """Seconds of a call, the median of graphs of ``repeats`` calls, each of another copy."""
+    """Measure the seconds of a call, the median of graphs of ``repeats`` calls, each of another copy."""
     call(0)
     torch.cuda.synchronize()
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -203,7 +200,8 @@ def product_seconds(call: Any, repeats: int = 20) -> float:
 
 
 def products(names: list[str], rows: list[int]) -> dict[str, Any]:
-    """Microseconds of the products of each matrix of a layer, on copies of it that do not fit into the cache."""
+    """Measure the microseconds of the products of each matrix of a layer, on copies of it that do not fit into the
+    cache."""
     device, found = torch.device("cuda"), {}
     ops = resolve_ops(device)
     for matrix, (outputs, inputs) in SHAPES.items():

@@ -26,7 +26,7 @@ from transect.engine.scheduling.policies.scaling import Concurrency, Fixed, Fore
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.choices import CardChoice
 from transect.plan.fleet import Fleet
-from transect.plan.target import Target
+from transect.plan.target import LatencyTarget
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
@@ -38,7 +38,7 @@ START_S, LOOK_S, PATIENCE_S = 120.0, 15.0, 600.0
 
 
 def day(hours: float, peak: float) -> list[Asked]:
-    """The requests of a day that lasts ``hours``."""
+    """Generate the requests of a day that lasts ``hours``."""
     spans = int(hours * 3600 / SPAN)
     rates = []
     for number in range(spans):
@@ -54,9 +54,9 @@ def day(hours: float, peak: float) -> list[Asked]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """One line for each policy."""
+    """Format one line for each policy."""
     lines = [
-        "| policy | engine hours | most engines | TTFT p50 | p99 | ITL p99 | requests within 5 s to the first token |",
+        "| policy | engine hours | most engines | TTFT p50 | p99 | ITL p99 | requests with TTFT within 5 s |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in result["policies"]:
@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=record.RESULTS / "cpu" / "plan_scaling.json")
     options = parser.parse_args()
     model = CardChoice(PRESETS[MODEL], preset(CARD), RankLayout(), "bf16", "auto", 2048).engine
-    best, _ = highest_rate(model, MixLoad(MIX, 300), Target.parse(TARGET), 1.0)
+    best, _ = highest_rate(model, MixLoad(MIX, 300), LatencyTarget.parse(TARGET), 1.0)
     assert best is not None, "the target is missed at any rate"
     enough = math.ceil(options.peak / best.rate)
     asked = day(options.hours, options.peak)
@@ -87,9 +87,9 @@ def main() -> None:
     each = best.summary["concurrency"]
     policies = {
         f"fixed, {enough}": Scaler(Fixed(enough), enough, enough),
-        f"concurrency, {0.7 * each:.0f} an engine": Scaler(Concurrency(0.7 * each), 1, 16, PATIENCE_S),
+        f"concurrency, {0.7 * each:.0f} per engine": Scaler(Concurrency(0.7 * each), 1, 16, PATIENCE_S),
         "queue": Scaler(Queue(long=0.5, idle=0.15), 1, 16, PATIENCE_S),
-        f"forecast, {best.rate:.2f} requests/s an engine": Scaler(
+        f"forecast, {best.rate:.2f} requests/s per engine": Scaler(
             Forecast(capacity=best.rate, ahead=START_S + LOOK_S), 1, 16, PATIENCE_S
         ),
     }

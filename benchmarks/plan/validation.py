@@ -36,8 +36,7 @@ from benchmarks import record
 from benchmarks.server.generators import own_level
 from transect.bench.lengths import Lengths
 from transect.bench.levels import Level, Result, run_levels
-from transect.bench.target import Target as Server
-from transect.bench.target import served_model
+from transect.bench.target import Target, served_model
 from transect.bench.traces.asked import Asked, work_of
 from transect.bench.traces.mix import Mix
 from transect.bench.traces.reading import read_trace
@@ -46,14 +45,14 @@ from transect.costs.presets import preset
 from transect.engine.scheduling.batch import ScheduledBatch
 from transect.engine.scheduling.simulation import SimulatedEngine
 from transect.explain.engine.calibration import known_steps
-from transect.explain.engine.log import RunLog, load
+from transect.explain.engine.log import DecisionRunLog, load
 from transect.explain.engine.rates import rates_for
 from transect.plan.calibrate import profile, sweep
 from transect.plan.capacity import MixLoad, highest_rate, summary_of
 from transect.plan.choices import CardChoice
 from transect.plan.fleet import EngineModel, Fleet
 from transect.plan.profile import Loads, Profile
-from transect.plan.target import Target
+from transect.plan.target import LatencyTarget
 from transect.spec.layouts.ranks import RankLayout
 from transect.spec.shapes import PRESETS
 
@@ -110,7 +109,7 @@ class AtSpeed(EngineModel):
         return engine
 
 
-def at_speed(engine: EngineModel, made: Profile, log: RunLog, result: Result) -> tuple[EngineModel, float]:
+def at_speed(engine: EngineModel, made: Profile, log: DecisionRunLog, result: Result) -> tuple[EngineModel, float]:
     """Return the engine on the machine as it was during a measured run, and by how much that was slower in all."""
     loads, fitted = Loads(log.header, made.bytes_per_second, made.flops_per_second), made.times.fitted
     end = result.began + result.summary["seconds"]
@@ -145,7 +144,7 @@ def cpu(options: argparse.Namespace) -> dict[str, Any]:
 async def _cpu(
     options: argparse.Namespace, url: str, file: Path, mixes: dict[float, Mix], seeds: list[int]
 ) -> dict[str, Any]:
-    target = Server(url, await served_model(url))
+    target = Target(url, await served_model(url))
     warm = work_of(mixes[1.0].generate(1.0, 4, "warm"))
     levels = sweep(8, 512, options.sweep)
     began, results = time.monotonic(), []
@@ -157,7 +156,7 @@ async def _cpu(
     made = profile(log, results, known, options.model, record.environment())
     print(f"sweep of {time.monotonic() - began:.0f} s: {made.measured}, {made.errors}", flush=True)
     engine = made.engine
-    knee, _ = highest_rate(engine, MixLoad(mixes[1.0], 200), Target.parse(KNEE), 2.0)
+    knee, _ = highest_rate(engine, MixLoad(mixes[1.0], 200), LatencyTarget.parse(KNEE), 2.0)
     assert knee is not None, "the target is missed at any rate"
     print(f"knee {knee.rate:.2f} requests/s", flush=True)
     cells = [(share, burst, seed) for seed in [seeds[0], *seeds] for burst in BURSTINESS for share in SHARES]
@@ -182,7 +181,7 @@ async def _cpu(
 
 
 async def _cell(
-    target: Server, engine: EngineModel, made: Profile, file: Path, asked: list[Asked], repeated: bool
+    target: Target, engine: EngineModel, made: Profile, file: Path, asked: list[Asked], repeated: bool
 ) -> dict[str, Any]:
     """Measure requests at their times, and predict them."""
     load_before = os.getloadavg()[0]
@@ -203,7 +202,7 @@ async def _cell(
 
 
 def _each(result: Result, run: Any) -> float:
-    """Mean relative error of the requests' TTFTs."""
+    """Compute the mean relative error of the requests' TTFTs."""
     pairs = [(a, b) for a, b in zip(result.records, run.records, strict=True) if a.error is None]
     return statistics.mean(abs(b.ttft - a.ttft) / a.ttft for a, b in pairs)
 
@@ -254,11 +253,12 @@ def h200(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def cpu_table(result: dict[str, Any]) -> str:
-    """Errors by share of the knee and burstiness, medians over the seeds, beside the spread of repeated runs."""
+    """Format the errors by share of the knee and burstiness, medians over the seeds, beside the spread of repeated
+    runs."""
     cells = result["cells"]
     shown = ("ttft p50", "ttft p90", "ttft p99", "itl p99", "e2e p50")
     lines = [
-        "| load | burstiness | runs | machine slower by | "
+        "| load | burstiness | runs | machine slowdown | "
         + " | ".join(f"{n.replace('ttft', 'TTFT')}" for n in shown)
         + " | each TTFT |",
         "|---" * (5 + len(shown)) + "|",
@@ -300,7 +300,7 @@ def _errors(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def h200_table(result: dict[str, Any]) -> str:
-    """Predicted and measured figures of each recorded rate."""
+    """Format predicted and measured figures of each recorded rate."""
     names = [name for name in result["levels"][0]["measured"] if name != "itl p50"]
     lines = [
         "| requests/s | "
@@ -323,7 +323,7 @@ def h200_table(result: dict[str, Any]) -> str:
             f"{azure['engines']} engines take {azure['processor_s']:.0f} s of one core."
         )
     lines.append(
-        f"\n{result['model']}, predicted of measured, {record.made_at([recorded])}; the simulation by "
+        f"\n{result['model']}, error of predictions, {record.made_at([recorded])}; the simulation by "
         f"`{result['command']}` on {machine['processor']}, {record.made_at([machine])}.{hour}\n"
     )
     return "\n".join(lines)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 import _paths  # noqa: F401
-from transect.bench.arrivals import random_arrivals
 from transect.bench.http_stream import HttpClient, RequestFailed
+from transect.bench.levels import random_arrivals
 from transect.bench.load import Record, Run
 from transect.bench.target import Stream, Target
 from transect.bench.workload import Work
@@ -36,7 +36,8 @@ class Chat:
 
 
 def chats(requests: int, rate: float, seed: int, word: Sequence[str]) -> list[Chat]:
-    """Chats of ``requests`` turns in all, of which ``rate`` would come in a second if answers took no time.
+    """Generate chats with ``requests`` turns in total, of which ``rate`` would arrive per second if answers took no
+    time.
 
     Args:
         word: texts of one token each.

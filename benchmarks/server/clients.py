@@ -57,7 +57,7 @@ class Client:
 
     Attributes:
         program: its file in ``client_programs/``.
-        packages: what is installed; the first is the client.
+        packages: installed packages; the first is the client.
         shared: it sees the packages of this environment, so that PyTorch is not installed again.
         bare: a package that is installed without what it wants: ``packages`` are what it needs for this.
         node: it runs in Node.
@@ -97,7 +97,7 @@ CLIENTS = {
 
 
 def installed(name: str, *, upgrade: bool = False) -> Path:
-    """The folder of a client's environment, which is made where it is not there.
+    """Return the folder of a client's environment, which is created if it does not exist.
 
     Raises:
         Unavailable: there is no Node, or the packages cannot be had.
@@ -138,12 +138,12 @@ def _install(command: list[str], folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a client's process, with nothing of this project on its path."""
+    """Return the environment of a client's process, with nothing of this project on its path."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def version(name: str) -> str:
-    """The version of an installed client."""
+    """Return the version of an installed client."""
     folder, client = installed(name), CLIENTS[name]
     if client.node:
         manifest = folder / "node_modules" / client.package / "package.json"
@@ -154,7 +154,7 @@ def version(name: str) -> str:
 
 
 def run(name: str, url: str, model: str = BUILTIN) -> dict[str, Any]:
-    """What became of each feature of an installed client.
+    """Return the outcome of each feature of an installed client.
 
     Raises:
         Unavailable: see ``installed``.
@@ -180,7 +180,7 @@ def run(name: str, url: str, model: str = BUILTIN) -> dict[str, Any]:
 
 @contextmanager
 def server(*options: str, model: str = BUILTIN) -> Iterator[str]:
-    """The address of a server of the built-in model, on the processor."""
+    """Yield the address of a server of the built-in model, on the processor."""
     command = [sys.executable, "-m", "transect", "serve", model, "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -195,7 +195,7 @@ def server(*options: str, model: str = BUILTIN) -> Iterator[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Client by feature."""
+    """Format clients by feature."""
     said = {"works": "yes", "skipped": "not tried", "fails": "**no**"}
     head = ["client", "version", *FEATURES.values()]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

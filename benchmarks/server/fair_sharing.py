@@ -71,18 +71,18 @@ class Stream(threading.Thread):
                         break
 
     def gaps(self, began: float, ended: float) -> list[float]:
-        """Seconds between tokens, from ``began`` to ``ended``."""
+        """List the seconds between tokens, from ``began`` to ``ended``."""
         times = [each for each in list(self.times) if began <= each <= ended]
         return [b - a for a, b in itertools.pairwise(times)] or [ended - began]
 
 
 def of(key: str) -> dict[str, str]:
-    """The headers of a client."""
+    """Return the headers of a client."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def first_token(url: str, key: str, **fields: Any) -> float:
-    """Seconds to the first token of a short answer."""
+    """Measure the seconds to the first token of a short answer."""
     body = {"model": BUILTIN, "prompt": "A newcomer asks", "max_tokens": 8, "stream": True, **fields}
     began = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=of(key), timeout=PATIENCE_S) as answer:
@@ -92,7 +92,7 @@ def first_token(url: str, key: str, **fields: Any) -> float:
 
 
 def newcomer(url: str, crowd: dict[str, Any]) -> float:
-    """Seconds to a newcomer's first token beside a crowd of another client, which is ended then."""
+    """Measure the seconds to a newcomer's first token beside a crowd of another client, which is then ended."""
     body = {"model": BUILTIN, "ignore_eos": True, **crowd}
     over = threading.Event()
 
@@ -115,7 +115,7 @@ def newcomer(url: str, crowd: dict[str, Any]) -> float:
 
 
 def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[str, float]:
-    """Gaps between tokens of a stream, alone and beside a request, in seconds."""
+    """Measure the gaps between tokens of a stream, alone and beside a request, in seconds."""
     began = time.perf_counter()
     time.sleep(LOOK_S)
     alone = statistics.median(stream.gaps(began, time.perf_counter()))
@@ -128,7 +128,7 @@ def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[
 
 
 def structured(url: str, clients: int) -> float:
-    """Seconds to the first token of a structured answer beside clients whose schemas are refused late."""
+    """Measure the seconds to the first token of a structured answer beside clients whose schemas are refused late."""
     over = threading.Event()
 
     def loop(number: int) -> None:
@@ -152,14 +152,14 @@ def structured(url: str, clients: int) -> float:
 
 
 def keys_file(folder: str) -> Path:
-    """A file with the keys of all clients."""
+    """Write a file with the keys of all clients."""
     path = Path(folder) / "keys"
     path.write_text("\n".join(["a", "b", *(f"hostile-{number}" for number in range(16))]) + "\n")
     return path
 
 
 def measure(rounds: int, only: str) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     result: dict[str, Any] = {"newcomer": {}, "beside": {}, "structured": {}}
 
     def wanted(name: str) -> bool:
@@ -191,7 +191,7 @@ def measure(rounds: int, only: str) -> dict[str, Any]:
 
 
 def vary(fields: dict[str, Any], number: int) -> dict[str, Any]:
-    """The same work without the help of the prefix cache."""
+    """Return the same work without the help of the prefix cache."""
 
     def changed(text: str) -> str:
         return f"{number} {text}"

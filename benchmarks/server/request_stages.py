@@ -20,13 +20,13 @@ from typing import Any
 import _paths  # noqa: F401
 from transect.bench.load import Record
 from transect.bench.summary import percentile
-from transect.explain.engine.log import Life, RunLog
+from transect.explain.engine.log import DecisionRunLog, Life
 
 STAGES = ("late", "to the engine", "to a plan", "to the device", "prompt", "to the client")
 
 
-def in_engine(log: RunLog, life: Life) -> dict[str, float] | None:
-    """The stages of one request that the engine knows, in seconds; None where its prompt was not finished."""
+def in_engine(log: DecisionRunLog, life: Life) -> dict[str, float] | None:
+    """Return the stages of one request that the engine knows, in seconds; None if its prompt was not finished."""
     prompt = [log.steps[index] for index, row in life.steps if row[1] < life.added.prompt_tokens]
     if not prompt or prompt[-1].at is None:
         return None
@@ -39,8 +39,8 @@ def in_engine(log: RunLog, life: Life) -> dict[str, float] | None:
     }
 
 
-def matched(log: RunLog, records: Sequence[Record], began: float) -> list[tuple[Record, Life]]:
-    """Each request that got its answer, with what the log knows of it.
+def matched(log: DecisionRunLog, records: Sequence[Record], began: float) -> list[tuple[Record, Life]]:
+    """Match each request that got its answer with its entry in the log.
 
     They are matched by the length of their prompts, in the order in which they were sent.
 
@@ -64,8 +64,9 @@ def matched(log: RunLog, records: Sequence[Record], began: float) -> list[tuple[
     return found
 
 
-def request_stages(log: RunLog, records: Sequence[Record], began: float) -> dict[str, Any]:
-    """How long each stage of all requests took: mean, p50 and p99 in seconds, and means of the slowest hundredth."""
+def request_stages(log: DecisionRunLog, records: Sequence[Record], began: float) -> dict[str, Any]:
+    """Compute the length of each stage over all requests: mean, p50 and p99 in seconds, and means of the slowest
+    hundredth."""
     rows = []
     for record, life in matched(log, records, began):
         inside = in_engine(log, life)
@@ -98,6 +99,6 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def stages_line(stages: dict[str, Any]) -> str:
-    """For people: p50 and p99 of each stage, milliseconds."""
+    """Format p50 and p99 of each stage, milliseconds."""
     parts = [f"{name} {stages[name]['p50'] * 1e3:.1f}/{stages[name]['p99'] * 1e3:.1f}" for name in STAGES]
     return ", ".join(parts) + f", {stages['steps']['p50']:.0f} steps"

@@ -30,7 +30,7 @@ def command(
     replicas: Annotated[int, typer.Option(min=2, help="Engines behind the server.")] = 3,
     stop: Annotated[bool, typer.Option("--stop", help="Stop the replica (SIGSTOP), so that it hangs.")] = False,
     after: Annotated[float, typer.Option(min=0, help="Seconds of streaming before the signal.")] = 1.0,
-    svg: Annotated[Path | None, output_file(help="Keep a picture of it in this file.")] = None,
+    svg: Annotated[Path | None, output_file(help="Write a picture to this file.")] = None,
 ) -> int:
     """Start a server with replicas, stream answers, kill one replica in the middle, and compare every byte."""
     from rich.console import Console
@@ -64,7 +64,7 @@ async def _drill(url: str, how: str, after: float, say: Any) -> tuple[Table, boo
         say(f"{len(SHOWN)} streams at once, undisturbed")
         calm = await _round(client, None)
         health = (await client.get("/health")).json()
-        pid = health["engine_pid"]
+        pid = health["engine_pids"][0]
 
         async def hit() -> None:
             await asyncio.sleep(after)

@@ -6,7 +6,7 @@ from .engine_options import BUILTIN, ModelArgument
 
 
 def command(model: ModelArgument = BUILTIN) -> None:
-    """Fetch a model into the user cache, checking it. Does nothing where it is there already."""
+    """Download a model to the cache and verify it."""
     from ..checkpoints.pull import BUILTIN_MODELS, pull
     from ..checkpoints.resolve import resolve
 

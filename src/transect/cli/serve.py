@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 REREADS = "transect.rereads"
-"""Key of a context's ``meta``: a list that gets the configuration, in place of a server that starts."""
+"""Key of a context's ``meta``: a list that receives the configuration instead of starting a server."""
 NO_OPTIONS = (
     *("eos_token_ids", "batching", "longest_first", "first_device", "decisions", "max_prompts"),
     *(each.name for each in settings_of(GPUOptions) if each.name not in HOW_IT_RUNS),
@@ -38,7 +38,7 @@ def command(
     api_key_file: Annotated[
         Path | None,
         typer.Option(
-            help="Demand one of the keys in this file, one a line (`ps` does not show them); or JSON lines with key, "
+            help="Require a key from this file: one per line, or JSON lines with key, "
             "name, weight, requests_per_minute, tokens_per_minute, parallel.",
             rich_help_panel="Server",
         ),
@@ -46,7 +46,7 @@ def command(
     config: ConfigFile = None,
     **settings: Any,
 ) -> int:
-    """Serve a model over HTTP as OpenAI's API does. Ends on SIGTERM when running requests are done."""
+    """Serve a model through an OpenAI-compatible HTTP API. SIGTERM lets running requests finish."""
     import asyncio
 
     from ..engine.frontends.replicas import Replicas, start_engines
@@ -116,8 +116,8 @@ def command(
 
 
 def reread(context: Any) -> tuple[EngineConfig, float]:
-    """The configuration of the engine, and ``--drain-timeout``, as the command line, the environment and the file of
-    ``--config`` say them now.
+    """Read the engine's configuration and ``--drain-timeout`` again, from the command line, the environment and the
+    file of ``--config``.
 
     Raises:
         ValueError: they are at fault.

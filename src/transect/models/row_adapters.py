@@ -55,7 +55,7 @@ class TensorAdapters:
         model.adapters = self
 
     def prepare(self, factors: Factors) -> Factors:
-        """The same factors in the model's dtype, pinned where they go to a GPU."""
+        """Return the same factors in the model's dtype, pinned if they are copied to a GPU."""
 
         count = sum(low.a.numel() + low.b.numel() for low in factors.values())
         memory = torch.empty(count, dtype=self._dtype, pin_memory=self._device.type == "cuda")
@@ -95,7 +95,7 @@ class NativeAdapters:
         model.adapters = self
 
     def prepare(self, factors: Factors) -> StackAdapter:
-        """The factors packed for the kernels."""
+        """Pack the factors for the kernels."""
         return packed_adapter(self._stack.library, factors, self._layers, half=self._half)
 
     def put(self, slot: int, prepared: StackAdapter) -> None:

@@ -1,7 +1,7 @@
 """``Runner``: the executor of production. A scheduled batch becomes one ragged forward pass and its drawn tokens.
 
 The step's tokens lie flat in one axis, row after row. One forward pass writes their keys and values to the paged cache
-and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is wanted.
+and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is requested.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .sampler import Sampler
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedStep:
     """The handle of work that is complete."""
 
     step_result: StepResult
     over = True
 
     def draw(self) -> None:
-        """It has been done."""
+        """Do nothing: the draws were made in ``submit``."""
 
     def result(self) -> StepResult:
         """Return the result of the step."""
@@ -41,7 +41,7 @@ class Done:
 
 @dataclass(slots=True)
 class Waiting:
-    """The handle of a batch whose draws wait for the tokens of the batch before."""
+    """The handle of a batch whose draws wait for the tokens of the previous batch."""
 
     work: Callable[[], Handle]
     _drawn: Handle | None = None
@@ -52,13 +52,13 @@ class Waiting:
         return getattr(self._drawn, "over", False)
 
     def draw(self) -> None:
-        """Make the draws, or start them."""
+        """Launch the draws."""
         if self._drawn is None:
             self._drawn = self.work()
 
     def result(self) -> StepResult:
         """Return the result of the step; call ``draw`` before."""
-        assert self._drawn is not None, "the result is wanted before the draws were made"
+        assert self._drawn is not None, "the result was requested before the draws were made"
         return self._drawn.result()
 
 
@@ -75,7 +75,7 @@ class Runner:
 
     Args:
         model: computes hidden states and logits.
-        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model wants
+        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model needs
             (``Decoder.new_kv_cache``).
         fill_masks: makes the masks of draws under a grammar.
     """
@@ -89,7 +89,7 @@ class Runner:
         self._sampler = Sampler(fill_masks)
         self._sharing = meeting(model)
         self._drawn: dict[int, int] = {}
-        """Tokens of the step before, by seq_id: with async scheduling the next batch was planned without them."""
+        """Tokens of the previous step, by seq_id: with async scheduling the next batch was planned without them."""
 
     @torch.inference_mode()
     def idle(self) -> None:
@@ -98,13 +98,13 @@ class Runner:
             idle(self._model, self._model.norm.weight)
 
     def abandon(self) -> None:
-        """Forget the steps before (``Executor``)."""
+        """Forget earlier steps (``Executor``)."""
         self._drawn = {}
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
-        """Copy blocks, compute the rows, draw (under a grammar: when told to). A row whose logits are not finite fails
-        alone."""
+        """Copy blocks, compute the rows, draw (under a grammar: when ``draw`` is called). A row whose logits are not
+        finite fails alone."""
         copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
         if self.adapters is not None:
             batch = self._with_adapters(batch, self.adapters)
@@ -128,7 +128,7 @@ class Runner:
         return replace(batch, rows=rows)
 
     def _finish(self, batch: ScheduledBatch, hidden_TD: Tensor, starts: Sequence[int]) -> Handle:
-        """From hidden states ``[T, D]`` to what is drawn, or to what will be."""
+        """Draw from the hidden states ``[T, D]``, or prepare the draws."""
         picks: list[Pick] = []
         last_tokens: list[int] = []
         for row, start in zip(batch.rows, starts, strict=True):
@@ -148,16 +148,17 @@ class Runner:
         starts: Sequence[int],
         logits_RV: Tensor | None,
         picks: Sequence[Pick],
-    ) -> Done:
+    ) -> CompletedStep:
         result = prompt_results(self._model, batch.rows, starts, hidden_TD)
         if logits_RV is not None:
             samples = self._sampler.sample(logits_RV, picks, self._drawn)
             result = samples.added_to(result)
         self._drawn = result.tokens
-        return Done(result)
+        return CompletedStep(result)
 
     def _inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, PagedContext, list[int]]:
-        """Tokens and positions ``[T]`` of the batch, where its keys and values are, and where each row begins."""
+        """Return tokens and positions ``[T]`` of the batch, its attention context, and the index of each row's first
+        token."""
         tokens: list[int] = []
         positions: list[int] = []
         starts: list[int] = []

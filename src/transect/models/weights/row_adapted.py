@@ -1,4 +1,4 @@
-r"""``RowAdapted``: a frozen weight of any kind; each row of a step has the low-rank factors of its adapter beside it.
+r"""``RowAdapted``: a frozen weight of any kind, to which each row of a step adds the low-rank product of its adapter.
 
     y_t = W x_t + s B A x_t        with s, A, B of the adapter that row t has; W x_t if it has none
 
@@ -26,7 +26,7 @@ from .low_rank import Factors, LowRank
 from .weight import Chain, Gated, Product, StreamProduct, TrainingPart, Values, Weight
 
 if TYPE_CHECKING:
-    from ...ops.linear.stream_products import Size, Stream, StreamProducts
+    from ...ops.linear.stream_products import ResidualStream, Size, StreamProducts
 
 
 class StepRows:
@@ -37,7 +37,7 @@ class StepRows:
         """int32 ``[T]``: slot of each row's adapter, -1 for none; None if no row has an adapter."""
 
     def only(self, rows_R: Tensor) -> None:
-        """The last layer continues with these rows of the step."""
+        """Continue in the last layer with these rows of the step."""
         if self.slots_T is not None:
             self.slots_T = self.slots_T.index_select(0, rows_R)
 
@@ -98,7 +98,7 @@ class RowAdapted(Weight):
         device: torch.device,
         dtype: torch.dtype,
     ) -> RowAdapted:
-        """With room for adapters, and without any."""
+        """Build a weight with room for adapters, but without any."""
         options: dict[str, Any] = {"device": device, "dtype": dtype}
         a, b = (
             torch.zeros(slots, rank, base.in_features, **options),
@@ -208,26 +208,26 @@ class _WithoutAdapters:
         return self.base.leaves
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """True if no row has an adapter, and the base takes the step."""
+        """Return True if no row has an adapter, and the base takes the step."""
         return self._rows.slots_T is None and self.base.takes(x, sizes, wanted)
 
-    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> Stream:
+    def add(self, x: Gated, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
         return self.base.add(x, residual, scale, eps)
 
-    def linear(self, stream: Stream) -> Tensor:
+    def linear(self, stream: ResidualStream) -> Tensor:
         return self.base.linear(stream)
 
     def plain(self, x: Gated) -> Tensor:
         return self.base.plain(x)
 
-    def gated(self, stream: Stream) -> Gated:
+    def gated(self, stream: ResidualStream) -> Gated:
         return self.base.gated(stream)
 
     def chain(self, after: Sequence[StreamProduct]) -> Chain | None:
         return self.base.chain([each.base if isinstance(each, _WithoutAdapters) else each for each in after])
 
     def stack(self, below: Sequence[StreamProduct | None]) -> StreamProduct | None:
-        """Those by this matrix and others below it; None where there is no such kernel."""
+        """Combine this matrix and others below it into one product; None if there is no such kernel."""
         combine: Callable[..., StreamProduct | None] | None = getattr(self.base, "stack", None)
         if combine is None:
             return None

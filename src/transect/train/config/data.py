@@ -41,7 +41,7 @@ class DataConfig:
         seq_len: longest document, in tokens. Text is cut into pieces of that length.
         too_long: action for longer chats: ``drop`` leaves them out, ``cut`` keeps their first tokens (pairs and
             judged answers are left out), ``stop`` is an error; the run reports their number.
-        micro_batch: tokens of one forward pass; documents are packed into it and never see each other.
+        micro_batch: tokens of one forward pass; documents are packed into it and do not attend to each other.
     """
 
     train: tuple[str, ...] = ()

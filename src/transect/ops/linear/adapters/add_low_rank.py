@@ -49,7 +49,7 @@ def reference(
 def by_fixed_rows(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, slots: Tensor, sizes: tuple[int, ...]
 ) -> Tensor:
-    """``reference``, where a row's result does not depend on the other rows; see ``linear.fixed_rows``."""
+    """Compute ``reference``, where a row's result does not depend on the other rows; see ``linear.fixed_rows``."""
     return _by_slot(fixed_rows, y, x, a, b, scale, slots, sizes)
 
 
