@@ -254,8 +254,8 @@ class StepPlanner:
             # No length: attention spends no time on these rows, and nothing of theirs is written to the cache.
             fields.position[count:], fields.length[count:], fields.table[count:] = 0, 0, self._padding_block
             fields.start[:], fields.last[:] = np.arange(bucket + 1), np.arange(bucket)
-            if group.adapters is not None:
-                fields.adapter[:count], fields.adapter[count:] = group.adapters, -1
+            fields.adapter[:count] = -1 if group.adapters is None else group.adapters
+            fields.adapter[count:] = -1
             group.sampling = variant, alternatives = self._draws(fields, group.draws, slots, ends)
             # Where logits are adjusted, what is done to them may be another thing at the next position.
             memory.holds = None if variant.adjust else (group, layout)
