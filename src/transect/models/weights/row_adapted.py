@@ -119,6 +119,11 @@ class RowAdapted(Weight):
         self.scale[slot] = low.scale
 
     @property
+    def batch_invariant(self) -> bool:  # type: ignore[override]
+        """As the base; the operators of the model say the rest."""
+        return self.base.batch_invariant
+
+    @property
     def bias(self) -> Any:  # type: ignore[override]
         """The bias of the base."""
         return self.base.bias
