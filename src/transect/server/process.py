@@ -266,6 +266,7 @@ async def _serve(
     renderer = RenderApart()
     app = create_app(engine, options, renderer)
     serving: Serving = app.state.serving
+    await serving.adapters.start()
     limits = Limits(most_connections(options.max_connections), options.receive_timeout_s)
     config = uvicorn.Config(
         app,
