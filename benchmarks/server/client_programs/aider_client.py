@@ -12,7 +12,7 @@ FOLDER = Path(tempfile.mkdtemp())
 (FOLDER / "colours.py").write_text('COLOURS = ["red", "green"]\n')
 (FOLDER / "settings.yml").write_text(
     f"- name: openai/{MODEL}\n  edit_format: ask\n  use_repo_map: false\n"
-    "  extra_params: {max_tokens: 24, temperature: 0}\n"
+    '  extra_params: {max_tokens: 200, temperature: 0, stop: [".", ":", "\\n\\n"]}\n'
 )
 OPTIONS = (
     "--no-git", "--yes-always", "--no-check-update", "--no-analytics", "--no-show-model-warnings", "--no-pretty",

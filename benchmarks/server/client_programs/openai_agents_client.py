@@ -8,6 +8,8 @@ import pydantic
 from outcomes import BASE, MODEL, check, feature, main
 
 agents.set_tracing_disabled(True)
+LOOP = asyncio.new_event_loop()
+"""One for all: the client keeps its connections."""
 client = openai.AsyncOpenAI(base_url=BASE, api_key="none", max_retries=0, timeout=120)
 CHAT = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
 RESPONSES = agents.OpenAIResponsesModel(model=MODEL, openai_client=client)
@@ -25,7 +27,7 @@ def agent(model, **fields):
 
 
 def run(asked):
-    return asyncio.run(agents.Runner.run(asked, "Name three colours.", max_turns=3))
+    return LOOP.run_until_complete(agents.Runner.run(asked, "Name three colours.", max_turns=3))
 
 
 async def text_of(result):
@@ -60,7 +62,7 @@ def stream():
         result = agents.Runner.run_streamed(agent(CHAT, model_settings=SHORT), "Name three colours.")
         return await text_of(result), result.final_output
 
-    text, final = asyncio.run(ask())
+    text, final = LOOP.run_until_complete(ask())
     check(text and text == final, (text, final))
 
 
@@ -83,7 +85,7 @@ def streamed_tools():
         await text_of(agents.Runner.run_streamed(asked, "Weather of three days?", max_turns=3))
         return seen
 
-    seen = asyncio.run(ask())
+    seen = LOOP.run_until_complete(ask())
     check(seen, seen)
 
 

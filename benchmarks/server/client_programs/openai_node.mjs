@@ -8,6 +8,11 @@ const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none", maxRetries: 0,
 const messages = [{ role: "user", content: "Name three colours." }];
 
 await main({
+  async models() {
+    const found = [];
+    for await (const each of client.models.list()) found.push(each.id);
+    check(found.includes(model), found);
+  },
   async chat() {
     const answer = await client.chat.completions.create({ model, messages, max_tokens: 12, temperature: 0 });
     check(answer.choices[0].message.content && answer.usage.completion_tokens === 12, answer);
