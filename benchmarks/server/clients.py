@@ -169,7 +169,7 @@ def version(name: str) -> str:
 
 
 def run(name: str, url: str, model: str = BUILTIN) -> dict[str, Any]:
-    """What became of each feature of an installed client.
+    """Try each feature of an installed client, and return the outcomes.
 
     Raises:
         Unavailable: see ``installed``.

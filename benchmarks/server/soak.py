@@ -2,7 +2,7 @@
 
 Users ask short questions one after another, in a stream. In every second window of time attackers join, in a process of
 their own: large bodies, crowds that leave at once, requests of many long answers, long prompts, schemas that are
-refused late, paths that nobody serves. The users' times to the first token and between tokens are compared with and
+refused late, paths that do not exist. The users' times to the first token and between tokens are compared with and
 without attackers. Windows are short and alternate, so both see the same of what else the machine does; the beginning of
 each is left out. The memory of the server's processes in attacked windows at the beginning is compared with that at the
 end.

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: features to try, and a line of JSON for what became of each.
+"""Shared parts of the programs of this folder: features to try, and a line of JSON for the outcome of each.
 
 Each program runs in its client's own environment, where nothing of this project can be imported. Its arguments are the
 server's address and the model's name.

@@ -26,7 +26,7 @@ from ..request import Sequence
 from ..scheduler_config import SchedulerConfig
 from ..waiting_queue import WaitingQueue
 from .filling import nothing_ends_later
-from .turns import NOBODY_PAUSES, Turns, take_turns
+from .turns import NO_PAUSES, Turns, take_turns
 
 AUTO_RATIO = 2.5
 """Time of a step with prompts over the time of its decodes alone, if no target in milliseconds is set."""
@@ -107,7 +107,7 @@ class StepBudget:
         """The share of steps with prompts, smoothed."""
         self._debt = 0.0
         """Seconds by which steps with prompts were longer than the target, less those by which pauses were shorter."""
-        self._turns = NOBODY_PAUSES
+        self._turns = NO_PAUSES
         self._next = (0.0, math.inf)
         """Seconds that the next step adds to ``_debt`` if it has prompts, and takes from it if it has none."""
         self._config = config
@@ -118,7 +118,7 @@ class StepBudget:
 
     def rows(self, running: Listed[Sequence], waiting: WaitingQueue) -> Turns:
         """Choose the decoding sequences of the next step; to be called before ``of_next``."""
-        config, self._turns = self._config, NOBODY_PAUSES
+        config, self._turns = self._config, NO_PAUSES
         if config.itl_target is not None and config.pipeline_depth == 1 and self.times.steps >= LEARN_STEPS:
             self._turns = take_turns(running, waiting.new.by_client, self.times, AUTO_RATIO, config.itl_target)
         return self._turns

@@ -3,7 +3,7 @@
 Every row of a step makes it longer for all rows. So let each client have as many rows as the one with the fewest, in
 proportion to their weights, and take the time of that step as a reference. A client may have more rows as long as a
 step stays within a multiple of that time. If its rows do not fit, they take turns: those that waited longest come
-first. Clients with as many rows as each other slow each other down alike, and nobody pauses.
+first. Clients with as many rows as each other slow each other down alike, and no sequence pauses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Turns(NamedTuple):
     """Longest time of the step; infinite if clients have equally many rows."""
 
 
-NOBODY_PAUSES = Turns(frozenset(), math.inf)
+NO_PAUSES = Turns(frozenset(), math.inf)
 
 
 def _turn(seq: Sequence) -> tuple[int, int]:
@@ -49,7 +49,7 @@ def take_turns(
     """
     clients = {seq.request.spec.client for seq in running} | set(waiting)
     if len(clients) < 2:
-        return NOBODY_PAUSES
+        return NO_PAUSES
     decoding: list[Sequence] = []
     rows: dict[str, list[Sequence]] = {}
     for seq in running:
@@ -57,7 +57,7 @@ def take_turns(
             decoding.append(seq)
             rows.setdefault(seq.request.spec.client, []).append(seq)
     if not rows:
-        return NOBODY_PAUSES
+        return NO_PAUSES
     prompts = len(decoding) < len(running) or len(waiting) > 0
     weights = {client: each[0].request.spec.weight for client, each in rows.items()}
     level = min(len(each) / weights[client] for client, each in rows.items())
@@ -66,7 +66,7 @@ def take_turns(
     least = sum(min(len(each), math.ceil(level * weights[client])) for client, each in rows.items())
     total, keys = len(decoding), sum(seq.length for seq in decoding)
     if least == total:
-        return NOBODY_PAUSES
+        return NO_PAUSES
 
     def seconds_of(count: int) -> float:
         return times.predict(StepLoad(count, keys * count // total))
