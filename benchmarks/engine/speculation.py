@@ -12,6 +12,7 @@ has seen the same answer in the round before. Contenders take turns within each 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -255,6 +256,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--add", action="store_true", help="keep the other cells of the result file")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = max(options.batches) if options.what == "grid" else 1
@@ -274,6 +276,10 @@ def main() -> None:
     found["command"] = " ".join(["python", "benchmarks/engine/speculation.py", *sys.argv[1:]])
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
+    if options.add and out.exists():
+        before = json.loads(out.read_text())
+        found["cells"] = before["cells"] | cells
+        found["command"] = f"{before['command']} && {found['command']}"
     record.write(out, found)
 
 

@@ -6,19 +6,22 @@ choice must yield is computed beforehand by ``expected_tokens``, from the reques
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from expected_answers import EOS, can_fit, expected_tokens
 from grammar_fakes import Steps
 from hypothesis import note
 from hypothesis import strategies as st
-from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, check
+from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, DraftingExecutor, check
 
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.drafters.model import ModelDrafter
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.policies.admission import QueueFull
+from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
 from transect.engine.scheduling.request import Request, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
@@ -124,9 +127,11 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
 
 def _speculation() -> st.SearchStrategy[SpeculativeConfig]:
     """Drafters that find many matches among so few tokens, some of them right."""
+    looked_up = st.fixed_dictionaries({"method": st.sampled_from(sorted(METHODS))})
+    model = st.just({"method": "draft_model", "model": "small"})
     return st.builds(
-        SpeculativeConfig,
-        method=st.sampled_from(sorted(METHODS)),
+        lambda method, **settings: SpeculativeConfig(**method, **settings),
+        method=st.one_of(looked_up, model),
         num_speculative_tokens=st.integers(1, 5),
         prompt_lookup_min=st.integers(1, 2),
         adaptive=st.sampled_from((False, False, True)),
@@ -245,6 +250,8 @@ class Run:
         self.executor.holders = self._holders
         self._left = list(workload.breaks)
         cache.on_garbage = self.executor.poison
+        if isinstance(self.scheduler.speculation, ModelSpeculation):
+            self.scheduler.speculation.model = self._drafter(config)
         self.core = EngineCore(self.scheduler, self.executor, lag=workload.lag)
         self.records: dict[tuple[str, int], _Record] = {}
         self.arrival_of: dict[str, Arrival] = {}
@@ -254,6 +261,31 @@ class Run:
         self._choices: dict[int, Sequence] = {}
         self._leader: tuple | None = None
         self._stalled = 0
+
+    def _drafter(self, config: SchedulerConfig) -> ModelDrafter:
+        """A small model on a checking device, with a pool that may be too small for all sequences."""
+        config = dataclasses.replace(
+            config,
+            num_blocks=max(2, config.num_blocks // 2),
+            max_prefill_chunk=None,
+            max_mixed_tokens=None,
+            pipeline_depth=1,
+        )
+        executor = DraftingExecutor(config, late=self.workload.late, breaks=self._breaks)
+        drafter = ModelDrafter(
+            executor,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_rows=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            clock=self.clock,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        cache = CheckedCache(config.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        drafter._blocks.cache = cache
+        cache.on_garbage = executor.poison
+        return drafter
 
     def finish(self) -> Run:
         """Run to the end, checking all the way."""

@@ -15,7 +15,7 @@ from transect.engine.scheduling.decisions import Aborted, Added, Done, Planned
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
 from transect.engine.scheduling.simulation import SimulatedEngine
 from transect.explain.engine.log import build, load
-from transect.explain.engine.replay import Script
+from transect.explain.engine.replay import ReplayScript
 
 SETTINGS = {"dtype": "float32", "native": False, "threads": 1, "num_kv_blocks": 20, "block_size": 8, "max_num_seqs": 6}
 FORM = {"regex": "[a-z]{3} is (one|two|three) of them"}
@@ -56,7 +56,7 @@ def recorded(tiny, path, **settings):
 
 def simulated(log):
     """The decisions of a simulated engine whose steps take the recorded times."""
-    script, lives = Script(log), iter(log.lives)
+    script, lives = ReplayScript(log), iter(log.lives)
     taken = {event.step: event for event in log.events if isinstance(event, Done)}
     engine = SimulatedEngine(
         SchedulerConfig(**log.header.scheduler),

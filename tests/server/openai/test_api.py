@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import os
 import re
 
 import httpx
@@ -191,7 +192,8 @@ async def test_health_says_ok_hung_dead_draining(client, engine, app):
         "state": "ok",
         "detail": None,
         "in_flight": 0,
-        "engine_pid": 4242,
+        "server_pid": os.getpid(),
+        "engine_pids": [4242],
     }
     app.state.serving.draining = True
     response = await client.get("/health")

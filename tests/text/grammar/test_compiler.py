@@ -11,8 +11,8 @@ from byte_grammar import SIZE, constraint, random_answer, vocabulary
 from transect.text.grammar import checker as checking
 from transect.text.grammar.checker import Checker, trial
 from transect.text.grammar.compiler import GrammarCompiler
-from transect.text.grammar.fair_pool import LIGHT_S
 from transect.text.grammar.constraint import MaskFiller
+from transect.text.grammar.fair_pool import LIGHT_S
 from transect.text.grammar.params import StructuredOutputsParams
 from transect.text.grammar.sources import grammar_of
 
