@@ -18,6 +18,7 @@ with contextlib.closing(socket.socket()) as probe:
     PORT = probe.getsockname()[1]
 FOLDER = Path(tempfile.mkdtemp())
 LOG = FOLDER / "log"
+KEY = "sk-1234567890abcdef-proxy"
 TOOL = {"type": "function", "function": {"name": "weather", "description": "Weather of a city.", "parameters": WEATHER}}
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
 
@@ -28,6 +29,7 @@ def started():
 model_list:
   - model_name: {MODEL}
     litellm_params: {{model: "openai/{MODEL}", api_base: "{BASE}", api_key: "none"}}
+general_settings: {{master_key: "{KEY}"}}
 litellm_settings: {{num_retries: 0, telemetry: false}}
 """
     (FOLDER / "config.yaml").write_text(settings)
@@ -50,7 +52,7 @@ litellm_settings: {{num_retries: 0, telemetry: false}}
 
 
 proxy = started()
-client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key="none", max_retries=0, timeout=120)
+client = openai.OpenAI(base_url=f"http://127.0.0.1:{PORT}/v1", api_key=KEY, max_retries=0, timeout=120)
 
 
 def ask(**fields):
