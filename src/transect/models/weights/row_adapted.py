@@ -1,4 +1,4 @@
-r"""``RowAdapted``: a frozen weight of any kind, beside which each row of a step has the low-rank factors of its adapter.
+r"""``RowAdapted``: a frozen weight of any kind, beside which each row of a step has factors of its adapter.
 
     y_t = W x_t + s B A x_t        with s, A, B of the adapter that row t has; W x_t if it has none
 
@@ -148,7 +148,7 @@ class RowAdapted(Weight):
         base = self.base.join_with([part.base for part in parts[1:]], gated=gated)
         if base is None:
             return None
-        slots, rank = self.a.shape[:2]
+        _, rank = self.a.shape[:2]
         sizes = tuple(part.out_features for part in parts)
         a, b = torch.cat([part.a for part in parts], 1), torch.cat([part.b for part in parts], 1)
         scale = torch.cat([part.scale for part in parts], 1)
