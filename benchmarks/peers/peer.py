@@ -1,4 +1,4 @@
-"""What benchmarks ask of the programs that they measure, this project among them: one file of this folder a program.
+"""Interfaces of the programs that benchmarks measure, this project among them; a file of this folder is one program.
 
 A benchmark holds the work, the clock and the order of turns; a file of this folder holds one program's way to do the
 work. Peers' packages are imported where a peer is made, so that a benchmark runs where they are missing.

@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks.peers.peer import TrainingStep
 
 EXPERTS = "grouped_mm"
-"""How transformers multiplies by experts."""
+"""Implementation of products by experts in transformers."""
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ADAMW = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
 
