@@ -10,7 +10,8 @@ from ..spec.model import ModelConfig
 LAUNCHES = 9
 """Kernels of a layer."""
 LAUNCH_SECONDS, PRODUCT_RATE = 150e-6, 600e12
-"""Seconds in which a host launches a kernel of a step with prompts, and FLOP/s of products: an H200 and its host."""
+"""Seconds in which a host launches a kernel of a step with prompts, and FLOP/s of products: those of an H200 and its
+host."""
 
 
 class StepLoad(NamedTuple):
@@ -22,7 +23,7 @@ class StepLoad(NamedTuple):
 
     tokens: int
     keys: int = 0
-    """Positions of the KV cache that rows of one token read, in all."""
+    """Positions of the KV cache that rows of one token read, in total."""
     pairs: int = 0
     """Positions that the tokens of longer rows attend to, summed over these tokens."""
     rows: int = 0
@@ -31,7 +32,7 @@ class StepLoad(NamedTuple):
     padded: int = 0
     """Tokens that the device computes, padding included."""
     floor: float = 0.0
-    """Least seconds on the device; 0 if not known."""
+    """Least seconds on the device; 0 if unknown."""
     flops: float = 0.0
     bytes: float = 0.0
     scored: int = 0
@@ -57,7 +58,7 @@ class StepLoad(NamedTuple):
 
 
 def launch_bound_tokens(config: ModelConfig) -> int:
-    """Return the tokens up to which a step with prompts is launched, kernel by kernel, slower than it is computed."""
+    """Return the tokens up to which launching a step with prompts kernel by kernel takes longer than computing it."""
     weights = config.n_layers * (
         config.dim * (2 * config.q_dim + 2 * config.kv_dim) + 3 * config.dim * config.widest_mlp
     )

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +25,9 @@ from ..costs.units import GIB
 from ..hardware.host_memory import free_memory
 from ..models.decoder import Decoder
 from ..models.native import NativeStack
+from ..models.row_adapters import add_row_adapters
 from ..models.weights.kinds import rounded_values
+from ..models.weights.row_adapted import RowAdapters
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
@@ -35,10 +38,12 @@ from ..text.grammar.params import CACHE_BYTES
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
+from .adapters import AdapterStore, adapter_room
 from .config import EngineConfig
 from .decision_setup import decision_log
 from .device import device_for
 from .drafting import attach, draft_config, draft_source, planned_size
+from .executors.adapter_slots import AdapterSlots
 from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
@@ -57,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and what is to be known about it."""
+    """An engine, and the facts about it that callers need."""
 
     core: EngineCore
     source: ModelSource
@@ -65,19 +70,21 @@ class BuiltEngine:
     kv_tokens: int
     eos_token_ids: tuple[int, ...]
     kernels: str
-    """Which kernels run, and why: the start-up line."""
+    """Running kernels and the reason for them, as a start-up line."""
     report: tuple[str, ...] = ()
-    """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
+    """On a GPU: the use of its memory and the times of the start-up. On several ranks: the task of each rank."""
     ranks: Ranks | None = None
     """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
-    """All ranks, and the place of this one; None if there is only one."""
+    """All ranks, and the coordinates of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
     """Fingerprint of everything that its bits depend on."""
+    adapters: AdapterStore | None = None
+    """Adapters for requests that name them, with ``enable_lora``."""
     grammar_cache_bytes: int = CACHE_BYTES
     """Memory of compiled grammars that are kept."""
     speaks: bool = True
-    """True on the one rank that decides and logs what runs."""
+    """True on the one rank that decides and logs steps."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
         """Return the grammar compiler of this model (``GrammarCompiler``); it reads the tokenizer when first needed."""
@@ -113,6 +120,10 @@ def build_engine(
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
+    if config.enable_lora and mesh is not None:
+        raise ValueError(
+            "enable_lora runs on one device so far: leave out data_parallel_size, or serve (transect serve)"
+        )
     source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
@@ -168,6 +179,7 @@ def build_engine(
             max_queue=config.max_queue,
             max_queue_bytes=config.max_queue_bytes,
             max_queue_wait=config.max_queue_wait,
+            max_adapters=config.max_loras if config.enable_lora else None,
             pipeline_depth=config.pipeline_parallel_size,
             seed=config.seed if seed is None else seed,
         ),
@@ -177,6 +189,7 @@ def build_engine(
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
     padding = getattr(executor, "padding", None)
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
+    store = _adapter_store(config, source, executor, scheduler)
     if config.speculation is not None:
         executor = Drafted(executor)
     if drafting is not None:
@@ -199,15 +212,29 @@ def build_engine(
         why,
         report,
         numerics=numerics,
+        adapters=store,
         grammar_cache_bytes=config.grammar_cache_bytes,
     )
+
+
+def _adapter_store(
+    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler
+) -> AdapterStore | None:
+    """Adapters in host memory, from which the executor fills the slots of its model."""
+    if not config.enable_lora:
+        return None
+    adapters: RowAdapters = executor.model.adapters
+    store = AdapterStore(source, adapters, config)
+    store.in_use = lambda: {state.spec.adapter for state in scheduler.requests.values() if state.spec.adapter}
+    executor.adapters = AdapterSlots(adapters, store.get)
+    return store
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:
     """Load the class that ``scheduler_cls`` names.
 
     Raises:
-        ValueError: there is no such file, module or class, or it is no ``Scheduler``.
+        ValueError: there is no such file, module or class, or it is not a ``Scheduler``.
     """
     if name is None:
         return Scheduler
@@ -216,7 +243,7 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
             file, _, attribute = name.rpartition(":")
             spec = importlib.util.spec_from_file_location(Path(file).stem, file)
             if spec is None or spec.loader is None:
-                raise ImportError(f"{file} is no Python file")
+                raise ImportError(f"{file} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
@@ -264,7 +291,7 @@ def _build_cpu(
     torch.set_num_threads(threads)
     free = free_memory()
     if mesh is not None:
-        free = min(mesh.world.exchange(free))  # nobody fills it before all have looked, and all say the same
+        free = min(mesh.world.exchange(free))  # no rank fills it before all have measured, and all report the same
     stream = _cpu_stream(config, source, mesh)
     if stream is None:
         shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
@@ -284,10 +311,10 @@ def _build_cpu(
         whole = native and not lacks_layers(source.config, config.block_size, config.quantization)
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
-            beside = "beside the packed weights"
+            place = "beside the packed weights"
             if not isinstance(model.stack, NativeStack):
-                whole, beside = False, f"{beside}, layers operator by operator"
-            why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
+                whole, place = False, f"{place}, layers operator by operator"
+            why = f"{why}, adapter {place if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
         whole, library = native, None
@@ -324,11 +351,14 @@ def _build_cpu(
     exact = is_batch_invariant(model)
     if mesh is not None and mesh.pipeline.size > 1:
         return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes, exact
+    if config.enable_lora:
+        add_row_adapters(model, adapter_room(config), half=config.dtype != "float32")
+        why = f"{why}, up to {config.max_loras} adapters in a step"
     return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes, exact
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:
-    """The layers that stream on a CPU, where plain torch does not hold the codes of every format."""
+    """Plan the layers that stream on a CPU, where plain torch does not hold the codes of every format."""
     quantization = None if rounded_values(config.quantization) else config.quantization
     storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
     shapes = None if mesh is None else shard_of(source.config, mesh).shapes()

@@ -9,14 +9,14 @@ from .config import EngineConfig
 
 MIB = 2**20
 SHARE_OF_FREE_MEMORY = 4
-"""By default the cache takes a quarter of it: other programs live on the machine too ..."""
+"""Default divisor of the free memory for the cache, because the machine runs other programs too."""
 DEFAULT_MOST_BYTES = 2048 * MIB
-"""... and no more than this."""
+"""Upper limit of the cache's default size, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """``num_blocks`` in the pool and the context length, in tokens, that goes with it."""
+    """``num_blocks`` of the pool, and the context length that fits, in tokens."""
 
     num_blocks: int
     max_model_len: int
@@ -36,7 +36,7 @@ def kv_size(
     max_num_seqs: int | None = None,
     default_bytes: int | None = None,
 ) -> KVSize:
-    """Size the KV cache.
+    """Choose the size of the KV cache.
 
     Args:
         model_positions: the longest context of the model.

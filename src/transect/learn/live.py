@@ -95,7 +95,7 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
                 state.prompt_done = True
                 seq.length = end + 1
             tokens = seq.prompt_token_ids, seq.output_token_ids
-            return ScheduledRow(seq.seq_id, start, count, *tokens, blocks, draws, *asked)
+            return ScheduledRow(seq.seq_id, start, count, *tokens, blocks, draws, *asked, adapter=seq.adapter)
 
         def commit(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
             outputs = super().commit(batch, result)
@@ -130,7 +130,8 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
 
 @contextmanager
 def server_options(rung: Rung, program: Path) -> Iterator[list[str]]:
-    """Options of ``transect serve`` that put the program of a rung into the server, for the length of the block.
+    """Yield the options of ``transect serve`` that run the program of a rung in the server, for the length of the
+    block.
 
     Raises:
         ValueError: the server has no place for this rung.

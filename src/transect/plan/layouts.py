@@ -1,4 +1,4 @@
-"""Every way to spread a run over some devices: which fit, how long each takes, which is the best and why.
+"""All ways to spread a run over some devices: which fit, their predicted step times, and the reasons for the best.
 
 A step has the same tokens under every layout. For each layout the largest micro-batch and the least checkpointing that
 fit are not always the fastest together, so all that fit are predicted, and the fastest stands for the layout.
@@ -31,7 +31,7 @@ AXES = ("data", "tensor", "pipeline", "context")
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to run, and what is expected of it."""
+    """A layout with its settings and predictions."""
 
     spread: Spread
     plan: TrainingPlan
@@ -72,12 +72,12 @@ class Ranking:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """Fastest candidate that fits."""
         return self.fitting[0] if self.fitting else None
 
     def reasons(self) -> list[str]:
-        """Why the best is the best, one sentence a line: what the next ones spend more on, and what would be faster if
-        it fitted."""
+        """Explain the choice of the best, one sentence a line: what the next ones spend more time on, and what would be
+        faster if it fitted."""
         best = self.best
         if best is None:
             return []
@@ -96,7 +96,7 @@ class Ranking:
 
 
 def _difference(best: TrainingStep, other: TrainingStep) -> str:
-    """The parts in which ``other`` takes longer."""
+    """Describe the parts in which ``other`` takes longer."""
     more = {name: value - best.parts[name] for name, value in other.parts.items()}
     shown = sorted(((value, name) for name, value in more.items() if value > 0.002 * best.seconds), reverse=True)[:2]
     return " and ".join(f"{1e3 * value:.1f} ms more of {name}" for value, name in shown) or "by a little of everything"
@@ -108,7 +108,7 @@ def _largest(estimate: Estimate) -> str:
 
 
 def spreads(gpus: int, machine: Machine, *, axes: Iterable[str] = AXES, host_state: bool = False) -> Iterator[Spread]:
-    """Every way to lay ``gpus`` ranks out; tensor and context ranks stay within a host."""
+    """Yield every way to lay out ``gpus`` ranks; tensor and context ranks stay within a host."""
     axes = set(axes)
     sizes = [n for n in range(1, gpus + 1) if gpus % n == 0]
     kinds = [(kind.name, n) for kind in schedules().values() for n in (CHUNKS if kind.chunked else (1,))]
@@ -195,8 +195,8 @@ def rank(
 
 
 def _ways(plan: TrainingPlan, spread: Spread, tokens: int) -> Iterator[TrainingPlan]:
-    """Micro-batches and checkpointing to try: as many tokens to a step as asked for, or the next number that all ranks
-    share."""
+    """Yield micro-batches and checkpointing to try: steps have the requested tokens, or the next number that all ranks
+    can share."""
     seen = set()
     for sequences in SEQUENCES:
         size = sequences * plan.seq_len
@@ -214,7 +214,7 @@ def _ways(plan: TrainingPlan, spread: Spread, tokens: int) -> Iterator[TrainingP
 def what_would(
     config: ModelConfig, plan: TrainingPlan, ranking: Ranking, machine: Machine, tokens: int, axes: Iterable[str] = AXES
 ) -> list[str]:
-    """Where nothing fits: the changes that would make something fit, each as a clause."""
+    """List changes that would make something fit, each as a clause, for rankings in which nothing fits."""
     found = []
     if ranking.others:
         least = ranking.others[0]

@@ -154,7 +154,7 @@ def test_the_command_reads_a_file(tmp_path):
 def test_what_is_no_log_is_refused(tmp_path):
     for content in (b"", b"hello world, this is text", b"\x05\x00\x00\x00\x01\x02\x03\x04\x05"):
         (tmp_path / "x").write_bytes(content)
-        with pytest.raises(ValueError, match="no decision log"):
+        with pytest.raises(ValueError, match="not a decision log"):
             load(tmp_path / "x")
     assert "cannot be read" in run_here("explain", "replay", str(tmp_path / "none")).stderr
 

@@ -203,7 +203,10 @@ def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -
     for arguments, message in (
         (["softmax"], "tuning measures on the GPU, and torch finds none here"),
         (["softmax", "--launcher", "nothing"], "no knobs to tune in a launcher called 'nothing': softmax"),
-        (["nothing"], "'nothing' is no operator (`transect bench ops --list`), and no model: unknown model 'nothing'"),
+        (
+            ["nothing"],
+            "'nothing' is neither an operator (`transect bench ops --list`) nor a model: unknown model 'nothing'",
+        ),
     ):
         with pytest.raises(SystemExit) as stop:
             main(["tune", *arguments])

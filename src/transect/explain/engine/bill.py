@@ -24,18 +24,19 @@ PARTS: Mapping[str, str] = {
     "grammar": "its grammar was being compiled",
     "queue: places": "queue: max_num_seqs sequences ran",
     "queue: kv": "queue: too few free KV blocks",
+    "queue: adapters": "queue: max_loras other adapters ran",
     "queue: budget": "queue: the step was full of tokens",
     "queue: batch": "queue: the static batch ran",
     "queue: flight": "queue: the step under way had to end first",
     "starved": "admitted, but a step had no room for it",
-    "preempted": "its KV blocks were taken; waited to begin anew",
-    "recompute": "computed anew what it had lost",
+    "preempted": "preempted; waited to start again",
+    "recompute": "recomputed tokens after preemption",
     "ranks": "moving numbers between ranks in its steps, and waiting for the last of them",
     "others": "tokens of others in its steps",
     "compute": "its own tokens",
     "host": "between steps",
 }
-"""Name of a part, and what it means. They are always given in this order."""
+"""Names of parts with their meanings, in their fixed order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Span:
     seconds: float
     parts: Mapping[str, float]
     floor: float
-    """The least time for its own tokens alone; 0 where device or model is not known."""
+    """Least time for the span's own tokens alone; 0 if device or model is unknown."""
     tokens: int
 
 
@@ -59,7 +60,7 @@ class Bill:
     cached_tokens: int
     output_tokens: int
     finish_reason: str
-    """Empty while the choice is unfinished."""
+    """Finish reason; empty while the choice is unfinished."""
     ttft: Span | None
     """Time up to the first token; None before it."""
     decode: Span | None
@@ -67,7 +68,7 @@ class Bill:
     """Engines that had the request one after another, of those whose logs are there."""
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; times in milliseconds."""
+        """Return the bill for JSON; times in milliseconds."""
         found: dict[str, Any] = asdict(self)
         for name in ("ttft", "decode"):
             span = getattr(self, name)
@@ -109,7 +110,8 @@ class _Stay:
 
     @classmethod
     def of(cls, log: DecisionRunLog, life: Life, work: StepWork, choice: int) -> _Stay:
-        """The leader computes the prompt for all choices; from there on each has rows of its own."""
+        """Collect the rows of a choice. The leader computes the prompt for all choices; after that each has rows of its
+        own."""
         added = life.added
         first, last, prompt = added.first_seq, added.first_seq + choice, added.prompt_tokens
         own = [(index, row) for index, row in life.steps if row[0] == last or (row[0] == first and row[1] < prompt)]
@@ -117,7 +119,7 @@ class _Stay:
         return cls(log, life, work, added.known[choice] if added.known is not None else 0, own)
 
     def tokens(self, until: float) -> list[float]:
-        """The moments of its tokens after ``known``, up to the answer's token ``until``."""
+        """List the times of its tokens after ``known``, up to the answer's token ``until``."""
         first = self.life.added.prompt_tokens
         found = [index for index, row in self.own if self.known <= row[1] + row[2] - first < until]
         return [at for index in found if (at := self.log.steps[index].at) is not None]
@@ -164,7 +166,7 @@ def bill(
 def _stays(
     log: DecisionRunLog, name: str, work: StepWork, choice: int, earlier: Sequence[tuple[DecisionRunLog, StepWork]]
 ) -> list[_Stay]:
-    """The engines that had a choice, oldest first."""
+    """List the engines that had a choice, oldest first."""
     life = log.life(name)
     exact = life.added.request_id
     before = [(each, each.requests[exact], its_work) for each, its_work in earlier if exact in each.requests]
@@ -181,7 +183,7 @@ def _stays(
 
 
 class _Meter:
-    """Names the pieces of a life, one after the other."""
+    """Cuts a life into named pieces, in order."""
 
     def __init__(self, stays: Sequence[_Stay]) -> None:
         self.pieces: list[tuple[float, float, str]] = []
@@ -234,7 +236,7 @@ class _Meter:
             self._reached = max(self._reached, expected)
 
     def _queued(self, steps: Sequence[LoggedStep], at: float, first: LoggedStep) -> None:
-        """From joining the queue to the first step: named by what each decision in between held against the head."""
+        """Name the time from joining the queue to the first step, by the reason that each decision in between gave."""
         name = "queue: flight"
         for step in steps:
             moment = step.planned.at
@@ -247,7 +249,7 @@ class _Meter:
         self._piece(at, first.begins, name)
 
     def _between(self, at: float, until: float, steps: list[LoggedStep], name: str) -> None:
-        """Between two own steps: other steps ran, or none."""
+        """Name the time between two of the request's steps, in which other steps ran, or none."""
         for step in steps:
             if step.at is None:
                 continue

@@ -1,4 +1,4 @@
-"""Where the time of requests went: their bills, and what the scheduler decided of late (``explain/``)."""
+"""Bills of requests (time by cause), and recent decisions of the scheduler (``explain/``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ bills = APIRouter(tags=["operations"], responses={404: {"description": "no such 
 
 
 def _rings(request: Request, past: bool = False) -> list[DecisionRing]:
-    """One for each engine behind the server that has run a step. ``past``: engines that were replaced too."""
+    """Return the decision log of each engine that has run a step. ``past``: those of replaced engines too."""
     engine = request.app.state.serving.engine
     rings = [getattr(each, "decisions", None) for each in getattr(engine, "engines", (engine,))]
     rings += getattr(engine, "past_decisions", ()) if past else ()
@@ -35,7 +35,7 @@ def _rings(request: Request, past: bool = False) -> list[DecisionRing]:
 
 @bills.get("/v1/requests/{request_id}/bill")
 async def request_bill(request: Request, request_id: str, choice: int = 0) -> dict[str, Any]:
-    """The parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers.
+    """Return the parts of a request's time, in milliseconds; they add up to the whole. Ids are those of answers.
 
     A request that was continued in another engine has one bill for all engines that had it.
     """
@@ -62,7 +62,7 @@ async def request_bill(request: Request, request_id: str, choice: int = 0) -> di
 
 @bills.get("/v1/decisions", responses=FOR_OPERATORS)
 async def decisions(request: Request, engine: int = 0) -> Response:
-    """The newest records of the decision log, as a file that ``transect explain`` reads; of one of several engines.
+    """Return the newest records of an engine's decision log, as a file that ``transect explain`` reads.
 
     Headers: a flag that no record was dropped since the start, seconds since the newest record, and the number of
     engines.

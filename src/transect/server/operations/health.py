@@ -10,7 +10,7 @@ from ..serving import PROBE_S, Serving
 
 
 async def health_of(serving: Serving) -> Health:
-    """The state of engine and server as one word.
+    """Return the state of engine and server as one word.
 
     A dead engine counts more than a hung one, and that more than a server that is draining.
     """
@@ -28,7 +28,7 @@ async def health_of(serving: Serving) -> Health:
 
 
 async def scrape(serving: Serving) -> bytes:
-    """All metrics in Prometheus' text format.
+    """Write all metrics in Prometheus' text format.
 
     Where the engine does not answer in time its last known numbers are shown, with ``transect_engine_up`` at 0.
     """

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each stage does, in which order. Plain arithmetic, no torch.
+"""Pipeline schedules as data: the actions of each stage, in order. Plain arithmetic, no torch.
 
 A schedule is a list of ``Action`` for each rank: the forward or the backward pass of one micro-batch through one of the
 rank's runs of layers. It can be printed, simulated, and run (``pipeline.py``); all three read the same list.
@@ -19,7 +19,7 @@ from .schedules.registry import schedule_kind, schedules
 
 
 class Action(NamedTuple):
-    """``kind`` F or B: forward or backward; of which micro-batch, through which of the rank's runs of layers."""
+    """``kind`` F or B, forward or backward: of a micro-batch, through one of the rank's runs of layers."""
 
     kind: Literal["F", "B"]
     micro_batch: int
@@ -33,7 +33,7 @@ Schedule = list[list[Action]]
 
 
 def check(name: str, stages: int, micro_batches: int, chunks: int = 1) -> None:
-    """See that there is such a schedule, with the arguments and the error of ``schedule``."""
+    """Check that there is such a schedule, with the arguments and the error of ``schedule``."""
     kind = schedule_kind(name)
     if stages < 1 or micro_batches < 1 or chunks < 1:
         raise ValueError("stages, micro-batches and chunks must be at least 1")
@@ -73,13 +73,13 @@ def schedule(name: str, stages: int, micro_batches: int, chunks: int = 1) -> Sch
 
 
 def most_kept(name: str, rank: int, stages: int, micro_batches: int, chunks: int = 1) -> int:
-    """Count the activations that a rank keeps at once, at most, each of a micro-batch in a run of layers: as
+    """Count the most activations that a rank keeps at a time, each of a micro-batch in a run of layers: as
     ``ScheduleTimeline.kept``, without the timeline."""
     return min(schedule_kind(name).ahead(rank, stages, micro_batches, chunks) + 1, micro_batches * chunks)
 
 
 def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> list[Action]:
-    """``ahead`` forward passes, then one of each in turn, then the backward passes that are left."""
+    """List ``ahead`` forward passes, then alternate one of each, then list the remaining backward passes."""
     ahead = min(ahead, len(forward))
     found = forward[:ahead]
     for one, other in zip(forward[ahead:], backward, strict=False):
@@ -89,7 +89,7 @@ def _alternating(forward: list[Action], backward: list[Action], ahead: int) -> l
 
 @dataclass(frozen=True, slots=True)
 class ScheduleTimeline:
-    """When each rank does what.
+    """The actions of each rank in time.
 
     Attributes:
         spans: for each rank (action, begin, end), in order.
@@ -101,7 +101,7 @@ class ScheduleTimeline:
 
     @property
     def bubbles(self) -> list[float]:
-        """The part of the time in which each rank waits."""
+        """Share of the time in which each rank waits."""
         return [1 - sum(end - begin for _, begin, end in rank) / self.length for rank in self.spans]
 
     @property
@@ -153,7 +153,8 @@ def simulate(actions: Schedule, forward: float = 1.0, backward: float = 2.0, lin
 def _ready(
     action: Action, place: int, places: int, ends: dict[tuple[str, int, int], float], link: float
 ) -> float | None:
-    """Return when the inputs of an action are there, None if not yet known. ``place`` of ``places`` runs of layers."""
+    """Return the time at which the inputs of an action arrive, None if not yet known. ``place`` of ``places`` runs of
+    layers."""
     if action.kind == "F":
         return 0.0 if place == 0 else _later(ends.get(("F", action.micro_batch, place - 1)), link)
     own = ends.get(("F", action.micro_batch, place))
@@ -168,7 +169,7 @@ def _later(time: float | None, by: float) -> float | None:
 
 
 def drawn(timeline: ScheduleTimeline, width: int = 110) -> Sequence[str]:
-    """A line for each rank: its actions along the time, dots where it waits."""
+    """Draw a line for each rank: its actions over time, with dots while it waits."""
     unit = min(end - begin for rank in timeline.spans for _, begin, end in rank)
     cell = max(len(str(action)) for rank in timeline.spans for action, _, _ in rank) + 1
     lines = []

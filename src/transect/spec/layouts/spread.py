@@ -59,12 +59,12 @@ class Spread:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of all ranks."""
         return self.data * self.tensor * self.pipeline * self.context
 
     @property
     def settings(self) -> str:
-        """The settings that differ from one device, as the file of a run names them."""
+        """Settings that differ from one device, in the form of a run's file."""
         sizes = ("data", "zero", "tensor", "pipeline", "context")
         found = [f"{name} = {getattr(self, name)}" for name in sizes if getattr(self, name) > (name != "zero")]
         found = [each for each in found if self.data > 1 or not each.startswith("zero")]

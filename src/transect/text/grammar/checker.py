@@ -1,4 +1,4 @@
-"""Compile grammars on trial in a separate process.
+"""Trial compilation of grammars in a separate process.
 
 A grammar from a request can keep the compiler busy for minutes and take gigabytes; a separate process can be ended, and
 no other request waits for it.
@@ -30,7 +30,7 @@ from .vocabulary import Vocabulary
 TRIAL_TOKENS = 48
 SLOWEST_MASK_S = 0.1
 PATIENCE_S = 30.0
-"""For the process to start and take in the vocabulary."""
+"""Seconds for the process to start and read the vocabulary."""
 POLL_S = 0.02
 BUSY = 6
 """Largest ratio of wall time to CPU time of compiling."""
@@ -56,7 +56,7 @@ def limits() -> Any:
 
 
 def compile_matcher(tokenizer: Any, grammar: str) -> Any:
-    """llguidance's matcher for a grammar.
+    """Compile llguidance's matcher for a grammar.
 
     Raises:
         ValueError: the grammar cannot be compiled; see ``explain``.
@@ -70,11 +70,11 @@ def compile_matcher(tokenizer: Any, grammar: str) -> Any:
 
 
 class Busy(ValueError):
-    """The machine had other things to do, which says nothing about a grammar."""
+    """The machine was busy with other work, so the check of a grammar was inconclusive."""
 
 
 class Checker:
-    """One such process, started when it is first needed; for one thread.
+    """A checking process, started when it is first needed; for one thread.
 
     Args:
         seconds: of processor time that compiling may take, and a sixth of what it may take on a machine that is busy
@@ -96,12 +96,12 @@ class Checker:
 
     @property
     def alive(self) -> bool:
-        """The process runs."""
+        """True while the process runs."""
         return self._process is not None and self._process.poll() is None
 
     @property
     def growth(self) -> int:
-        """Bytes that the process has taken since it started."""
+        """Bytes by which the process has grown since it started."""
         process = self._process
         return 0 if process is None else max(0, _memory(process.pid) - self._resting)
 
@@ -120,7 +120,7 @@ class Checker:
         return None
 
     def translate(self, grammar: str) -> str:
-        """EBNF in Lark.
+        """Translate EBNF to Lark.
 
         Raises:
             ValueError: the grammar is invalid; the message gives the reason.
@@ -193,7 +193,7 @@ def _readable(process: subprocess.Popen[bytes], seconds: float) -> bool:
 
 
 def _memory(pid: int) -> int:
-    """Resident bytes of a process; 0 where that is not told."""
+    """Return the resident bytes of a process; 0 if the system does not report them."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError):
@@ -241,7 +241,7 @@ def _read(pipe: IO[bytes] | None) -> bytes:
 
 
 def trial(matcher: Any, words: int) -> str | None:
-    """Draw tokens as chance has it; complains where a mask takes too much processor time or cannot be made."""
+    """Draw random tokens; returns an error if a mask takes too much CPU time or cannot be made."""
     import random
 
     import numpy as np
@@ -270,14 +270,14 @@ def _tried(tokenizer: Any, grammar: str, words: int) -> tuple[str | None, int]:
 
 
 def _end_with(parent: int) -> None:
-    """A compiler that is busy does not see the pipe close."""
+    """Exit when the parent has ended: a busy compiler does not notice that the pipe is closed."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(0)
 
 
 def main() -> None:
-    """The far side, until the pipe closes."""
+    """Run the checking process until the pipe closes."""
     os.nice(5)
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     stdin, stdout = sys.stdin.buffer, sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""Processes that check grammars, with a spare one that is warm: one that had to be ended is replaced at once."""
+"""Processes that check grammars, with a warm spare that replaces a killed one at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .checker import Checker
 from .vocabulary import Vocabulary
 
 MOST_KEPT = 256 * 2**20
-"""Bytes by which a process may have grown and still be used again."""
+"""Largest growth, in bytes, of a process that is reused."""
 
 
 class Checkers:
@@ -23,17 +23,17 @@ class Checkers:
 
     def __init__(self, vocabulary: Vocabulary, threads: int) -> None:
         self._all = [Checker(vocabulary) for _ in range(threads + 1)]
-        self._ready = self._all[1:]  # started by whoever borrows them first
+        self._ready = self._all[1:]  # started when first borrowed
         self._changed = threading.Condition()
         self._closed = False
         self._warm(self._all[0])
 
     @contextmanager
     def one(self, *, long: bool = False) -> Iterator[Checker]:
-        """A process, for as long as the block lasts.
+        """Lend a process for the length of the block.
 
         Args:
-            long: the check may take long or end the process. Then one stays ready for others, if there are more.
+            long: the check may take long or end the process. One of several processes then stays ready for others.
         """
         least = 2 if long and len(self._all) > 1 else 1
         with self._changed:
@@ -50,7 +50,7 @@ class Checkers:
                 self._warm(checker)
 
     def close(self) -> None:
-        """End all processes, whatever they are doing."""
+        """End all processes, even busy ones."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -63,14 +63,14 @@ class Checkers:
             self._changed.notify_all()
 
     def _warm(self, checker: Checker) -> None:
-        """Start a process again in a thread, and lend it when it is ready."""
+        """Restart a process in a thread, and lend it when it is ready."""
 
         def start() -> None:
             try:
                 if not self._closed:
                     checker.start()
             except (OSError, RuntimeError, EOFError):
-                pass  # whoever borrows it tries again, and says what is wrong
+                pass  # the next borrower tries again, and reports the error
             finally:
                 self._put(checker)
                 if self._closed:

@@ -1,4 +1,4 @@
-"""From a grammar to a constraint, beside the steps of an engine and within limits."""
+"""Compilation of grammars to constraints, outside of the engine's steps and within limits."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class GrammarCompiler:
         self._tokenizer: Any = None
         self._vocabulary: Vocabulary | None = None
         self._known: OrderedDict[str, tuple[Any | str, int]] = OrderedDict()
-        """By grammar: llguidance's matcher, or why there is none; and bytes."""
+        """llguidance's matcher of each grammar, or the reason why there is none; and its bytes."""
         self.kept_bytes = 0
         """Memory of all that is kept."""
         self._seconds: OrderedDict[int, float] = OrderedDict()
@@ -61,7 +61,7 @@ class GrammarCompiler:
         self._pool: FairPool | None = None
 
     def submit(self, params: StructuredOutputsParams, client: str = "") -> Future[GrammarConstraint]:
-        """``compile`` in another thread; clients share the threads by time, and short work goes before long."""
+        """Compile in another thread; clients share the threads by time, and short work runs before long work."""
         with self._lock:
             if self._pool is None:
                 self._pool = FairPool(self._threads, "grammar")
@@ -72,7 +72,7 @@ class GrammarCompiler:
         """Hash a request, and return it with the seconds that its grammar will take as far as can be told."""
         try:
             text = msgspec.json.encode(params)
-        except (TypeError, ValueError, OverflowError, RecursionError):  # ``compile`` says what is wrong with it
+        except (TypeError, ValueError, OverflowError, RecursionError):  # ``compile`` reports the error
             return 0, LIGHT_S
         key = hash(text)
         return key, self._seconds.get(key, BYTE_S * len(text))

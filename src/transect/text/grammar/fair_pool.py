@@ -1,13 +1,13 @@
-"""Threads that work for many clients, by fair queueing over the time that each piece of work is expected to take.
+"""A thread pool for many clients, with fair queueing by the expected time of each task.
 
-A piece gets a finish tag when it comes: the virtual time of the pool, or the end of what its client has been given
-before, if that is later, and its expected seconds on top. The smallest tag comes next (weighted fair queueing, Demers,
-Keshav and Shenker 1989). So a short piece of a client that asks little goes before the long ones of others, however
-many these are, and a client that brings long pieces again and again waits behind its own. What a piece took is charged
-when it has ended. A client whose last pieces took long is expected to bring another such piece, however short it looks.
+A task gets a finish tag when it arrives: its expected seconds plus the virtual time of the pool or the finish tag of
+its client's previous task, whichever is later. The smallest tag runs next (weighted fair queueing, Demers, Keshav and
+Shenker 1989). So a short task of a light client runs before the long tasks of others, however many there are, and a
+client that submits long tasks repeatedly waits behind its own. A task's actual time is charged when it has ended. If a
+client's last tasks took long, its next task is expected to take long too, however short it looks.
 
-One thread takes no piece that is expected to take longer than ``LIGHT_S``, so a short one finds it free or waits for
-another short one.
+One thread takes no task that is expected to take longer than ``LIGHT_S``, so a short task finds it free or waits for
+another short task.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LIGHT_S = 0.25
 LEAST_S = 0.01
 """Least expected seconds of a piece."""
 MOST_CLIENTS = 1024
-"""Clients that are remembered."""
+"""Clients whose used time is kept."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class FairPool:
         self._closed = False
 
     def submit(self, client: str, work: Callable[[], Any], seconds: float = 0.0) -> Future[Any]:
-        """Queue ``work``, which is expected to take ``seconds``, and return the result to come.
+        """Queue ``work``, which is expected to take ``seconds``, and return a future of its result.
 
         Raises:
             RuntimeError: the pool is closed.
@@ -91,7 +91,7 @@ class FairPool:
         return future
 
     def close(self) -> None:
-        """End the threads when they have done what they do; what waits is cancelled."""
+        """End the threads after their current work, and cancel waiting work."""
         with self._changed:
             self._closed = True
             for waiting in self._waiting.values():
@@ -132,7 +132,8 @@ class FairPool:
                 self._changed.notify_all()  # one that waits for a place of long pieces may have it
 
     def _next(self) -> str | None:
-        """The client whose first piece has the smallest tag among those that may run now; None if there is none."""
+        """Return the client whose first task has the smallest tag among those that may run now; None if there is
+        none."""
         room = self._heavy < max(1, self._most - 1)
         heads = ((waiting[0], client) for client, waiting in self._waiting.items())
         allowed = [(piece.tag, client) for piece, client in heads if room or piece.seconds <= LIGHT_S]

@@ -11,7 +11,7 @@ from ..model.build import Trainable
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """An answer of the model as it was after ``step``."""
+    """An answer of the model after ``step``."""
 
     step: int
     prompt: str
@@ -45,7 +45,7 @@ class Samples:
             self._prompts.append(ids)
 
     def draw(self, step: int) -> list[SampleRecord]:
-        """An answer to each prompt. Nothing of the run changes, and no draw of it depends on these."""
+        """Draw an answer to each prompt. The run's state and draws are unaffected."""
         from ...engine.scheduling.sampling_params import SamplingParams
         from ..objectives.rollout import roll_out
 
