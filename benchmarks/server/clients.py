@@ -60,7 +60,7 @@ class Client:
 
     Attributes:
         program: its file in ``client_programs/``.
-        packages: what is installed; the first is the client. Empty: the program sends what the client ``calls`` sends.
+        packages: installed packages; the first is the client. Empty: the program sends what the client ``calls`` sends.
         shared: it sees the packages of this environment, so that PyTorch is not installed again.
         bare: a package that is installed without what it wants: ``packages`` are what it needs for this.
         node: it runs in Node.
@@ -108,7 +108,7 @@ CLIENTS = {
 
 
 def installed(name: str, *, upgrade: bool = False) -> Path:
-    """The folder of a client's environment, which is made where it is not there.
+    """Return the folder of a client's environment, which is created if it does not exist.
 
     Raises:
         Unavailable: there is no Node, or the packages cannot be had.
@@ -151,12 +151,12 @@ def _install(command: list[str], folder: Path) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """The environment of a client's process, with nothing of this project on its path."""
+    """Return the environment of a client's process, with nothing of this project on its path."""
     return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
 
 def version(name: str) -> str:
-    """The version of an installed client."""
+    """Return the version of an installed client."""
     folder, client = installed(name), CLIENTS[name]
     if client.calls:
         return "-"
@@ -197,7 +197,7 @@ def run(name: str, url: str, model: str = BUILTIN) -> dict[str, Any]:
 
 @contextmanager
 def server(*options: str, model: str = BUILTIN) -> Iterator[str]:
-    """The address of a server of the built-in model, on the processor."""
+    """Yield the address of a server of the built-in model, on the processor."""
     command = [sys.executable, "-m", "transect", "serve", model, "--port", "0", "--device", "cpu", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -212,7 +212,7 @@ def server(*options: str, model: str = BUILTIN) -> Iterator[str]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Client by feature."""
+    """Format clients by feature."""
     said = {"works": "yes", "skipped": "not tried", "fails": "**no**"}
     head = ["client", "version", *FEATURES.values()]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]

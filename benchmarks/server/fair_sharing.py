@@ -75,18 +75,18 @@ class Stream(threading.Thread):
                         break
 
     def gaps(self, began: float, ended: float) -> list[float]:
-        """Seconds between tokens of an answer, from ``began`` to ``ended``, in rising order."""
+        """List the seconds between tokens of an answer, from ``began`` to ``ended``, in rising order."""
         times = [each for each in list(self.times) if began <= each[1] <= ended]
         return sorted(b[1] - a[1] for a, b in itertools.pairwise(times) if a[0] == b[0]) or [ended - began]
 
 
 def of(key: str) -> dict[str, str]:
-    """The headers of a client."""
+    """Return the headers of a client."""
     return {"Authorization": f"Bearer {key}"}
 
 
 def first_token(url: str, key: str, **fields: Any) -> float:
-    """Seconds to the first token of a short answer."""
+    """Measure the seconds to the first token of a short answer."""
     body = {"model": BUILTIN, "prompt": "A newcomer asks", "max_tokens": 8, "stream": True, **fields}
     began = time.perf_counter()
     with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=of(key), timeout=PATIENCE_S) as answer:
@@ -96,7 +96,7 @@ def first_token(url: str, key: str, **fields: Any) -> float:
 
 
 def newcomer(url: str, crowd: dict[str, Any]) -> float:
-    """Seconds to a newcomer's first token beside a crowd of another client, which is ended then."""
+    """Measure the seconds to a newcomer's first token beside a crowd of another client, which is then ended."""
     body = {"model": BUILTIN, "ignore_eos": True, **crowd}
     over = threading.Event()
 
@@ -119,7 +119,7 @@ def newcomer(url: str, crowd: dict[str, Any]) -> float:
 
 
 def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[str, float]:
-    """Gaps between tokens of a stream, alone (before and after, since its own context grows) and beside a request, in
+    """Measure the gaps between tokens of a stream, alone (before and after, since its own context grows) and beside a request, in
     seconds."""
 
     def look() -> list[float]:
@@ -144,7 +144,7 @@ def beside(url: str, path: str, fields: dict[str, Any], stream: Stream) -> dict[
 
 
 def structured(url: str, clients: int) -> float:
-    """Seconds to the first token of a structured answer beside clients whose schemas are refused late."""
+    """Measure the seconds to the first token of a structured answer beside clients whose schemas are refused late."""
     over = threading.Event()
 
     def loop(number: int) -> None:
@@ -168,14 +168,14 @@ def structured(url: str, clients: int) -> float:
 
 
 def keys_file(folder: str) -> Path:
-    """A file with the keys of all clients."""
+    """Write a file with the keys of all clients."""
     path = Path(folder) / "keys"
     path.write_text("\n".join(["a", "b", *(f"hostile-{number}" for number in range(16))]) + "\n")
     return path
 
 
 def measure(rounds: int, only: str) -> dict[str, Any]:
-    """All figures."""
+    """Measure all figures."""
     result: dict[str, Any] = {"newcomer": {}, "beside": {}, "structured": {}}
 
     def wanted(name: str) -> bool:
@@ -207,7 +207,7 @@ def measure(rounds: int, only: str) -> dict[str, Any]:
 
 
 def vary(fields: dict[str, Any], number: int) -> dict[str, Any]:
-    """The same work without the help of the prefix cache."""
+    """Return the same work without the help of the prefix cache."""
 
     def changed(text: str) -> str:
         return f"{number} {text}"

@@ -1,4 +1,4 @@
-"""Shared parts of the programs of this folder: features to try, and a line of JSON for the outcome of each.
+"""Shared parts of this folder's programs: features to try, and a line of JSON for the outcome of each.
 
 Each program runs in its client's own environment, where nothing of this project can be imported. Its arguments are the
 server's address and the model's name.
@@ -43,7 +43,7 @@ def feature(name: str) -> Callable[[Callable[[], object]], Callable[[], object]]
 
 
 def served(path: str) -> None:
-    """Raises Skip where the server has no such route."""
+    """Raise Skip if the server has no such route."""
     with urllib.request.urlopen(f"{URL}/openapi.json") as reply:
         if path not in json.load(reply)["paths"]:
             raise Skip(f"the server has no {path}")
@@ -70,13 +70,13 @@ def events(path: str, body: object, headers: dict[str, str] | None = None) -> li
 
 
 def check(condition: object, said: object = "") -> None:
-    """Raises AssertionError with what was found, whatever the interpreter's flags are."""
+    """Raise AssertionError with the found value, regardless of the interpreter's flags."""
     if not condition:
         raise AssertionError(str(said)[:300])
 
 
 def check_weather(arguments: Any) -> None:
-    """Raises AssertionError for arguments that are not of the schema ``WEATHER``."""
+    """Raise AssertionError for arguments that do not match the schema ``WEATHER``."""
     found = json.loads(arguments) if isinstance(arguments, str) else arguments
     check(set(found) == {"city", "days"} and found["city"] in ("Oslo", "Rome") and 1 <= found["days"] <= 9, found)
 

@@ -112,7 +112,7 @@ def _application() -> Any:
             allow_from_autoenv=False,
         ),
     ) -> None:
-        """Run, serve and train language models; measured times stand beside what the hardware allows."""
+        """Run, serve and train language models; every measured time has its hardware limit."""
 
     return application
 

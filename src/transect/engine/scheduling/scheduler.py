@@ -42,7 +42,7 @@ _by_rank = attrgetter("rank")
 BEHIND = 2**32
 """Offset of the choice in a rank: added, the sequence ranks after all choices of its request; subtracted, before
 them."""
-BARRED = ("kv", "places")
+BARRED = ("kv", "places", "adapters")
 """Reasons that hold back the queue's head at any step size."""
 
 
@@ -138,11 +138,22 @@ class Scheduler(Bookkeeping):
                     spare, again = spare - len(tokens), False
                     rows.append(
                         ScheduledRow(
-                            seq.seq_id, length - 1, count, prompt, output, seq.block_ids, seq.draws, drafts=tokens
+                            seq.seq_id,
+                            length - 1,
+                            count,
+                            prompt,
+                            output,
+                            seq.block_ids,
+                            seq.draws,
+                            drafts=tokens,
+                            adapter=seq.adapter,
                         )
                     )
                 else:
-                    rows.append(ScheduledRow(seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws))
+                    row = ScheduledRow(
+                        seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws, adapter=seq.adapter
+                    )
+                    rows.append(row)
                 sequences.append(seq)
                 seq.scheduled = length
                 seq.length = length + 1
@@ -248,7 +259,15 @@ class Scheduler(Bookkeeping):
             seq.length = end + 1
         plan.rows.append(
             ScheduledRow(
-                seq.seq_id, start, end - start, seq.prompt_token_ids, seq.output_token_ids, block_ids, draws, *asked
+                seq.seq_id,
+                start,
+                end - start,
+                seq.prompt_token_ids,
+                seq.output_token_ids,
+                block_ids,
+                draws,
+                *asked,
+                adapter=seq.adapter,
             )
         )
         plan.sequences.append(seq)
@@ -389,6 +408,9 @@ class Scheduler(Bookkeeping):
         if others + self._places_of(seq) > self.config.max_num_seqs:
             self.held_back = "places"
             return None
+        if seq.adapter and self._lacks_slot(seq.adapter):
+            self.held_back = "adapters"
+            return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
         cached = blocks.find_prefix(seq)
         needed = blocks.blocks_for(seq.length) - len(cached) + self.cache.count_unused(cached)
@@ -413,3 +435,11 @@ class Scheduler(Bookkeeping):
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
+
+    def _lacks_slot(self, adapter: str) -> bool:
+        """Return True if sequences with as many other adapters run as there may be."""
+        most = self.config.max_adapters
+        if most is None:
+            return False
+        others = {seq.adapter for seq in self.running if seq.adapter}
+        return adapter not in others and len(others) >= most
