@@ -53,6 +53,7 @@ class RowAdapted(Weight):
         sizes: outputs of each part; several where ``base`` is several matrices in one storage.
     """
 
+    batch_invariant = True
     a: Tensor
     b: Tensor
     scale: Tensor
