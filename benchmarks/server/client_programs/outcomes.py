@@ -49,6 +49,26 @@ def served(path: str) -> None:
             raise Skip(f"the server has no {path}")
 
 
+def _sent(method: str, path: str, body: object, headers: dict[str, str]) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    everything = {"Content-Type": "application/json", **headers}
+    return urllib.request.urlopen(urllib.request.Request(BASE + path, data, everything, method=method), timeout=120)
+
+
+def call(method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> Any:
+    """The answer of a route below ``/v1``. Raises HTTPError where it is refused."""
+    with _sent(method, path, body, headers or {}) as reply:
+        return json.load(reply)
+
+
+def events(path: str, body: object, headers: dict[str, str] | None = None) -> list[Any]:
+    """The events of a stream, which must end as streams of this API do."""
+    with _sent("POST", path, body, headers or {}) as reply:
+        lines = [line.decode().strip() for line in reply if line.startswith(b"data:")]
+    check(lines and lines[-1] == "data: [DONE]", lines[-1:])
+    return [json.loads(line.removeprefix("data:")) for line in lines[:-1]]
+
+
 def check(condition: object, said: object = "") -> None:
     """Raise AssertionError with the found value, regardless of the interpreter's flags."""
     if not condition:

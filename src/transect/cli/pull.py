@@ -11,5 +11,5 @@ def command(model: ModelArgument = BUILTIN) -> None:
     from ..checkpoints.resolve import resolve
 
     if model in BUILTIN_MODELS:
-        pull(model)  # a damaged copy is fetched anew
+        pull(model)  # a damaged copy is fetched again
     print(f"{model}: {resolve(model).path}")

@@ -45,7 +45,7 @@ def command(
         raise ValueError("give the TOML file of a run, or --resume")
     else:
         settings = TrainConfig.from_toml(config, changes)
-        # torchrun starts the same command again after a rank has ended: the run goes on.
+        # torchrun restarts the same command after a rank has ended: the run continues.
         if started_again(settings) and checkpoint.list_steps(settings.run_dir):
             found = checkpoint.newest(settings.run_dir)
             print(f"transect: started again by torchrun, resumes from {found.path.name}", file=sys.stderr)

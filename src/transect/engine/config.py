@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from ..checkpoints.peft_config import target_names
 from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
@@ -59,6 +60,13 @@ class EngineConfig:
         revision: Branch, tag or commit of a hub id.
         adapter: An adapter in PEFT's layout for all requests: a directory or a hub id. It is added to the weights when
             they are loaded; beside packed weights (a GGUF file on the C++ kernels, ``int4``) it stays separate.
+        enable_lora: Serve adapters beside the base, each to the requests that name it (``LoRARequest`` in Python,
+            ``--lora-modules`` and ``model`` in a server). Rows of different adapters and of none share a batch.
+        max_loras: Different adapters of sequences that run at the same time. Each takes a slot in the device's memory.
+        max_lora_rank: Largest rank of an adapter.
+        max_cpu_loras: Adapters kept in host memory; default: four times max_loras. The least recently used leave.
+        lora_target_modules: Matrix that adapters may change, such as ``q_proj``; repeatable. Default: all of the
+            layers. Fewer take less memory, and less time in each step.
         tokenizer: Location of the tokenizer and chat template, if not with the model; named like ``model``.
         tokenizer_revision: Branch, tag or commit of ``tokenizer``, if it is a hub id.
         chat_template: A file with a Jinja template, or the template itself, in place of the model's.
@@ -160,6 +168,11 @@ class EngineConfig:
     load_format: Literal["auto", "dummy"] = "auto"
     revision: str | None = None
     adapter: str | None = None
+    enable_lora: bool = False
+    max_loras: Annotated[int, ONE_OR_MORE] = 8
+    max_lora_rank: Annotated[int, ONE_OR_MORE] = 16
+    max_cpu_loras: Annotated[int | None, ONE_OR_MORE] = None
+    lora_target_modules: tuple[str, ...] = ()
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     chat_template: str | None = None
@@ -228,6 +241,7 @@ class EngineConfig:
             self._check_steps(self.max_num_seqs)
         self._check_layout()
         self._check_speculation()
+        self._check_lora()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
 
@@ -285,6 +299,36 @@ class EngineConfig:
                 "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
                 "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
             )
+
+    def _check_lora(self) -> None:
+        object.__setattr__(self, "lora_target_modules", tuple(self.lora_target_modules))
+        target_names(self.lora_target_modules)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): raise it or "
+                "lower that"
+            )
+        if not self.enable_lora:
+            return
+        if self.adapter is not None:
+            raise ValueError(
+                "adapter is for all requests and enable_lora for those that name one: leave one of them out"
+            )
+        if self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.enable_expert_parallel:
+            raise ValueError(
+                "enable_lora runs on one device so far: leave out tensor_parallel_size, pipeline_parallel_size and "
+                "enable_expert_parallel (replicas by data_parallel_size are possible), or merge the adapter "
+                "(transect export --merge)"
+            )
+        if self.cpu_offload_gb or self.offload_folder:
+            raise ValueError(
+                "layers that stream take no adapters: leave out cpu_offload_gb and offload_folder, or enable_lora"
+            )
+
+    @property
+    def cpu_loras(self) -> int:
+        """``max_cpu_loras``, or its default."""
+        return self.max_cpu_loras or 4 * self.max_loras
 
     def _check_cache(self) -> None:
         form = cache_format(self.kv_cache_dtype)

@@ -141,7 +141,7 @@ class Ring:
 
 
 def free_memory() -> int:
-    """Bytes that this process can still take: the machine's, or its container's if that allows less (Linux).
+    """Return the bytes that this process can still take: the machine's, or its container's if that allows less (Linux).
 
     Raises:
         ValueError: the system does not say; give the size of the KV cache.

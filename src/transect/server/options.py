@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -20,6 +21,10 @@ class ServerOptions:
 
     Attributes:
         model_names: Model name in requests; repeatable. Default: the model's. The first one is in answers.
+        lora_modules: Adapter to serve beside the model, ``NAME=DIR``; repeatable. Requests choose it by ``model``. It
+            needs ``--enable-lora``.
+        allowed_lora_dir: Directory below which adapters may be loaded while the server runs. The adapters in it are
+            served by their directories' names, and loaded when first asked for. Default: none.
         host: Local address to listen on; 0.0.0.0 for all.
         port: Port to listen on; 0 for any free one.
         uds: Listen on this Unix socket, not on host and port.
@@ -61,6 +66,8 @@ class ServerOptions:
     GROUPS: ClassVar[Mapping[str, str]] = {"model_names": "Server"}
 
     model_names: Annotated[tuple[str, ...], About(option="served-model-name")]
+    lora_modules: tuple[str, ...] = ()
+    allowed_lora_dir: str | None = None
     host: str = "127.0.0.1"
     port: Annotated[int, About(least=0, most=65535)] = 8000
     uds: str | None = None
@@ -97,6 +104,9 @@ class ServerOptions:
         check_values(self)
         if not self.model_names or not all(self.model_names):
             raise ValueError("model_names must hold at least one non-empty name")
+        clash = sorted(named_modules(self.lora_modules).keys() & set(self.model_names))
+        if clash:
+            raise ValueError(f"{clash[0]} is the name of the model and of an adapter: give one of them another name")
         keys = [*(each.key for each in self.keys), *self.admin_api_keys]
         if any(not key or not key.isascii() for key in keys):
             raise ValueError("api keys must be non-empty and plain ASCII")
@@ -112,7 +122,7 @@ class ServerOptions:
         if self.otlp_traces_endpoint is not None:
             from .operations.tracing import exporter_for
 
-            exporter_for(self.otlp_traces_endpoint).shutdown()  # says now what is wrong with it
+            exporter_for(self.otlp_traces_endpoint).shutdown()  # reports an error now
 
     @property
     def keys(self) -> tuple[ApiKey, ...]:
@@ -123,6 +133,29 @@ class ServerOptions:
             each if isinstance(each, ApiKey) else ApiKey(each, Client(f"key-{number}"))
             for number, each in enumerate(self.api_keys, 1)
         )
+
+
+def named_modules(modules: Iterable[str]) -> dict[str, str]:
+    """Directories by name, from ``NAME=DIR`` or vLLM's JSON objects with ``name`` and ``path``.
+
+    Raises:
+        ValueError: a text is neither, or a name comes twice.
+    """
+    found: dict[str, str] = {}
+    for text in modules:
+        name, _, path = text.partition("=")
+        if text.startswith("{"):
+            try:
+                given = json.loads(text)
+                name, path = given["name"], given["path"]
+            except (ValueError, KeyError, TypeError):
+                name = path = ""
+        if not (isinstance(name, str) and isinstance(path, str) and name and path):
+            raise ValueError(f"--lora-modules takes NAME=DIR, not {text!r}")
+        if name in found:
+            raise ValueError(f"--lora-modules names {name} twice: give each adapter a name of its own")
+        found[name] = path
+    return found
 
 
 def _check_network(text: str) -> None:

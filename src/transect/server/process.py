@@ -225,7 +225,7 @@ async def _reload(engine: Any, signals: _Signals, reload: Callable[[Any], Awaita
         log.warning("transect: reload: new engines are started, and old ones finish their streams")
         try:
             await reload(engine)
-        except Exception as error:  # of the settings, or of an engine that does not start: the server goes on
+        except Exception as error:  # of the settings, or of an engine that does not start: the server continues
             log.error("transect: error: reload failed, and the engines stay: %s", error)
         else:
             log.warning("transect: reload: new engines take all requests")
@@ -266,6 +266,7 @@ async def _serve(
     renderer = RenderApart()
     app = create_app(engine, options, renderer)
     serving: Serving = app.state.serving
+    await serving.adapters.start()
     limits = Limits(most_connections(options.max_connections), options.receive_timeout_s)
     config = uvicorn.Config(
         app,
@@ -321,7 +322,7 @@ async def _serve(
             serving.draining = True
             refuse_half_sent(server.server_state.connections, DRAINING)
             settled = await _drain(serving, engine, signals, death, options.grace_s if code == DRAINED else 0.0)
-            server.force_exit = not settled  # whoever has not read his answer by now is not waited for
+            server.force_exit = not settled  # clients that have not read their answers by now are not waited for
         return code
     finally:
         death.cancel()

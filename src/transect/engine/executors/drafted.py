@@ -114,6 +114,7 @@ def _rows_of(row: ScheduledRow, step: int) -> list[ScheduledRow]:
                 row.block_ids,
                 (made,),
                 drafts=(draft,),
+                adapter=row.adapter,
             )
         )
     return rows

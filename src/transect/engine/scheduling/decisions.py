@@ -69,6 +69,8 @@ class Added(msgspec.Struct, tag="a", array_like=True):
     pooling: str | None = None
     known: list[int] | None = None
     """Known tokens of each choice, -1 if it has ended; None for a request that did not begin elsewhere."""
+    adapter: str = ""
+    """See ``Request``."""
 
 
 class Aborted(msgspec.Struct, tag="x", array_like=True):
@@ -257,6 +259,7 @@ class DecisionLog:
                 request.weight,
                 request.pooling,
                 None if given is None else [-1 if tokens is None else len(tokens) for tokens in given],
+                request.adapter,
             )
         )
 

@@ -35,7 +35,7 @@ if (
     and hasattr(triton.knobs.language, "default_fp_fusion")
     and "TRITON_DEFAULT_FP_FUSION" not in os.environ
 ):
-    # a * b + c is one instruction here. Triton up to 3.8 always fuses, 3.9 warns unless told to, 3.10 must be told.
+    # a * b + c is one instruction here. Triton up to 3.8 always fuses, 3.9 warns without the option, 3.10 requires it.
     triton.knobs.language.default_fp_fusion = True
 
 

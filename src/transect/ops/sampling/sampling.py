@@ -236,7 +236,7 @@ def sample(
     flags = (torch.empty(rows, dtype=torch.bool, device=device) if finite is None else finite).view(torch.uint8)
     groups = -(-vocab // GROUP)
     width, raw = max(4, next_power_of_2(groups)), logprobs is not None
-    room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else kernels are compiled anew for few rows
+    room = -(-rows // 4) * 4  # each part begins at a multiple of 16 bytes: else other kernels are compiled for few rows
     stats = torch.empty((3, room, groups), dtype=torch.float32, device=device)
     peaks, masses, raw_masses = stats
     totals, lses = torch.empty((2, room), dtype=torch.float64, device=device)

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..adapters import choose_adapter
 from ..operations import request_log
 from ..serving import Serving
 from .clients import Client, Clients
@@ -91,6 +92,7 @@ class Gate:
 
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
+        choose_adapter("")
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)

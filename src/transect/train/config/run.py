@@ -42,8 +42,8 @@ class TrainConfig:
     """Configuration of a whole run.
 
     Attributes:
-        model: name or path for ``checkpoints.resolve``; for ``pretrain`` only its shape and tokenizer are used.
-        load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, to measure with.
+        model: name or path of a model; ``pretrain`` uses only its shape and tokenizer.
+        load_format: ``auto``, or ``dummy``: random weights in the shape of ``model``, for measurements.
         task: ``pretrain`` from random weights, ``finetune`` all weights, ``lora``, or ``qlora`` (the base in 4 bits).
         objective: loss to minimize: ``next_token``, ``dpo``, ``orpo``, ``kto``, ``grpo`` or ``distill``. ``dpo`` and
             ``orpo`` take preference pairs, ``kto`` answers that are good or bad, ``grpo`` rewards of the model's own
@@ -59,20 +59,18 @@ class TrainConfig:
         checkpointing: activations to recompute: ``none``, ``selective`` (inside each MLP), ``full`` (whole layers), or
             ``auto``: the first of these that fits.
         memory: device memory that the run may use, such as ``24GB``; empty for the free memory.
-        layer_keep: the share of the last layers that is kept towards the end of a run; less than 1 leaves layers out of
-            steps, more of them the later they are in the model and the run (progressive layer dropping). Layers then
-            run operator by operator.
+        layer_keep: share of the last layers that run towards the end; below 1, steps skip layers, more often later
+            layers and later in the run (progressive layer dropping). Layers then run operator by operator.
         merged: run each layer on a GPU as one node with a hand-written backward pass
             (``train/model/merged_layers.py``), if the model supports it; false: operator by operator.
-        on_spike: action when the loss jumps and the model, not the batch, is the cause: ``warn`` and continue,
-            ``skip`` the update, or ``stop`` the run. An unusual batch alone is only reported, or skipped where that is
-            asked for.
-        seed: decides initial weights, the order of the data, and adapters.
+        on_spike: action when the loss jumps because of the model, not the batch: ``warn`` and continue, ``skip`` the
+            update, or ``stop`` the run. An unusual batch is only reported, or skipped with ``skip``.
+        seed: seed of initial weights, the order of the data, and adapters.
         save_every, keep: steps between checkpoints (0: at the end only), and how many to keep.
         eval_every: steps between measurements of the validation loss (0: at the end only). At the lowest loss so far
             a checkpoint is saved and kept, and ``RUN/best`` points to it.
         patience: stop after this number of measurements in a row without a better loss (0: never).
-        min_gain: nats by which a loss must be lower to count as better.
+        min_gain: smallest decrease of the loss, in nats, that counts as better.
         log_to: further targets of metrics, in addition to ``RUN/log.jsonl``: any of ``tensorboard`` (if installed),
             ``wandb`` and ``mlflow``.
         project: name of the project or experiment in ``wandb`` and ``mlflow``.
