@@ -69,7 +69,6 @@ class RowAdapted(Weight):
         sizes: outputs of each part; several where ``base`` is several matrices in one storage.
     """
 
-    batch_invariant = True
     a: Tensor
     b: Tensor
     scale: Tensor
