@@ -54,7 +54,7 @@ def test_errors_say_what_to_do(own_cache: Path) -> None:
     assert "nothing is solved yet" in run_here("learn", "report").stderr
     assert "no rung 'lime'" in run_here("learn", "show", "lime").stderr
     run_here("learn", "start", "line", "--dir", str(own_cache))
-    assert "only the rung scheduler" in run_here("learn", "use", "line", "--dir", str(own_cache)).stderr
+    assert "line has no place inside a command" in run_here("learn", "use", "line", "--dir", str(own_cache)).stderr
 
 
 @pytest.mark.skipif(bool(sandbox.refusal()), reason="this system lets no user make namespaces")

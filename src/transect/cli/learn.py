@@ -127,16 +127,26 @@ def use(
     folder: Folder = Path("."),
     model: Annotated[str, typer.Option(help="Model that your piece serves.")] = BUILTIN,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a training run.")] = 12,
+    trace: Annotated[
+        Path | None, typer.Option(help="Play this trace through your autoscaler: any that bench serve --trace reads.")
+    ] = None,
 ) -> None:
-    """Run the demo's eight chats on a live server with your piece inside."""
+    """Run the server, a training run, the planner's fleet or a GPU benchmark with your piece inside."""
     from ..learn.folder import program
-    from ..learn.live import server_options
+    from ..learn.live import placed
     from ..learn.registry import get
-    from .demo import run
+    from . import learn_use
 
     found = get(rung)
-    with server_options(found, program(found, folder)) as options:
-        run(model, max_tokens, None, options)
+    with placed(found, program(found, folder)) as here:
+        try:
+            learn_use.run(here, model=model, max_tokens=max_tokens, steps=steps, trace=trace)
+        except Exception as error:
+            if failure := here.failure():
+                raise ValueError(failure) from error
+            raise
+        print(here.report())
 
 
 @application.command()

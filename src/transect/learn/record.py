@@ -83,6 +83,23 @@ class ToCompile:
 
 
 @dataclass(frozen=True, slots=True)
+class Live:
+    """Place of a rung inside the product, for ``learn use``."""
+
+    runs: str
+    """The command: ``serve`` (the demo's eight chats), ``train`` (a short run), ``fleet`` (the planner's simulator) or
+    ``ops`` (an operator's benchmark on a GPU)."""
+    pieces: Mapping[str, Callable[[Any, Any], Any] | None]
+    """By ``module:attribute`` of the product: a function of (the student's module, the shipped attribute) that makes
+    the replacement; None for the student's attribute of the same name. A key without a colon is an option of the
+    command that takes ``FILE.py:Class``, or an argument of the simulator."""
+    options: tuple[str, ...] = ()
+    """Options of the command."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Of each chat, or of the training run."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rung:
     """One exercise. ``solution`` is a whole program; ``holes`` names the functions whose bodies the student writes."""
 
@@ -122,6 +139,10 @@ class Rung:
     """A paragraph for ``learn show``: how the shipped code goes further, and why."""
     shipped: str = ""
     """The file of the package that the solution is taken from, or leads to."""
+    live: Live | None = None
+    """Its place inside the product; None if it has none."""
+    apart: str = ""
+    """Reason that it has none, for ``learn use``; empty for a step on the way."""
     page: str = ""
     """Filled in by the registry from the docstring of the file."""
 

@@ -16,7 +16,7 @@ The same happens to float32 at 16 million, which is why lanes and levels also ma
 """
 
 from ....costs.work import Cost
-from ...record import Case, Rung, Slip, Speed, ToCompile
+from ...record import Case, Live, Rung, Slip, Speed, ToCompile
 from ...texts import excerpt
 from ..inputs import normal
 
@@ -85,5 +85,7 @@ RUNG = Rung(
            "tl.load(..., mask=index < n, other=0.0): what the mask leaves out must be 0."),
     differences=
         "The shipped launcher starts eight programs for each multiprocessor and picks the block by measurement.",
+    live=Live("ops", {"transect.ops.first.sum:_partial_kernel": None,
+                      "transect.ops.first.sum:_combine_kernel": None}, ("sum",)),
     shipped="ops/first/sum.py",
 )  # fmt: skip
