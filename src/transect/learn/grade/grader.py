@@ -107,7 +107,9 @@ def _problem(rung: Rung, case: Case | None, entry: str, arguments: Sequence[Any]
     if entry in rung.judges:
         return rung.judges[entry](arguments, got)
     tolerance = rung.tolerance if case is None or case.tolerance is None else case.tolerance
-    return difference(got, rung.answers[entry](*map(exactly, arguments)), tolerance)
+    exact = list(map(exactly, arguments))
+    scale = float(rung.scales[entry](*exact)) if entry in rung.scales else None
+    return difference(got, rung.answers[entry](*exact), tolerance, scale=scale)
 
 
 def _slip(rung: Rung, entry: str, arguments: Sequence[Any], got: Any, case: Case) -> str:
