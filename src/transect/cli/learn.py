@@ -166,14 +166,22 @@ def report(
 
 @application.command()
 def new(
-    operator: Annotated[str, typer.Argument(help="Operator, as `transect bench ops --list` names it.")],
     output: Annotated[Path, output_file("--output", "-o", help="The file of the rung.")],
+    name: Annotated[
+        str | None, typer.Argument(help="Operator, as `transect bench ops --list` names it, policy or objective.")
+    ] = None,
+    source: Annotated[
+        str | None, typer.Option("--from", help="operator:NAME, policy:NAME or objective:NAME, as in policy:order.")
+    ] = None,
 ) -> None:
-    """Make the file of a new rung from an operator: page, hole, cases and bounds, for you to edit."""
-    from ..learn.template import rung_of_operator
+    """Make the file of a new rung from an operator, a policy or an objective: page, hole, cases and bounds, for you to
+    edit."""
+    from ..learn.template import rung_of
 
-    output.write_text(rung_of_operator(operator), encoding="utf-8")
-    print(f"{output}: put it into src/transect/learn/rungs/kernels/, and `transect learn list` shows it")
+    if (name is None) == (source is None):
+        raise ValueError("name what the rung is made from: `transect learn new gelu`, or --from policy:order")
+    output.write_text(rung_of(name or source or ""), encoding="utf-8")
+    print(f"{output}: put it into a folder of src/transect/learn/rungs/, and `transect learn list` shows it")
 
 
 @application.command("class")

@@ -125,8 +125,8 @@ class Rung:
     """By entry: for answers that are not unique. A function of (arguments, result): a sentence that says what is wrong,
     or an empty string."""
     scales: Mapping[str, Callable[..., float]] = field(default_factory=dict)
-    """By entry: a function of the exact arguments that errors are relative to, in place of the norm of the exact answer.
-    For sums of signed numbers, which may cancel: a norm of the inputs."""
+    """By entry: a function of the exact arguments that errors are relative to, in place of the norm of the answer. For
+    sums of signed numbers, which may cancel: a norm of the inputs."""
     slips: tuple[Slip, ...] = ()
     speed: Speed | None = None
     forbids: tuple[str, ...] = ()

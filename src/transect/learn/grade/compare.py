@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 
-def difference(
-    got: Any, want: Any, tolerance: float, where: str = "the result", *, scale: float | None = None
-) -> str:
+def difference(got: Any, want: Any, tolerance: float, where: str = "the result", *, scale: float | None = None) -> str:
     """Say in a sentence how ``got`` differs from ``want``; empty if it does not.
 
     Floating-point numbers may differ by ``tolerance``, relative in the 2-norm of each tensor; everything else not at

@@ -73,7 +73,8 @@ RUNG = Rung(
     cases=(
         Case("1,024 equal elements", lambda rng: [each.new_full((1024,), float(each[0])) for each in _pair(rng, 1024)],
              "Multiply two tiles, and keep a running sum for each lane, in float32."),
-        Case("1,024 elements", lambda rng: _pair(rng, 1024), "Each lane has its own product: load both tiles at one index."),
+        Case("1,024 elements", lambda rng: _pair(rng, 1024),
+             "Each lane has its own product: load both tiles at one index."),
         Case("5,000 elements", lambda rng: _pair(rng, 5000),
              "Mask both loads with other=0.0: lanes past the end must add nothing."),
         Case("columns apart", lambda rng: [strided(rng, 60, 9), strided(rng, 60, 9)],

@@ -59,7 +59,7 @@ RUNG = Rung(
     answers={"total": lambda x: x.sum()},
     cases=(
         Case("1,024 elements", lambda rng: _add(rng, 1024),
-             "One block: load it, tl.sum(tile, 0) in float32, and store one number at part_ptr + the program's number."),
+             "One block: load it, tl.sum(tile, 0) in float32, and store one number at part_ptr + program_id."),
         Case("9,000 elements", lambda rng: _add(rng, 9000),
              "Programs must walk: for start in range(program * BLOCK, n, programs * BLOCK), masked at the end with 0."),
         Case("20,480 elements", lambda rng: _add(rng, 20480),
