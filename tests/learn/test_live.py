@@ -40,7 +40,7 @@ if __name__ == "__main__":
 GREEDY: dict[str, Any] = {"temperature": 0.0}
 SERVED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "prefix_cache": ({"num_kv_blocks": 12, "max_num_seqs": 4}, GREEDY),
-    "paged_attention": ({"native": False}, GREEDY),
+    "paged_attention": ({"native": False, "dtype": "float32"}, GREEDY),
     "sampler": ({}, {"temperature": 0.8, "top_k": 12, "top_p": 0.9, "seed": 3}),
     "tokenizer": ({}, GREEDY),
     "router": ({"data_parallel_size": 2}, GREEDY),

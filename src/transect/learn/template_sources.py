@@ -95,7 +95,8 @@ SOURCES: dict[str, Source] = {
     "policy:forecast": _scaling("Forecast"),
     "objective:dpo": Source(
         "train/objectives/dpo.py", ("DPO",),
-        "from __future__ import annotations\n\nimport torch\nimport torch.nn.functional as F\nfrom torch import Tensor\n\n\nclass Preferences:\n"
+        "from __future__ import annotations\n\nimport torch\nimport torch.nn.functional as F\n"
+        "from torch import Tensor\n\n\nclass Preferences:\n"
         "    # has gains(batch) [pairs, 2] and answer_tokens(batch) [pairs, 2]\n    pass\n",
         ("DPO.examples_loss",), _preferred,
         """[

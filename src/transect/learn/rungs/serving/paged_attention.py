@@ -84,8 +84,8 @@ def _live_attend(mine, shipped):
             return shipped(q, k_cache, v_cache, batch, scale, window, **how)
         group = q.shape[1] // k_cache.shape[1]
         used, *where = _compact(batch)
-        pools = [cache[used].transpose(1, 2).repeat_interleave(group, 2).to(q.dtype) for cache in (k_cache, v_cache)]
-        return mine.attend(q * (scale * math.sqrt(q.shape[2])), *pools, *where)
+        pools = [cache[used].transpose(1, 2).repeat_interleave(group, 2).float() for cache in (k_cache, v_cache)]
+        return mine.attend(q.float() * (scale * math.sqrt(q.shape[2])), *pools, *where).to(q.dtype)
 
     return paged_attention
 
