@@ -40,13 +40,13 @@ REPEATS = 2
 
 
 def prompts(count: int, length: int, seed: int) -> list[list[int]]:
-    """The same random token ids on both sides, fresh for every repeat."""
+    """Generate the same random token ids for both sides, new ones for every repeat."""
     rng = random.Random(seed)
     return [[rng.randrange(100, 40_000) for _ in range(length)] for _ in range(count)]
 
 
 def rate(work: str, prefill_seconds: float, decode_seconds: float) -> float:
-    """Tokens per second of one piece of work."""
+    """Return tokens per second of one piece of work."""
     count, length, new = WORK[work]
     return count * length / prefill_seconds if work == "prefill" else count * (new - 1) / decode_seconds
 
@@ -100,7 +100,7 @@ def work_of_llamacpp(model: str, threads: int, settings: dict[str, Any]) -> dict
 
 
 def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | None = None) -> dict[str, Any]:
-    """One side in a process of its own; its medians and peak memory."""
+    """Measure one side in a process of its own: its medians and peak memory."""
     command = [sys.executable, __file__, "--side", side, "--model", options.model, "--threads", str(options.threads)]
     if settings is not None:
         command += ["--settings", json.dumps(settings)]
@@ -115,7 +115,7 @@ def measure(side: str, options: argparse.Namespace, settings: dict[str, Any] | N
 
 
 def floors(model: str, threads: int) -> dict[str, float]:
-    """Tokens per second that the measured memory bandwidth and multiply-add rate allow at the most."""
+    """Compute the most tokens per second that the measured memory bandwidth and multiply-add rate allow."""
     import torch
 
     from transect.checkpoints.resolve import resolve
@@ -138,7 +138,7 @@ def floors(model: str, threads: int) -> dict[str, float]:
 
 
 def storage(source: Any) -> Any:
-    """Bits per weight as the GGUF file has them; float32 activations, K and V in bfloat16."""
+    """Return the bits per weight of the GGUF file; float32 activations, K and V in bfloat16."""
     from transect.costs.storage import Storage
 
     tensors = source.gguf.tensors
@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def best_settings(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """For each piece of work the settings of llama.cpp with the best median."""
+    """Find the settings of llama.cpp with the best median for each piece of work."""
     from benchmarks.peers.llamacpp import SETTINGS
 
     tried = [(settings, measure("llamacpp", options, settings)["medians"]) for settings in SETTINGS]
@@ -216,7 +216,7 @@ def best_settings(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def compare(options: argparse.Namespace, best: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Rounds in turn on one file."""
+    """Run rounds alternately on one file."""
     chosen = [settings for number, settings in enumerate(best.values()) if settings not in list(best.values())[:number]]
     rounds = []
     for number in range(options.rounds):
@@ -246,7 +246,7 @@ def compare(options: argparse.Namespace, best: dict[str, dict[str, Any]]) -> dic
 
 
 def write_formats(options: argparse.Namespace) -> None:
-    """One result file of several formats of a model."""
+    """Write one result file of several formats of a model."""
     from transect.train.export.quantize import quantize_model
     from transect.train.export.write import opened
 
@@ -277,7 +277,7 @@ def write_formats(options: argparse.Namespace) -> None:
 
 
 def format_table(result: dict[str, Any]) -> str:
-    """Ratios to llama.cpp by format, with Transect's rates and their share of the floor."""
+    """Format the ratios to llama.cpp by format, with Transect's rates and their share of the floor."""
     lines = ["| file | " + " | ".join(WORK) + " |", "|---|" + "---|" * len(WORK)]
     for name, each in result["formats"].items():
         cells = []

@@ -68,14 +68,14 @@ class Watch:
             print(f"no clocks: {error}")
 
     def since(self, begin: float) -> dict[str, float]:
-        """Medians from ``begin`` on; nothing where nothing could be read."""
+        """Return the medians from ``begin`` on; empty if nothing could be read."""
         late = [each for each in self.seen if each[0] >= begin]
         names = ("megahertz", "watts")
         return {name: statistics.median(each[1 + i] for each in late) for i, name in enumerate(names) if late}
 
 
 def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]:
-    """Times of one shape by numbers of rows."""
+    """Measure one shape by numbers of rows."""
     config = SHAPES[name].config()
     (folder / "shape").mkdir(exist_ok=True)
     (folder / "shape" / "config.json").write_text(json.dumps(config))
@@ -101,7 +101,7 @@ def shape(name: str, rows: list[int], folder: Path, runs: int) -> dict[str, Any]
 
 
 def page(result: dict[str, Any]) -> str:
-    """For a page: milliseconds of a step, and the share of its floor."""
+    """Format a page: milliseconds of a step, and the share of its floor."""
     rows = sorted({int(count) for each in result["shapes"].values() for count in each["rows"]})
     lines = ["| shape | " + " | ".join(f"{count} rows" for count in rows) + " |", "|---" * (1 + len(rows)) + "|"]
     for name, each in result["shapes"].items():
@@ -116,7 +116,7 @@ def page(result: dict[str, Any]) -> str:
 
 
 def _clocks(result: dict[str, Any], rows: list[int]) -> list[str]:
-    """A table of the clock and the power meanwhile; none where no shape has them."""
+    """Format a table of the clock and the power during the runs; empty if no shape has them."""
     lines = ["", "| clock and power | " + " | ".join(f"{count} rows" for count in rows) + " |"]
     lines.append("|---" * (1 + len(rows)) + "|")
     for name, each in result["shapes"].items():

@@ -12,6 +12,7 @@ has seen the same answer in the round before. Contenders take turns within each 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import statistics
@@ -81,7 +82,7 @@ class Planted:
         return Guess(tokens, (1.0,) * len(tokens), 4)
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """Nothing is kept."""
+        """Keep nothing."""
 
 
 class Told(Drafted):
@@ -127,7 +128,7 @@ class Contender:
             self.speculation = Speculation(SpeculativeConfig.of(settings), self.scheduler.times)
 
     def run(self, prompts: list[list[int]], params: list[SamplingParams]) -> tuple[float, list[list[int]]]:
-        """Seconds from the first decode on, and the answers."""
+        """Measure the seconds from the first decode on, and return the answers."""
         self.scheduler.speculation = self.speculation
         if self.forgets:
             self.speculation.drafter = self.speculation.config.drafter()
@@ -137,7 +138,7 @@ class Contender:
 
 
 def interval(ratios: list[float]) -> dict[str, float]:
-    """Median, and the 95% interval of the mean by Student's t (two-sided)."""
+    """Return the median, and the 95% interval of the mean by Student's t (two-sided)."""
     mean, count = statistics.mean(ratios), len(ratios)
     t = {3: 4.30, 5: 2.78, 7: 2.45, 9: 2.31, 11: 2.23, 15: 2.14}.get(count, 2.1)
     half = t * statistics.stdev(ratios) / math.sqrt(count) if count > 1 else math.nan
@@ -145,7 +146,8 @@ def interval(ratios: list[float]) -> dict[str, float]:
 
 
 def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict[str, Any]:
-    """Seconds of each round, the speed of each over that of ``off`` in its round, and whether the answers are equal."""
+    """Measure the seconds of each round, the speed of each relative to ``off`` in its round, and compare the
+    answers."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     equal = dict.fromkeys(contenders, True)
     for turn in range(rounds + 1):
@@ -166,7 +168,7 @@ def race(contenders: dict[str, Contender], prompts, params, rounds: int) -> dict
 
 
 def grid(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    """Every batch size and planted acceptance."""
+    """Measure every batch size and planted acceptance."""
     core = llm._core
     found: dict[str, Any] = {}
     for rows in options.batches:
@@ -196,7 +198,7 @@ def grid(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tasks(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
-    """The shipped drafters on real texts, one request at a time."""
+    """Measure the shipped drafters on real texts, one request at a time."""
     found: dict[str, Any] = {}
     tokenizer = llm.get_tokenizer()
     for name, prompt in TASKS.items():
@@ -212,7 +214,7 @@ def tasks(llm: LLM, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def grid_table(result: dict[str, Any]) -> str:
-    """Speed over the engine without drafts, by rows and planted acceptance."""
+    """Format the speed relative to the engine without drafts, by rows and planted acceptance."""
     columns = ["chosen", *(f"fixed {count}" for count in FIXED)]
     lines = [
         f"| sequences | acceptance | {' | '.join(columns)} | chosen over the best |",
@@ -228,7 +230,7 @@ def grid_table(result: dict[str, Any]) -> str:
 
 
 def tasks_table(result: dict[str, Any]) -> str:
-    """Speed over the engine without drafts, by task."""
+    """Format the speed relative to the engine without drafts, by task."""
     columns = ["ngram", "suffix", "suffix, asked before"]
     lines = [f"| task | {' | '.join(columns)} | same tokens |", "|---" * (len(columns) + 2) + "|"]
     for name, cell in result["cells"].items():
@@ -255,6 +257,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--add", action="store_true", help="keep the other cells of the result file")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = max(options.batches) if options.what == "grid" else 1
@@ -274,6 +277,10 @@ def main() -> None:
     found["command"] = " ".join(["python", "benchmarks/engine/speculation.py", *sys.argv[1:]])
     if device == "cuda":
         found["device"] = torch.cuda.get_device_name()
+    if options.add and out.exists():
+        before = json.loads(out.read_text())
+        found["cells"] = before["cells"] | cells
+        found["command"] = f"{before['command']} && {found['command']}"
     record.write(out, found)
 
 

@@ -1,4 +1,4 @@
-"""Who sends the requests of ``server/load.py``: this project's own generator, or one that others wrote.
+"""Generators of the requests of ``server/load.py``: this project's own, or another project's.
 
 * ``transect``: ``transect.bench``. It times events as their bytes arrive, and its moments can be laid beside the
   engine's decision log (``server/request_stages.py``).
@@ -43,17 +43,17 @@ GROUPS, PREFIX, QUESTION = 4, 1500, 128
 
 
 def word(number: int) -> str:
-    """The text of a token; a space comes before it."""
+    """Return the text of a token; a space comes before it."""
     return f"\N{LOWER ONE EIGHTH BLOCK}w{number}"
 
 
 def text(prompt: Sequence[int] | str) -> str:
-    """A prompt of token ids as text."""
+    """Return a prompt of token ids as text."""
     return prompt if isinstance(prompt, str) else "".join(f" {word(number)[1:]}" for number in prompt)
 
 
 def own_level(rate: float, requests: int, seed: int, highest: int, lengths: tuple[int, int] = PROMPT) -> Level:
-    """The work of one rate and seed, as text.
+    """Generate the work of one rate and seed, as text.
 
     Args:
         highest: the largest token id.
@@ -65,7 +65,7 @@ def own_level(rate: float, requests: int, seed: int, highest: int, lengths: tupl
 
 
 async def own(url: str, level: Level) -> Result:
-    """One level by this project's generator."""
+    """Run one level by this project's generator."""
     target = Target(url, await served_model(url))
     warm = [replace(each, output_tokens=8) for each in level.work[:WARM_UP]]
     (result,) = await run_levels(target, [level], warm_up=warm)
@@ -73,7 +73,7 @@ async def own(url: str, level: Level) -> Result:
 
 
 def sglang_script() -> Path:
-    """The file of SGLang's generator.
+    """Return the file of SGLang's generator.
 
     Raises:
         ValueError: it is not installed; the message says how to install it.
@@ -88,7 +88,7 @@ def sglang_script() -> Path:
 def sglang_command(
     url: str, folder: Path, rate: float, requests: int, seed: int, out: Path, *, prefixes: bool = False
 ) -> list[str]:
-    """The command of one level.
+    """Build the command of one level.
 
     Args:
         folder: the model's, with its tokenizer.
@@ -147,7 +147,7 @@ class SglangGenerator:
     def level(
         self, url: str, folder: Path, rate: float, requests: int, seed: int, *, prefixes: bool = False
     ) -> dict[str, Any]:
-        """One level: its figures, in the shape of this project's; arguments as of ``sglang_command``.
+        """Run one level and return its figures, in the form of this project's; arguments as of ``sglang_command``.
 
         Raises:
             ValueError: it failed; the message has its last words.
@@ -175,7 +175,7 @@ class SglangGenerator:
 
 
 def sglang_summary(found: dict[str, Any], requests: int) -> dict[str, Any]:
-    """Its figures (milliseconds) in this project's shape (seconds)."""
+    """Convert its figures (milliseconds) to this project's form (seconds)."""
 
     def times(name: str) -> dict[str, float]:
         return {

@@ -19,7 +19,7 @@ REPO_LINE = re.compile(r"^repo_url: .*$", re.MULTILINE)
 
 
 def repo_url() -> str:
-    """Address of the repository, as set in ``pyproject.toml``."""
+    """Return the address of the repository, as set in ``pyproject.toml``."""
     settings = tomllib.loads((record.ROOT / "pyproject.toml").read_text())
     return settings["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repo_url"]
 
@@ -30,7 +30,7 @@ def with_repo_url(site: str) -> str:
 
 
 def clone() -> str:
-    """Commands from nothing to an answer."""
+    """Format the commands from nothing to an answer."""
     address = repo_url()
     return f"""```sh
 git clone {address} && cd {address.rstrip("/").rpartition("/")[2]}
@@ -46,7 +46,7 @@ def _cpu() -> dict[str, Any]:
 
 
 def _engine(section: str) -> dict[str, Any]:
-    """Result of the longest section of that name, from the engine's file for ``MODEL``."""
+    """Return the result of the longest section of that name, from the engine's file for ``MODEL``."""
     found = engine_tables.sections(engine_tables.load()[MODEL], section)
     return next(row for row in found if row.get("batch", 1) == 1)
 
@@ -57,7 +57,7 @@ def _trained(work: str, contender: str) -> dict[str, Any]:
 
 
 def lead() -> str:
-    """Two results in one sentence."""
+    """Return two results in one sentence."""
     decode = _cpu()["work"]["decode"]["ratio"]["median"]
     share = _engine("throughput")["of_floor"]
     return (
@@ -71,14 +71,14 @@ def first_answer() -> str:
     result = json.loads((record.RESULTS / "cpu" / "first_answer.json").read_text())
     machine, first = result["environment"], result["first_token_s"]
     return (
-        f"A new server answers its first token after {first['median']:.1f} s ({first['min']:.1f} to {first['max']:.1f} "
+        f"A new server returns its first token after {first['median']:.1f} s ({first['min']:.1f} to {first['max']:.1f} "
         f"in {first['runs']} starts; {machine['cores']} cores of an {machine['processor']}, "
         f"{record.made_at([machine])}).\n"
     )
 
 
 def figures() -> str:
-    """A row for each kind of work, beside a peer and the floor."""
+    """Format a row for each kind of work, beside a peer and the floor."""
     lines = ["| work | Transect | peer | ratio | of floor |", "|---|---|---|---|---|"]
     cpu = _cpu()
     names = {"decode": "CPU, one stream", "prefill": "CPU, prompt of 512 tokens", "batch": "CPU, 16 streams"}

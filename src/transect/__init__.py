@@ -1,4 +1,5 @@
-"""Transect: one readable codebase straight through the LLM stack, measured at every level against the hardware's floor.
+"""Transect: one readable codebase that covers the whole LLM stack, measured at every level against the hardware's
+floor.
 
 The levels, lowest first, are the folders: spec, hardware, formats, ops, models, checkpoints, text, parallel, engine,
 train, bench, explain, plan, learn, server, cluster, cli. Importing ``transect`` loads none of them; the names below
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .engine.executors.pooling import PoolingParams
     from .engine.frontends.async_engine import AsyncEngine
     from .engine.frontends.beam_search import BeamSearchParams
+    from .engine.frontends.inputs import LoRARequest
     from .engine.frontends.llm import LLM
     from .engine.scheduling.sampling_params import SamplingParams
     from .text.grammar.params import StructuredOutputsParams
@@ -25,6 +27,7 @@ __all__ = [
     "AsyncEngine",
     "BeamSearchParams",
     "CompletionOutput",
+    "LoRARequest",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
@@ -36,6 +39,7 @@ _HOMES = {
     "LLM": "transect.engine.frontends.llm",
     "AsyncEngine": "transect.engine.frontends.async_engine",
     "BeamSearchParams": "transect.engine.frontends.beam_search",
+    "LoRARequest": "transect.engine.frontends.inputs",
     "CompletionOutput": "transect.text.outputs",
     "PoolingParams": "transect.engine.executors.pooling",
     "RequestOutput": "transect.text.outputs",

@@ -41,7 +41,7 @@ def test_lengths_are_distributed_as_they_say():
     "text", ["0", "x", "uniform:5", "uniform:9-3", "lognormal:0,1", "lognormal:5,-1", "normal:1,2"]
 )
 def test_lengths_that_are_none(text):
-    with pytest.raises(ValueError, match="no distribution of lengths: give a number"):
+    with pytest.raises(ValueError, match="not a distribution of lengths: give a number"):
         Lengths.parse(text)
 
 

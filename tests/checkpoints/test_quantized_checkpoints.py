@@ -181,7 +181,7 @@ def damaged(folder, target, change):
         ("gptq", lambda t: t.pop(f"{Q}.scales"), r"q_proj\.scales' is missing"),
         ("gptq", lambda t: t.update({f"{Q}.scales": t[f"{Q}.scales"][:-1]}), r"q_proj\.scales' should have shape"),
         ("gptq", lambda t: t[f"{Q}.scales"].fill_(torch.nan), r"scales of '.*q_proj\.weight' hold infinite or NaN"),
-        ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].fill_(99), r"q_proj\.g_idx' names groups that are not there"),
+        ("gptq-act-order", lambda t: t[f"{Q}.g_idx"].fill_(99), r"q_proj\.g_idx' names groups that do not exist"),
         ("awq", lambda t: t.pop(f"{Q}.qzeros"), r"q_proj\.qzeros' is missing"),
         (
             "packed",
@@ -200,7 +200,7 @@ def damaged(folder, target, change):
         (
             "awq",
             lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].flatten()}),
-            r"q_proj\.qweight' of shape .* no matrix",
+            r"q_proj\.qweight' of shape .* not a matrix",
         ),
         ("packed", lambda t: t.update({f"{Q}.weight_shape": torch.ones(2, 2)}), r"weight_shape says \[1, 1, 1, 1\]"),
     ],

@@ -74,7 +74,7 @@ def test_one_setting_limits_steps_by_tokens_by_time_or_by_when_all_ends():
 
 def test_settings_of_earlier_versions_say_what_to_give_now():
     for old, words in (("max_mixed_tokens", "512tokens"), ("fill_steps", "fill or full"), ("itl_target", "30ms")):
-        with pytest.raises(TypeError, match=f"{old} is gone: give mixed_step_limit.*{words}"):
+        with pytest.raises(TypeError, match=f"{old} was removed: give mixed_step_limit.*{words}"):
             engine_settings({old: 1})
 
 

@@ -6,20 +6,23 @@ choice must yield is computed beforehand by ``expected_tokens``, from the reques
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from expected_answers import EOS, can_fit, expected_tokens
 from grammar_fakes import Steps
 from hypothesis import note
 from hypothesis import strategies as st
-from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, check
+from kv_checker import VOCAB, Broken, CheckedCache, CheckingExecutor, DraftingExecutor, check
 
 from transect.engine.scheduling.clock import VirtualClock
 from transect.engine.scheduling.core import EngineCore
+from transect.engine.scheduling.drafters.model import ModelDrafter
 from transect.engine.scheduling.drafters.registry import METHODS, SpeculativeConfig
 from transect.engine.scheduling.outputs import EngineOutput
 from transect.engine.scheduling.policies.admission import QueueFull
-from transect.engine.scheduling.request import Request, Sequence, Status
+from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
+from transect.engine.scheduling.request import Request, RequestState, Sequence, Status
 from transect.engine.scheduling.sampling_params import SamplingParams
 from transect.engine.scheduling.scheduler import Scheduler
 from transect.engine.scheduling.scheduler_config import SchedulerConfig
@@ -30,6 +33,11 @@ def _stall_limit(lag: int) -> int:
     """Steps in which the running sequence of the best rank may stand still: ``lag`` to wait for blocks of the steps in
     flight, ``lag`` for its own token in flight, one because it was admitted in between."""
     return 2 * max(lag, 1) + 1
+
+
+def _begun(state: RequestState) -> bool:
+    """Whether the answers of a request were begun elsewhere."""
+    return state.spec.output_token_ids is not None
 
 
 @dataclass(frozen=True)
@@ -124,9 +132,11 @@ def _arrivals(storm: bool, crowd: bool) -> st.SearchStrategy[Arrival]:
 
 def _speculation() -> st.SearchStrategy[SpeculativeConfig]:
     """Drafters that find many matches among so few tokens, some of them right."""
+    looked_up = st.fixed_dictionaries({"method": st.sampled_from(sorted(METHODS))})
+    model = st.just({"method": "draft_model", "model": "small"})
     return st.builds(
-        SpeculativeConfig,
-        method=st.sampled_from(sorted(METHODS)),
+        lambda method, **settings: SpeculativeConfig(**method, **settings),
+        method=st.one_of(looked_up, model),
         num_speculative_tokens=st.integers(1, 5),
         prompt_lookup_min=st.integers(1, 2),
         adaptive=st.sampled_from((False, False, True)),
@@ -245,6 +255,8 @@ class Run:
         self.executor.holders = self._holders
         self._left = list(workload.breaks)
         cache.on_garbage = self.executor.poison
+        if isinstance(self.scheduler.speculation, ModelSpeculation):
+            self.scheduler.speculation.model = self._drafter(config)
         self.core = EngineCore(self.scheduler, self.executor, lag=workload.lag)
         self.records: dict[tuple[str, int], _Record] = {}
         self.arrival_of: dict[str, Arrival] = {}
@@ -254,6 +266,31 @@ class Run:
         self._choices: dict[int, Sequence] = {}
         self._leader: tuple | None = None
         self._stalled = 0
+
+    def _drafter(self, config: SchedulerConfig) -> ModelDrafter:
+        """A small model on a checking device, with a pool that may be too small for all sequences."""
+        config = dataclasses.replace(
+            config,
+            num_blocks=max(2, config.num_blocks // 2),
+            max_prefill_chunk=None,
+            max_mixed_tokens=None,
+            pipeline_depth=1,
+        )
+        executor = DraftingExecutor(config, late=self.workload.late, breaks=self._breaks)
+        drafter = ModelDrafter(
+            executor,
+            num_blocks=config.num_blocks,
+            block_size=config.block_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_rows=config.max_num_seqs,
+            max_model_len=config.max_model_len,
+            clock=self.clock,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        cache = CheckedCache(config.num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        drafter._blocks.cache = cache
+        cache.on_garbage = executor.poison
+        return drafter
 
     def finish(self) -> Run:
         """Run to the end, checking all the way."""
@@ -285,7 +322,9 @@ class Run:
         try:
             self.core.add(request)
         except QueueFull as full:
-            check(self.scheduler.stats().waiting >= self.workload.config.max_queue, "the queue is not full")
+            most = self.workload.config.max_queue
+            beyond = sum(_begun(s) and any(c.status is Status.WAITING for c in s.choices) for s in self._states())
+            check(most <= self.scheduler.stats().waiting <= most + beyond, "the queue is not full, or too full")
             check(1.0 <= full.retry_after <= 60.0, "retry_after out of range")
             return False
         except ValueError:
@@ -354,12 +393,14 @@ class Run:
 
     def _holders(self, block_id: int) -> set[int]:
         """The choices of requests that have a block; choices that are not forked yet get those of their leader."""
-        states = self.scheduler.requests.values()
-        holding = [state for state in states if any(block_id in seq.block_ids for seq in state.choices)]
+        holding = [state for state in self._states() if any(block_id in seq.block_ids for seq in state.choices)]
         return {seq.seq_id for state in holding for seq in state.choices}
 
+    def _states(self) -> list[RequestState]:
+        return list(self.scheduler.requests.values())
+
     def _sequences(self) -> list[Sequence]:
-        return [seq for state in self.scheduler.requests.values() for seq in state.choices]
+        return [seq for state in self._states() for seq in state.choices]
 
     def _take(self, output: EngineOutput) -> None:
         name, index = output.request_id, output.index
@@ -415,18 +456,19 @@ class Run:
 
     def _check_order(self, waiting: dict[int, tuple[Sequence, int]]) -> None:
         """What was admitted now was ahead of all that wait; or, where time sizes steps, shorter, and the first fits."""
-        admitted = [(s.rank, length) for s, length in waiting.values() if s.status is Status.RUNNING]
-        left = sorted((s.rank, length) for s, length in waiting.values() if s.status is Status.WAITING)
-        for rank, length in admitted:
-            passed = [other for before, other in left if before < rank]
+        admitted = [(s, length) for s, length in waiting.values() if s.status is Status.RUNNING]
+        left = [(s, length) for s, length in waiting.values() if s.status is Status.WAITING]
+        left.sort(key=lambda each: each[0].rank)
+        for seq, length in admitted:
+            passed = [(other, tokens) for other, tokens in left if other.rank < seq.rank]
             if not passed:
                 continue
             check(self.workload.config.itl_target is not None, "a waiting sequence was overtaken")
             # Where many wait at once, short ones may use up their share before a longer one does.
-            many = bool(self.workload.breaks) or any(each.begun is not None for each in self.workload.arrivals)
-            shorter = length < min(passed) or many
+            many = bool(self.workload.breaks) or any(_begun(each.request) for each in (seq, *(s for s, _ in passed)))
+            shorter = length < min(tokens for _, tokens in passed) or many
             check(shorter, "a waiting sequence was overtaken by one that is no shorter")
-            blocks = self.scheduler.blocks.blocks_for(passed[0])
+            blocks = self.scheduler.blocks.blocks_for(passed[0][1])
             check(blocks <= self.scheduler.cache.num_free, "a waiting sequence was overtaken and has no room now")
 
     def _check_progress(self) -> None:

@@ -405,6 +405,31 @@ class CheckingExecutor:
         return draw_token(draw.seed, draw.choice, truth.chains[position - 1], masked)
 
 
+class DraftingExecutor(CheckingExecutor):
+    """The device of a small model: it draws what the large one draws, except after every third prefix or so. Its
+    sequences have a new number for each round of drafts, and begin with the tokens known then."""
+
+    def submit(self, batch: ScheduledBatch) -> _Handle:
+        for row in batch.rows:
+            if row.seq_id not in self.truths:
+                self.begun.setdefault(row.seq_id, tuple(row.output_token_ids))
+        return super().submit(batch)
+
+    def masks(self, batch: ScheduledBatch) -> dict[int, frozenset[int]]:
+        """As for any batch; of a grammar that cannot go on nothing is drafted, and a draw under way is thrown away."""
+        draws = {draw.seq_id: draw.constraint for row in batch.rows for draw in row.draws}
+        self.ended = lambda seq_id: (
+            isinstance(found := draws[seq_id], Steps) and (found.terminated or len(found.accepted) == found.fails_at)
+        )
+        return super().masks(batch)
+
+    def _token(self, draw: Draw, truth: _Truth, position: int, first: bool) -> int:
+        token = super()._token(draw, truth, position, first)
+        if truth.chains[position - 1] % 3 or draw.constraint is not None:
+            return token
+        return (token + 1) % VOCAB
+
+
 class _Handle:
     def __init__(self, executor: CheckingExecutor, batch: ScheduledBatch) -> None:
         self._executor = executor

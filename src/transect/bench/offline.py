@@ -38,7 +38,7 @@ class Decoded:
 
     @property
     def per_token(self) -> float:
-        """Seconds from a token of a sequence to its next, on average."""
+        """Average seconds between tokens of a sequence."""
         return self.seconds / len(self.steps)
 
 
@@ -47,7 +47,8 @@ def _greedy(tokens: int) -> SamplingParams:
 
 
 def prefill_seconds(engine: OfflineEngine, prompts: Sequence[Sequence[int]]) -> float:
-    """From the first prompt's submission to the last prompt's first token; one token is drawn for each."""
+    """Measure the seconds from the first prompt's submission to the last prompt's first token; one token is drawn for
+    each."""
     start = time.perf_counter()
     for prompt in prompts:
         engine.submit(prompt, _greedy(1))
@@ -98,7 +99,7 @@ def decode_steps(engine: OfflineEngine, prompts: Sequence[Sequence[int]], steps:
 
 
 def run_all(engine: OfflineEngine, work: Sequence[Work], temperature: float = 0.6) -> tuple[float, int]:
-    """Give the engine all of the work at once; (seconds until the last token, number of steps that drew something)."""
+    """Submit all of the work at once; returns (seconds until the last token, number of steps that drew tokens)."""
     start = time.perf_counter()
     for each in work:
         params = SamplingParams(max_tokens=each.output_tokens, temperature=temperature, ignore_eos=True)

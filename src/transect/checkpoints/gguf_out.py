@@ -1,4 +1,4 @@
-"""A model's weights and configuration as llama.cpp reads them: the way back of ``gguf.py`` and
+"""Conversion of a model's weights and configuration to llama.cpp's format: the inverse of ``gguf.py`` and
 ``spec/gguf.py``.
 
 Norms, biases, routers and learned positions stay in float32, experts that are in MXFP4 (gpt-oss) in that. Matrices take
@@ -111,7 +111,7 @@ def _type_of(module: str, shape: tuple[int, ...], wanted: str, layers: int) -> s
 
 
 def _finer(layer: int, layers: int) -> bool:
-    """The layers whose value and down matrices have more bits in a mixture, as llama.cpp chooses them: the first and
+    """Return True for layers whose value and down matrices have more bits in a mixture, as in llama.cpp: the first and
     last eighth, and every third between."""
     eighth = layers // 8
     return layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
@@ -133,7 +133,7 @@ def _made(
               for _, where, shape in parts]  # fmt: skip
     first = values[0]
     if isinstance(first, QuantizedTensor) and first.type_name == type_name and len(parts) == 1:
-        # In this type already: nothing is rounded anew.
+        # In this type already: no second rounding.
         kept = first if orders[0] is None else first.rows(orders[0])
         return QuantizedTensor(type_name, place.stored, kept.blocks)
     numbers = [dense_values(value).to(torch.float32) for value in values]

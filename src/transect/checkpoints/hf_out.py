@@ -1,4 +1,5 @@
-"""A model as transformers stores it: config.json and safetensors, plain or rounded, in one file or in shards."""
+"""Writing of a model as transformers stores it: config.json and safetensors, plain or rounded, in one file or in
+shards."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def save_hf(
     Args:
         model_state: ``Decoder.state_dict()``: every weight of ``weight_shapes(config)``, in any float dtypes; with tied
             embeddings a ``head.weight`` is left out.
-        directory: made if it is not there. Each file is written beside its place and moved there when it is whole;
+        directory: created if it does not exist. Each file is written beside its place and moved there when it is whole;
             config.json comes last.
         quantization: rounding of the layers' matrices, see ``quantized_out.py``; None for none.
         grids: 4-bit grids on which the matrices lie already, by canonical name; None to find them.
@@ -99,7 +100,7 @@ def _to_hf_names(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, 
 
 
 def by_hf_name(state: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    """Some weights, or scales that go with their rows, put together as transformers names and stores them."""
+    """Combine some weights, or scales of their rows, as transformers names and stores them."""
     parts: dict[str, list[tuple[int, Tensor]]] = {}
     transposed = {}
     interleaved: dict[str, int] = {}

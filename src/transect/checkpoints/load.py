@@ -1,4 +1,4 @@
-"""A source to a ``Decoder`` that is ready to run on a device.
+"""Loading of a source into a ``Decoder`` that is ready to run on a device.
 
 ``stored_weights`` are a source's weights under their canonical names, each read when asked for, whole or a part of it;
 ``fill`` reads them into any model, wherever it is and whatever kinds of weight it has. Around these two are three ways
@@ -31,6 +31,7 @@ from ..models.native import (
     run_natively,
     take_packed,
 )
+from ..models.row_adapters import AdapterRoom, TensorAdapters
 from ..models.staging import Staging, dense_values
 from ..models.stored import ALL, Stored, StoredWeights, Values
 from ..models.streaming.stream import offload
@@ -68,8 +69,8 @@ def stored_weights(
     *,
     beside: StoredAdapter | None = None,
 ) -> StoredWeights:
-    """Every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and ``stored_hf``. A
-    source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
+    """Yield every weight of the model by canonical name, to be read from its files; see ``stored_gguf`` and
+    ``stored_hf``. A source that is only a shape gets random weights of ``seed``, in ``dtype`` on ``device``.
 
     The adapter of a source is in the weights. With ``beside``, which is that adapter, the layers' matrices are without
     it, for ``put_beside``.
@@ -119,7 +120,7 @@ def fill(
         advance: told of the bytes of each weight that has been read.
 
     Raises:
-        ValueError: files that are damaged, or a model that is no shard of them.
+        ValueError: files that are damaged, or a model that is not a shard of them.
     """
     with Staging(model.device) as staging:
         for name, stored in weights:
@@ -276,8 +277,8 @@ def kernels(
     shared: bool = False,
     blocks: bool = False,
 ) -> tuple[cpu_library.Library | None, str]:
-    """Return the C++ kernels if they are to run the model, and a sentence for the start-up line: which way runs, and
-    why.
+    """Return the C++ kernels if they are to run the model, and a sentence for the start-up line with the choice and the
+    reason.
 
     Args:
         shared: it is one rank's part.
@@ -336,7 +337,7 @@ def _load_torch(
     ops = resolve_ops(device, batch_invariant=deterministic or number_type is torch.float32)
     values = rounded_values(quantization)
     kinds = kinds_for(quantization, "cpu") if values is None else None
-    packed = quantization is None and source.adapter is None and stream is None
+    packed = quantization is None and source.adapter is None and stream is None and not deterministic
     if packed and number_type is not torch.float32:
         kinds = kinds_for(None, device, layouts=held_layouts(source, gguf=device.type == "cuda"))
     model = allocated(Decoder(source.config, "meta", number_type, ops=ops, kinds=kinds), device, stream, join=False)
@@ -353,7 +354,7 @@ def _load_torch(
 
 
 def rounded_layers(weights: StoredWeights, values: Callable[[Tensor], Tensor]) -> StoredWeights:
-    """Yield the same weights with the layers' matrices as ``values`` gives them: those that rounded codes stand for."""
+    """Yield the same weights with the layers' matrices replaced by ``values`` of them, the values of rounded codes."""
     for name, stored in weights:
         if name.startswith("layers.") and len(stored.shape) == 2 and not name.endswith("router.weight"):
 
@@ -376,6 +377,7 @@ def load_on_device(
     fusions: Fusions | None = None,
     kinds: Kinds | None = None,
     stream: StreamPlan | None = None,
+    adapters: AdapterRoom | None = None,
 ) -> Decoder:
     """Build the model on a GPU, with joined weights and the fused stack, and fill it, for inference.
 
@@ -390,6 +392,7 @@ def load_on_device(
         fusions: fusions of the layers' operations; None for all that are possible.
         kinds: of weight, as in ``Decoder``.
         stream: layers that live elsewhere and come in their turn.
+        adapters: room for adapters of rows.
 
     Raises:
         ValueError: files that are damaged or do not fit the configuration.
@@ -404,6 +407,8 @@ def load_on_device(
         fill(model, stored_weights(source, seed, dtype, device, beside=beside), advance=advance)
     if beside is not None:
         put_beside(model, beside)
+    if adapters is not None:
+        TensorAdapters(model, *adapters)
     from ..models.fused_stack import FusedStack, refusal
 
     if refusal(source.config) is None:
@@ -412,7 +417,7 @@ def load_on_device(
 
 
 def refuse_beside(stream: StreamPlan | None) -> None:
-    """ValueError if layers are to stream that an adapter stays beside."""
+    """Refuse streamed layers with an adapter beside them. Raises ValueError."""
     if stream is not None:
         raise ValueError(
             "layers that stream take no adapter beside quantized weights: leave out cpu_offload_gb or quantization, or "
@@ -423,7 +428,7 @@ def refuse_beside(stream: StreamPlan | None) -> None:
 def allocated(
     model: Decoder, device: torch.device | str, stream: StreamPlan | None = None, *, join: bool = True
 ) -> Decoder:
-    """Return a model that was built on ``meta`` with memory on a device, not filled, for inference.
+    """Allocate memory on a device for a model that was built on ``meta``, not filled, for inference.
 
     Args:
         stream: layers that get memory elsewhere, and slots on the device.
@@ -443,7 +448,7 @@ def allocated(
 
 
 class _Loads(Protocol):
-    """A matrix of a model that takes a file's values in its own way."""
+    """A matrix of a model that loads a file's values in its own way."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -452,7 +457,7 @@ class _Loads(Protocol):
 
 
 def _target(model: Decoder, name: str) -> _Loads | Tensor:
-    """Return the module or tensor that takes the weight of this canonical name."""
+    """Return the module or tensor that receives the weight of this canonical name."""
     owner, _, leaf = name.rpartition(".")
     module: Any = model.get_submodule(owner)
     if leaf == "weight" and hasattr(module, "load"):
@@ -467,7 +472,7 @@ def _copied_head(model: Decoder) -> bool:
 
 
 def _part(name: str, stored: tuple[int, ...], wanted: tuple[int, ...], rank: int, ranks: int) -> tuple[slice, slice]:
-    """Return the rows and columns of a file's weight that a shard's is."""
+    """Return the rows and columns of a file's weight that belong to a shard."""
     parts = [ALL, ALL]
     cut = [dim for dim, (size, own) in enumerate(zip(stored, wanted, strict=False)) if size != own]
     if len(stored) != len(wanted) or len(cut) > 1 or any(stored[dim] != ranks * wanted[dim] for dim in cut):

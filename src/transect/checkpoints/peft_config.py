@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..spec.model import ModelConfig
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 TIED = "tied_embeddings"
-"""Metadata of the weights' file: embedding and head, which PEFT keeps as two, are one table."""
+"""Metadata key of the weights' file: embedding and head, which PEFT keeps as two, are one table."""
 MAX_HEADER = 100 * 2**20
 EMBED = re.compile(r"(.*\.)?(embed_tokens|wte)\.(base_layer\.|modules_to_save\.(\w+\.)?)?weight")
 HEAD = re.compile(r"(.*\.)?lm_head\.(base_layer\.|modules_to_save\.(\w+\.)?)?weight")
@@ -31,15 +32,17 @@ OTHER_MATH = (
 )  # fmt: skip
 """Settings that change what an adapter computes, and that are not supported."""
 PISSA, OLORA = "pissa", "olora"
-"""Values of ``init_lora_weights`` with which PEFT takes an adapter's start out of the base, by a decomposition that can
-be computed again (``adapter_start.py``)."""
+"""Values of ``init_lora_weights`` with which PEFT derives an adapter's start from the base, by a decomposition that can
+be repeated (``adapter_start.py``)."""
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+"""Last parts of the names of matrices that a served adapter may change."""
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "mica", "orthogonal")
-"""Values of ``init_lora_weights`` with which PEFT leaves the base as it is."""
+"""Values of ``init_lora_weights`` with which PEFT leaves the base unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeftSettings:
-    """An adapter's settings, as far as they decide what it computes.
+    """An adapter's settings that determine its computation.
 
     ``alpha_pattern`` gives modules an alpha of their own, by regular expressions for the end of their names. Ranks
     show in the shapes. ``start``: ``PISSA`` or ``OLORA`` if the factors are beside what is left of the base without
@@ -71,6 +74,59 @@ def is_adapter(directory: Path) -> bool:
     return (directory / CONFIG).is_file() and not (directory / "config.json").is_file()
 
 
+def adapter_folder(name: str) -> Path:
+    """The directory with an adapter: this, or the last checkpoint of this run.
+
+    Raises:
+        ValueError: neither has one.
+    """
+    path = Path(name).expanduser()
+    for folder in (path, path / "last"):
+        if is_adapter(folder):
+            return folder.resolve()
+    raise ValueError(f"{name} has no adapter in PEFT's layout: give a directory with an adapter_config.json, or a run")
+
+
+def target_names(targets: Collection[str]) -> tuple[str, ...]:
+    """Names of ``MATRICES`` from a setting, where they may be PEFT's (``q_proj``); all of them if it is empty.
+
+    Raises:
+        ValueError: a name is of no such matrix.
+    """
+    names = tuple(dict.fromkeys(name.removesuffix("_proj") for name in targets))
+    unknown = [name for name in names if name not in MATRICES]
+    if unknown:
+        raise ValueError(f"lora_target_modules has no {unknown[0]!r}: choose among {', '.join(MATRICES)}")
+    return names or MATRICES
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A directory with an adapter, and the digest of its files: another adapter under the same name is not the same."""
+
+    path: Path
+    id: str
+    """BLAKE2b-256 of settings and weights, as 64 hexadecimal digits."""
+
+    @classmethod
+    def of(cls, directory: Path) -> AdapterFiles:
+        """Read the files of a directory, which takes a tenth of a second for 100 MB.
+
+        Raises:
+            ValueError: a file is missing.
+        """
+        digest = blake2b(digest_size=32)
+        for name in (CONFIG, WEIGHTS):
+            try:
+                with (directory / name).open("rb") as file:
+                    while piece := file.read(2**24):
+                        digest.update(piece)
+            except OSError as error:
+                raise ValueError(f"the adapter {directory} has no {name} that can be read ({error.strerror})") from None
+            digest.update(b"\0")
+        return cls(directory, digest.hexdigest())
+
+
 def read_settings(directory: Path) -> PeftSettings:
     """Return the settings of an adapter.
 
@@ -82,9 +138,9 @@ def read_settings(directory: Path) -> PeftSettings:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
-            raise ValueError("it is no JSON object")
+            raise ValueError("it is not a JSON object")
     except FileNotFoundError:
-        raise ValueError(f"{directory} is no adapter in PEFT's layout: it has no {CONFIG}") from None
+        raise ValueError(f"{directory} is not an adapter in PEFT's layout: it has no {CONFIG}") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read ({error})") from None
     kind = values.get("peft_type")
@@ -121,7 +177,7 @@ def read_settings(directory: Path) -> PeftSettings:
 
 
 def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[str, Any]]:
-    """Names without PEFT's prefix to shapes, and the file's metadata.
+    """Read the shapes by name, without PEFT's prefix, and the file's metadata.
 
     Raises:
         ValueError: the weights are missing, damaged, or a pickle.
@@ -131,7 +187,7 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if not 2 <= size <= MAX_HEADER:
-                raise ValueError("it is no safetensors file")
+                raise ValueError("it is not a safetensors file")
             header = json.loads(file.read(size))
         about = header.pop("__metadata__", None) or {}
         return {name.removeprefix(PREFIX): tuple(entry["shape"]) for name, entry in header.items()}, about
@@ -144,8 +200,8 @@ def read_header(directory: Path) -> tuple[dict[str, tuple[int, ...]], Mapping[st
 
 
 def adapted_config(base: ModelConfig, directory: Path) -> ModelConfig:
-    """Return the configuration of a model with this adapter: its tables may have more rows than the base's, and what
-    the base ties may be two tables.
+    """Return the configuration of a model with this adapter: its tables may have more rows than the base's, and tied
+    tables of the base may be separate.
 
     Raises:
         ValueError: see ``read_header``.

@@ -83,7 +83,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _reader_gone() -> int:
-    """Stay quiet after the reader of our output has closed the pipe (`| head`), also at the interpreter's exit."""
+    """Suppress errors after the reader of our output has closed the pipe (`| head`), also at the interpreter's exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -113,7 +113,7 @@ def _application() -> Any:
             allow_from_autoenv=False,
         ),
     ) -> None:
-        """Run, serve and train language models; measured times stand beside what the hardware allows."""
+        """Run, serve and train language models; every measured time has its hardware limit."""
 
     return application
 

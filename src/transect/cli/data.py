@@ -1,4 +1,4 @@
-"""``transect data``: prepare what a model is trained on, and look at it."""
+"""``transect data``: prepare training data, and inspect it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..train.data.batches import Batch
 
 MARKS = ("[[", "]]")
-"""Around what is trained on, where colours cannot show it."""
+"""Marks around trained text in output without colours."""
 
 Columns = Annotated[
     list[str] | None, typer.Option(metavar="KEY=HEADER", help="As data.columns of a run: question=Frage. Repeatable.")
@@ -26,7 +26,7 @@ application = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 @application.callback()
 def data() -> None:
-    """Check training data, tokenize it, and look at what a run is fed."""
+    """Check, tokenize and show training data."""
 
 
 @application.command()
@@ -34,12 +34,12 @@ def tokenize(
     inputs: Annotated[list[Path], typer.Argument(help="Text, JSON, JSON lines, CSV or parquet files, or datasets.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The token file, a directory ending in .tokens.")],
     model: Annotated[str, typer.Option(help="Whose tokenizer and chat template to use.")] = "smollm2-135m",
-    workers: Annotated[int | None, typer.Option(help="Processes; by default one for each core.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core.")] = None,
     chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
     turns: Annotated[str, typer.Option(help="As data.turns of a run: auto, together or apart.")] = "auto",
     columns: Columns = None,
 ) -> None:
-    """Tokenize files on all cores into a file that training maps. After an interruption, run it again: it continues."""
+    """Tokenize files on all cores into a token file for training. Run it again to resume."""
     from rich.console import Console
     from rich.progress import Progress
 
@@ -70,8 +70,8 @@ def check(
     chat_template: Annotated[str, typer.Option(help="As data.chat_template of a run.")] = "auto",
     columns: Columns = None,
 ) -> None:
-    """List each file's layout, its rows, why some cannot be trained on, and keys that are ignored. Exit 1 if any
-    cannot."""
+    """List each file's layout, rows, unusable rows with reasons, and unused keys. Exit 1 if
+    any row is unusable."""
     from rich.console import Console
     from rich.table import Table
 
@@ -107,9 +107,9 @@ def check(
 @application.command()
 def show(
     config: Annotated[Path, typer.Argument(help="The TOML file of a run.")],
-    batch: Annotated[int, typer.Option(min=0, help="Which micro-batch of the first epoch.")] = 0,
+    batch: Annotated[int, typer.Option(min=0, help="Number of the micro-batch in the first epoch.")] = 0,
 ) -> None:
-    """Show a packed micro-batch of a run as text: what is trained on is highlighted, the rest is dim."""
+    """Show a packed micro-batch of a run as text, with the trained tokens highlighted."""
     from rich.console import Console
 
     from ..text.tokenizer import Tokenizer
@@ -153,7 +153,7 @@ def show(
 
 
 def _named(columns: list[str] | None) -> dict[str, str]:
-    """``KEY=HEADER`` options as ``data.columns``. ValueError for one that has no ``=``."""
+    """Parse ``KEY=HEADER`` options to ``data.columns``. Raises ValueError for one without ``=``."""
     pairs = [each.partition("=") for each in columns or ()]
     if strange := [key for key, equals, _ in pairs if not equals]:
         raise ValueError(f"--columns takes KEY=HEADER, such as question=Frage, not {strange[0]!r}")
@@ -161,7 +161,7 @@ def _named(columns: list[str] | None) -> dict[str, str]:
 
 
 def _documents(batch: Batch, tokenizer: Tokenizer, before: str, after: str) -> list[Text]:
-    """The documents of a micro-batch; what is trained on is bold green, and between ``before`` and ``after``."""
+    """Return the documents of a micro-batch; trained text is bold green, and between ``before`` and ``after``."""
     from rich.text import Text
 
     from ..train.data.batches import IGNORE

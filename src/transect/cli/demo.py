@@ -1,4 +1,4 @@
-"""``transect demo``: the real server, and eight people who ask it something at once."""
+"""``transect demo``: the real server with eight concurrent chats."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ STOP_WAIT_S = 20.0
 
 def command(
     model: ModelArgument = BUILTIN,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one answer at the most.")] = 128,
-    svg: Annotated[Path | None, output_file(help="Keep a picture of it in this file.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum tokens of an answer.")] = 128,
+    svg: Annotated[Path | None, output_file(help="Write a picture to this file.")] = None,
 ) -> None:
-    """Start the server, stream eight chats at the same time, show what happens, and stop the server."""
+    """Start a server, stream eight chats at once in the terminal, and stop the server."""
     run(model, max_tokens, svg, ())
 
 
@@ -84,7 +84,7 @@ def run(
 
 @contextmanager
 def own_server(model: str, *options: str, environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """A server on a free port for the length of the block; gives its URL.
+    """Run a server on a free port for the length of the block; yields its URL.
 
     Args:
         options: further ones of ``transect serve``.

@@ -88,12 +88,12 @@ class DemoView:
             self._live.stop()
 
     def started(self, talk: Talk) -> None:
-        """Called when a talk has its first token."""
+        """Report that a talk has its first token."""
         if self._live is None:
             self._line(f"chat {talk.number}: first token after {talk.first_s:.2f} s")
 
     def finished(self, talk: Talk) -> None:
-        """Called when a talk has ended."""
+        """Report that a talk has ended."""
         ended = sum(each.finish_reason is not None for each in self._talks)
         if self._picture_width is not None and not self.pictures and ended >= min(2, len(self._talks)):
             self.pictures.append(self._picture_of(self._picture_width, 26))
@@ -147,7 +147,7 @@ class DemoView:
 
 
 def _tail(text: str, width: int, lines: int) -> RenderableType:
-    """The last lines of a text, wrapped."""
+    """Return the last lines of a text, wrapped."""
     from rich.text import Text
 
     wrapped: list[str] = []
@@ -164,7 +164,7 @@ def _tail(text: str, width: int, lines: int) -> RenderableType:
 
 
 def summary(talks: list[Talk], gauges: Gauges) -> Table:
-    """The table at the end."""
+    """Build the table shown at the end."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""``transect hardware``: the device of this machine and what it can do, measured; or a preset's published figures."""
+"""``transect hardware``: this machine's device and its measured ceilings, or a preset's published figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def command(
     device: Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu, cuda, cuda:1.")] = "auto",
     again: Annotated[bool, typer.Option("--again", help="Measure even if this device was measured before.")] = False,
     preset: Annotated[
-        str | None, typer.Option(help="Show a device that is not in this machine; `list` names the presets.")
+        str | None, typer.Option(help="Show the data sheet of a device; `list` names the presets.")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes, seconds and FLOP/s.")] = False,
 ) -> None:
@@ -63,7 +63,7 @@ def _measured(which: str, again: bool, json: bool) -> None:
 
 
 def topology_rows(found: Topology) -> Rows:
-    """NUMA nodes and links, one a line."""
+    """List NUMA nodes and links, one a line."""
     rows = [
         (f"NUMA node {node.number}", f"CPUs {node.cpus}, {node.memory_bytes / 1e9:.1f} GB")
         for node in found.nodes
@@ -76,7 +76,7 @@ def topology_rows(found: Topology) -> Rows:
 
 
 def ceiling_rows(limits: Ceilings) -> Rows:
-    """Each ceiling with its unit."""
+    """List each ceiling with its unit."""
     rows = [("memory", f"{limits.memory_bytes / 1e9:.1f} GB")] if limits.memory_bytes else []
     rows += [
         ("read", f"{limits.read_bytes_per_second / 1e9:.1f} GB/s"),

@@ -25,7 +25,7 @@ def learn() -> None:
 
 @application.command("list")
 def list_rungs(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
-    """Show the ladder, with what you have climbed."""
+    """Show the ladder and your progress."""
     from ..learn.ladder import rows
 
     found = rows()
@@ -50,10 +50,12 @@ def list_rungs(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")]
 def start(
     rung: Name,
     folder: Folder,
-    solution: Annotated[bool, typer.Option("--solution", help="The shipped solution instead of the hole.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Write over a program that is there.")] = False,
+    solution: Annotated[
+        bool, typer.Option("--solution", help="Write the shipped solution instead of the gap.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing program.")] = False,
 ) -> None:
-    """Write a folder with a page to read, a program with a hole, a test and hints."""
+    """Write a folder with a page, a program with a gap, a test and hints."""
     from ..learn.folder import write
     from ..learn.registry import get
 
@@ -71,7 +73,7 @@ def check(
         bool, typer.Option("--compile/--no-compile", help="Compile kernels ahead of time for an H100.")
     ] = True,
 ) -> None:
-    """Grade your program: right, then fast. The exit code is 0 where it is right, and 1 where it is not."""
+    """Grade your program: correctness, then speed. Exit 1 if it is wrong."""
     from dataclasses import asdict
 
     from ..hardware.device import detect
@@ -153,7 +155,7 @@ def use(
 def report(
     output: Annotated[Path, output_file("--output", "-o", help="The HTML file.")] = Path("portfolio.html"),
 ) -> None:
-    """Write a portfolio: what you have built, figures beside floors, machine and date."""
+    """Write a page of your solutions, with times, floors, machine and date."""
     from ..learn.portfolio import page
     from ..learn.progress import climbed
 
@@ -188,7 +190,7 @@ def new(
 def grade_class(
     rung: Name,
     submissions: Annotated[Path, typer.Argument(help="A folder with one folder for each student.")],
-    output: Annotated[Path | None, output_file("--output", "-o", help="Write the table into this file too.")] = None,
+    output: Annotated[Path | None, output_file("--output", "-o", help="Also write the table to this file.")] = None,
 ) -> None:
     """Grade a folder of submissions in a sandbox without network, and write a table."""
     from ..learn.classroom import grade_class as graded

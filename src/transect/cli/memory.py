@@ -1,4 +1,4 @@
-"""``transect memory``: what a run needs before it starts, whether that fits, and what to change if it does not."""
+"""``transect memory``: the memory of a run before it starts, and the smallest change that makes it fit."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ SERVING = (
     *("context", "max_num_seqs", "max_num_batched_tokens", "dtype", "quantization", "kv_cache_dtype"),
     *("cpu_offload_gb", "offload_folder", "link"),
 )
-"""Options that mean something for an engine alone."""
+"""Options that apply to engines only."""
 TRAINING = (*OPTIONS, "dp", "fsdp", "offload", "offload_all", "changes")
-"""Options that mean something for a run; all but ``dp`` for a run alone."""
+"""Options that apply to training runs; all but ``dp`` to those only."""
 LEAST_BUDGET = 1 << 20
-"""Bytes. Who gives fewer has left the unit out."""
+"""Fewest bytes of a budget; smaller numbers lack their unit."""
 TYPICAL_LINK = 55e9
 """Bytes per second from pinned host memory over PCIe 5.0 x16."""
 
@@ -53,10 +53,10 @@ def command(
     ] = False,
     gpu: Annotated[
         str | None,
-        typer.Option(help="A card as sold (`transect hardware --preset list`), or a file like a preset's."),
+        typer.Option(help="A product name (`transect hardware --preset list`), or your own preset file."),
     ] = None,
     device_memory: Annotated[
-        str | None, typer.Option(help="Such as 80GB or 24GiB; default: the --gpu's, else what is free here.")
+        str | None, typer.Option(help="Such as 80GB or 24GiB; default: that of --gpu, else the free memory.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="cuda, cpu, or auto: a GPU if one is here or its memory is given.")
@@ -87,7 +87,7 @@ def command(
     json: Annotated[bool, typer.Option("--json", help="Print JSON, in bytes.")] = False,
     **settings: Any,
 ) -> int:
-    """Account for memory, term by term, before a device is touched. Exit with 1 if it does not fit."""
+    """Predict the memory of an engine or a training run. Exit 1 if it does not fit."""
     from ..checkpoints.resolve import described
     from ..costs.presets import preset
     from ..costs.units import gib, parse_bytes
@@ -181,7 +181,7 @@ def _device(name: str, memory: str | None) -> str:
     if name == "auto":
         return "cuda" if memory is not None or torch.cuda.is_available() else "cpu"
     if name == "cuda" and memory is None and not torch.cuda.is_available():
-        raise ValueError("there is no GPU here whose free memory could be asked: give --gpu or --device-memory")
+        raise ValueError("no GPU was found to read its free memory: give --gpu or --device-memory")
     return name
 
 
@@ -192,7 +192,7 @@ def _free(kind: str) -> int:
 
     free = free_bytes(torch.device(kind))
     if free is None:
-        raise ValueError("this system does not say how much memory is free: give --gpu or --device-memory")
+        raise ValueError("this system does not report its free memory: give --gpu or --device-memory")
     return free
 
 
@@ -302,7 +302,7 @@ def _predicted(
     card: Preset | None,
 ) -> dict[int, float]:
     """Predict the seconds of a decode step on a card, for one sequence and for as many as fit, half of their context
-    long. Empty where the cost model has no coefficients: CPUs, experts that ranks share, other formats and dtypes."""
+    long. Empty if the cost model has no coefficients: CPUs, experts that ranks share, other formats and dtypes."""
     from dataclasses import replace
 
     from ..costs.machine import Machine
@@ -386,7 +386,7 @@ def _link(kind: str, given: float | None, card: Preset | None) -> tuple[float, s
     rate = None if known is None else known.ceilings.host_to_device_bytes_per_second
     if rate is not None:
         return rate, f"the host link, measured at {rate / 1e9:.1f} GB/s"
-    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link says another)"
+    return TYPICAL_LINK, f"a link of {TYPICAL_LINK / 1e9:g} GB/s, as PCIe 5.0 x16 gives (--link sets another)"
 
 
 def _weights(stage: StageEstimate) -> int:

@@ -66,7 +66,7 @@ def run_of(model: str, options: Mapping[str, Any], given: Collection[str], chang
         changes: ``key=value`` settings, which go over all.
 
     Raises:
-        ValueError: the file is no run's, or what it asks for cannot be.
+        ValueError: the file is not a run's, or what it asks for cannot be.
     """
     from ..train.loop.crew import check
 
@@ -98,7 +98,7 @@ def is_run(model: str) -> bool:
 
 
 def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: int, json: bool) -> bool:
-    """Print the account of the rank that needs most, and whether it fits; return the latter.
+    """Print the account of the rank that needs most, and the verdict; return True if it fits.
 
     Args:
         kind: ``cpu`` or ``cuda``.
@@ -125,7 +125,7 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
     device = torch.device(kind)
     plan, spread = plan_of(config, source.config, device), spread_of(config, device)
     account = estimator(spread)
-    account(source.config, plan)  # a layout that cannot be is told of here
+    account(source.config, plan)  # an impossible layout is reported here
     if config.checkpointing == "auto":
         found = first_that_fits(source.config, plan, budget, account)
         plan = found[0] if found else replace(plan, checkpointing="full")
@@ -166,12 +166,12 @@ def show_training(config: TrainConfig, source: ModelSource, kind: str, budget: i
         print(f"fits: {gib(estimate.needed)} of {gib(budget)}{share}")
     else:
         print(f"does not fit: {gib(estimate.needed)}, and {gib(budget)} are there{share}")
-        print(f"smallest change that does: {change}" if change else "nothing short of a smaller model or task would")
+        print(f"smallest change that does: {change}" if change else "only a smaller model or task would fit")
     return fits
 
 
 def _stages(stages: list[StageMemory]) -> None:
-    """The terms of every stage beside each other."""
+    """Show the terms of every stage as columns of one table."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

@@ -30,7 +30,7 @@ class AnswerSpeed:
 
     @property
     def per_second(self) -> float:
-        """Tokens per second after the first; 0 where there was no second one."""
+        """Tokens per second after the first; 0 with fewer than two tokens."""
         return (self.tokens - 1) / (self.last_s - self.first_s) if self.last_s > self.first_s else 0.0
 
     def __str__(self) -> str:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,27 +22,34 @@ from ..costs.memory.streaming import StreamPlan
 from ..costs.model import kv_bytes_per_token, weight_bytes
 from ..costs.storage import Storage, storage_for, storage_held
 from ..costs.units import GIB
+from ..hardware.host_memory import free_memory
 from ..models.decoder import Decoder
 from ..models.native import NativeStack
+from ..models.row_adapters import add_row_adapters
 from ..models.weights.kinds import rounded_values
+from ..models.weights.row_adapted import RowAdapters
 from ..parallel.launch import Ranks
 from ..parallel.load import load_shard, shard_of
 from ..parallel.mesh import Mesh
 from ..spec.numbers.registry import cache_bits, roundings, takes_scales
 from ..text.grammar.compiler import GrammarCompiler
 from ..text.grammar.constraint import MaskFiller
+from ..text.grammar.params import CACHE_BYTES
 from ..text.grammar.vocabulary import Vocabulary
 from ..text.number_text import NumberText
 from ..text.tokenizer import Tokenizer
+from .adapters import AdapterStore, adapter_room
 from .config import EngineConfig
 from .decision_setup import decision_log
 from .device import device_for
+from .drafting import attach, draft_config, draft_source, planned_size
+from .executors.adapter_slots import AdapterSlots
 from .executors.drafted import Drafted
 from .executors.gpu.compilers import Compilers
 from .executors.runner import Runner
 from .executors.stage_runner import StageRunner
-from .kv_size import KVSize, default_cache_bytes, free_memory, kv_size
-from .numerics import UNKNOWN, Numerics, numerics_of
+from .kv_size import KVSize, default_cache_bytes, kv_size
+from .numerics import UNKNOWN, Numerics, is_batch_invariant, numerics_of
 from .offload import stream_plan
 from .scheduling.batch import Executor
 from .scheduling.clock import WallClock
@@ -54,7 +62,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and what is to be known about it."""
+    """An engine, and the facts about it that callers need."""
 
     core: EngineCore
     source: ModelSource
@@ -62,17 +70,21 @@ class BuiltEngine:
     kv_tokens: int
     eos_token_ids: tuple[int, ...]
     kernels: str
-    """Which kernels run, and why: the start-up line."""
+    """Running kernels and the reason for them, as a start-up line."""
     report: tuple[str, ...] = ()
-    """On a GPU: where its memory went, and what starting took. On several ranks: what each of them does."""
+    """On a GPU: the use of its memory and the times of the start-up. On several ranks: the task of each rank."""
     ranks: Ranks | None = None
     """Ranks started for this engine, and closed with it."""
     mesh: Mesh | None = None
-    """All ranks, and the place of this one; None if there is only one."""
+    """All ranks, and the coordinates of this one; None if there is only one."""
     numerics: Numerics = UNKNOWN
     """Fingerprint of everything that its bits depend on."""
+    adapters: AdapterStore | None = None
+    """Adapters for requests that name them, with ``enable_lora``."""
+    grammar_cache_bytes: int = CACHE_BYTES
+    """Memory of compiled grammars that are kept."""
     speaks: bool = True
-    """True on the one rank that decides and logs what runs."""
+    """True on the one rank that decides and logs steps."""
 
     def grammars(self, *, checked: bool) -> GrammarCompiler:
         """Return the grammar compiler of this model (``GrammarCompiler``); it reads the tokenizer when first needed."""
@@ -83,7 +95,7 @@ class BuiltEngine:
                 raise ValueError("structured_outputs need a tokenizer, and this model has none")
             return Vocabulary.of(found, self.eos_token_ids, self.vocab_size)
 
-        return GrammarCompiler(vocabulary, checked=checked)
+        return GrammarCompiler(vocabulary, checked=checked, cache_bytes=self.grammar_cache_bytes)
 
     @property
     def vocab_size(self) -> int:
@@ -108,6 +120,10 @@ def build_engine(
     Raises:
         ValueError: the model, a setting or the memory is at fault; the message says what to change.
     """
+    if config.enable_lora and mesh is not None:
+        raise ValueError(
+            "enable_lora runs on one device so far: leave out data_parallel_size, or serve (transect serve)"
+        )
     source = resolve(config.model, load_format=config.load_format, revision=config.revision, adapter=config.adapter)
     ends = source.config.eos_token_ids if config.eos_token_ids is None else config.eos_token_ids
     device, reason = device_for(config)
@@ -117,19 +133,28 @@ def build_engine(
     max_num_seqs, max_num_batched_tokens = config.limits(device.type)
     report: tuple[str, ...] = ()
     executor: Executor
+    drafts_with = draft_source(config, source)
+    drafting: tuple[EngineConfig, Executor, KVSize] | None = None
     fill_tokens = graph_tokens = graph_prompts = None
     if device.type == "cuda":
         from .executors.gpu.build import build_gpu
         from .executors.gpu.step_sizes import FEWEST_ROWS
 
+        if drafts_with is not None:
+            drafting = _draft_on_gpu(config, source, drafts_with, device)
         parts = build_gpu(config, source, device, compilers, began, mesh)
         executor, size, why, report = parts.runner, parts.size, parts.description, parts.report
         storage, exact, computes = parts.storage, config.deterministic, parts.description
         fill_tokens, graph_tokens = parts.fill_tokens, parts.runner.graph_tokens or None
         graph_prompts = FEWEST_ROWS if graph_tokens else None
     else:
-        executor, size, why, storage, computes = _build_cpu(config, source, mesh)
-        exact = config.deterministic or config.dtype == "float32" or computes.startswith("C++ layers")
+        executor, size, why, storage, computes, exact = _build_cpu(config, source, mesh, drafts_with)
+        if config.deterministic and not exact:
+            raise ValueError(f"{why} give a token other bits in other batches: leave out deterministic")
+        if drafts_with is not None:
+            draft = draft_config(config, drafts_with, size)
+            on_host = 1 if mesh is None else mesh.world.on_host
+            drafting = (draft, *_build_cpu(draft, drafts_with, None, on_host=on_host)[:2])
         if config.device == "auto" and torch.cuda.is_available():
             why = f"{why}; not on the GPU: {reason}"
     limit = config.step_limit
@@ -154,6 +179,7 @@ def build_engine(
             max_queue=config.max_queue,
             max_queue_bytes=config.max_queue_bytes,
             max_queue_wait=config.max_queue_wait,
+            max_adapters=config.max_loras if config.enable_lora else None,
             pipeline_depth=config.pipeline_parallel_size,
             seed=config.seed if seed is None else seed,
         ),
@@ -163,22 +189,52 @@ def build_engine(
     lag = int(ahead) if config.pipeline_parallel_size == 1 else config.pipeline_parallel_size - 1
     padding = getattr(executor, "padding", None)
     log_of = decision_log(config, scheduler, lag, source.config, storage, device, padding)
+    store = _adapter_store(config, source, executor, scheduler)
     if config.speculation is not None:
         executor = Drafted(executor)
+    if drafting is not None:
+        draft, model_executor, draft_size = drafting
+        limits = max_num_seqs, max_num_batched_tokens
+        attach(scheduler, model_executor, draft, draft_size, scheduler.clock, mesh, limits)
+        why += f"; drafts by {draft.model}"
     core = EngineCore(scheduler, executor, lag=lag, decisions=log_of)
     kv_tokens = size.num_blocks * config.block_size
     if source.adapter is not None and device.type == "cuda":
         why = f"{why}, adapter {'beside' if config.quantization else 'in'} the weights"
     log.info("%s; KV cache %d tokens, context %d; %s", why, kv_tokens, size.max_model_len, config)
     numerics = numerics_of(config, source, device, computes, exact)
-    return BuiltEngine(core, source, size.max_model_len, kv_tokens, ends, why, report, numerics=numerics)
+    return BuiltEngine(
+        core,
+        source,
+        size.max_model_len,
+        kv_tokens,
+        ends,
+        why,
+        report,
+        numerics=numerics,
+        adapters=store,
+        grammar_cache_bytes=config.grammar_cache_bytes,
+    )
+
+
+def _adapter_store(
+    config: EngineConfig, source: ModelSource, executor: Any, scheduler: Scheduler
+) -> AdapterStore | None:
+    """Adapters in host memory, from which the executor fills the slots of its model."""
+    if not config.enable_lora:
+        return None
+    adapters: RowAdapters = executor.model.adapters
+    store = AdapterStore(source, adapters, config)
+    store.in_use = lambda: {state.spec.adapter for state in scheduler.requests.values() if state.spec.adapter}
+    executor.adapters = AdapterSlots(adapters, store.get)
+    return store
 
 
 def scheduler_class(name: str | None) -> type[Scheduler]:
     """Load the class that ``scheduler_cls`` names.
 
     Raises:
-        ValueError: there is no such file, module or class, or it is no ``Scheduler``.
+        ValueError: there is no such file, module or class, or it is not a ``Scheduler``.
     """
     if name is None:
         return Scheduler
@@ -187,7 +243,7 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
             file, _, attribute = name.rpartition(":")
             spec = importlib.util.spec_from_file_location(Path(file).stem, file)
             if spec is None or spec.loader is None:
-                raise ImportError(f"{file} is no Python file")
+                raise ImportError(f"{file} is not a Python file")
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
@@ -203,17 +259,39 @@ def scheduler_class(name: str | None) -> type[Scheduler]:
     return found
 
 
+def _draft_on_gpu(
+    config: EngineConfig, source: ModelSource, draft: ModelSource, device: torch.device
+) -> tuple[EngineConfig, Executor, KVSize]:
+    """Build the model that drafts on a GPU. It comes first: the engine's model takes the memory that is left."""
+    from .executors.gpu.build import build_gpu
+
+    free, total = torch.cuda.mem_get_info(device)
+    usable = total * config.gpu_memory_utilization - (total - free)
+    storage = storage_for(kv_dtype(config.dtype).itemsize, config.quantization)
+    form = draft_config(config, draft, planned_size(config, source, draft, usable, storage))
+    parts = build_gpu(form, draft, device)
+    return form, parts.runner, parts.size
+
+
 def _build_cpu(
-    config: EngineConfig, source: ModelSource, mesh: Mesh | None
-) -> tuple[Runner, KVSize, str, Storage, str]:
-    """The model and its cache in the memory of the host, which kernels run and why, in which formats, and what in the
-    kernels decides about bits."""
-    on_host = 1 if mesh is None else mesh.world.on_host
+    config: EngineConfig, source: ModelSource, mesh: Mesh | None, beside: ModelSource | None = None, on_host: int = 1
+) -> tuple[Runner, KVSize, str, Storage, str, bool]:
+    """Build the model and its cache in the memory of the host.
+
+    Args:
+        beside: a model that drafts, whose cache has as many tokens.
+        on_host: ranks that have this model whole.
+
+    Returns:
+        Runner, size of the cache, which kernels run and why, formats, what in the kernels decides about bits, and
+        ``Numerics.exact``.
+    """
+    on_host = on_host if mesh is None else mesh.world.on_host
     threads = config.cpu_threads() if config.threads or on_host == 1 else max(1, config.cpu_threads() // on_host)
     torch.set_num_threads(threads)
     free = free_memory()
     if mesh is not None:
-        free = min(mesh.world.exchange(free))  # nobody fills it before all have looked, and all say the same
+        free = min(mesh.world.exchange(free))  # no rank fills it before all have measured, and all report the same
     stream = _cpu_stream(config, source, mesh)
     if stream is None:
         shapes = None if mesh is None else shard_of(source.config, mesh).shapes()
@@ -233,14 +311,14 @@ def _build_cpu(
         whole = native and not lacks_layers(source.config, config.block_size, config.quantization)
         model = load_model(source, **drawn, **choice)  # type: ignore[arg-type]
         if source.adapter is not None:
-            beside = "beside the packed weights"
+            place = "beside the packed weights"
             if not isinstance(model.stack, NativeStack):
-                whole, beside = False, f"{beside}, layers operator by operator"
-            why = f"{why}, adapter {beside if is_beside(model) else 'in the weights'}"
+                whole, place = False, f"{place}, layers operator by operator"
+            why = f"{why}, adapter {place if is_beside(model) else 'in the weights'}"
     else:
         model, why, native = load_shard(source, mesh, **drawn, **choice)  # type: ignore[arg-type]
         whole, library = native, None
-    computes = "C++ layers" if whole else "C++ products" if native else "torch"
+    computes = "C++ layers" if isinstance(model.stack, NativeStack) else "C++ products" if native else "torch"
     computes += "" if library is None else f" of {library.name}"
     if config.kv_cache_dtype != "auto":
         why = f"{why}, KV cache in {config.kv_cache_dtype}"
@@ -257,7 +335,10 @@ def _build_cpu(
     size = kv_size(
         config,
         model_positions=source.config.max_position,
-        bytes_per_token=kv_bytes_per_token(model.config, Storage(kv=cached_bits)),
+        bytes_per_token=sum(
+            kv_bytes_per_token(each, Storage(kv=cached_bits))
+            for each in (model.config, *([] if beside is None else [beside.config]))
+        ),
         free_bytes=free // on_host,
         default_bytes=default_cache_bytes(free) // on_host,
     )
@@ -267,13 +348,17 @@ def _build_cpu(
     storage = storage_of_model(model, activation=computed, kv=cached_bits)
     if stream is not None:
         storage, why = replace(storage, streamed=stream.bytes), f"{why}; {stream}"
+    exact = is_batch_invariant(model)
     if mesh is not None and mesh.pipeline.size > 1:
-        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes
-    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes
+        return StageRunner(model, *caches, mesh, fill_masks=MaskFiller()), size, why, storage, computes, exact
+    if config.enable_lora:
+        add_row_adapters(model, adapter_room(config), half=config.dtype != "float32")
+        why = f"{why}, up to {config.max_loras} adapters in a step"
+    return Runner(model, *caches, fill_masks=MaskFiller()), size, why, storage, computes, exact
 
 
 def _cpu_stream(config: EngineConfig, source: ModelSource, mesh: Mesh | None) -> StreamPlan | None:
-    """The layers that stream on a CPU, where plain torch does not hold the codes of every format."""
+    """Plan the layers that stream on a CPU, where plain torch does not hold the codes of every format."""
     quantization = None if rounded_values(config.quantization) else config.quantization
     storage = storage_for(kv_dtype(config.dtype).itemsize, quantization)
     shapes = None if mesh is None else shard_of(source.config, mesh).shapes()

@@ -9,21 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from ..checkpoints.peft_config import target_names
 from ..hardware.cores import usable_cores
 from ..spec.layouts.ranks import RankLayout
 from ..spec.numbers.registry import AUTO, cache_format, cache_formats, dtype_name, rounding, roundings
 from ..spec.settings import About, changed_fields, check_values
+from ..text.grammar.params import CACHE_BYTES
 from .executors.gpu.options import GPUOptions
 from .scheduling.drafters.registry import SpeculativeConfig
-from .scheduling.policies.order import SchedulingPolicy
+from .scheduling.policies.orders.registry import scheduling_policies
 from .scheduling.scheduler_config import Batching
 
 DEFAULT_BATCHED_TOKENS = {"cpu": 256, "cuda": 8192}
-"""Tokens in a step. Decoding streams wait for the prefill chunks of others: this many take a small CPU 0.15 s, and an
-H200 with an 8B model 0.2 s."""
+"""Default tokens in a step. Decoding streams wait for the prefill chunks of others: a step of this size takes 0.15 s on
+a small CPU, and 0.2 s on an H200 with an 8B model."""
 DEFAULT_NUM_SEQS = {"cpu": 64, "cuda": 256}
 DEFAULT_TIMED_SEQS = {"cpu": 64, "cuda": 512}
-"""Default of ``max_num_seqs`` where a time limits steps: more places, so that prompts wait less for one."""
+"""Default of ``max_num_seqs`` if a time limits steps: more sequences run, so prompts wait less for a place."""
 
 ONE_OR_MORE = About(least=1)
 DTYPES = About(choices=lambda: (AUTO, "bfloat16", "float16", "float32"))
@@ -35,9 +37,10 @@ class StepLimit(NamedTuple):
     """Meaning of ``EngineConfig.mixed_step_limit``."""
 
     tokens: int | None = None
-    """Largest number of tokens in a step in which sequences decode; None if ``max_num_batched_tokens`` is."""
+    """Largest number of tokens in a step in which sequences decode; None if only ``max_num_batched_tokens`` limits
+    it."""
     seconds: float | None = None
-    """Longest time of such a step; 0: a multiple of the time that decodes alone take; None if no time limits it."""
+    """Longest time of such a step; 0 for a multiple of the time that decodes alone take; None for no time limit."""
     fill: bool = False
     """Prefill in small chunks while decoding, when the whole batch finishes sooner."""
 
@@ -52,17 +55,24 @@ class EngineConfig:
 
     Attributes:
         model: A built-in name, a ``.gguf`` file, a directory in Hugging Face layout, or a hub id.
-        load_format: Load weights, or draw random ones (``dummy``). ``dummy`` draws from ``seed`` (or 0) in the shape of
-            ``model``, which is a directory with a config.json or a built-in shape.
+        load_format: Load weights, or generate random ones (``dummy``). ``dummy`` draws from ``seed`` (or 0) in the
+            shape of ``model``, which is a directory with a config.json or a built-in shape.
         revision: Branch, tag or commit of a hub id.
         adapter: An adapter in PEFT's layout for all requests: a directory or a hub id. It is added to the weights when
             they are loaded; beside packed weights (a GGUF file on the C++ kernels, ``int4``) it stays separate.
-        tokenizer: Place of the tokenizer and its chat template, if not with the model; a name as for ``model``.
+        enable_lora: Serve adapters beside the base, each to the requests that name it (``LoRARequest`` in Python,
+            ``--lora-modules`` and ``model`` in a server). Rows of different adapters and of none share a batch.
+        max_loras: Different adapters of sequences that run at the same time. Each takes a slot in the device's memory.
+        max_lora_rank: Largest rank of an adapter.
+        max_cpu_loras: Adapters kept in host memory; default: four times max_loras. The least recently used leave.
+        lora_target_modules: Matrix that adapters may change, such as ``q_proj``; repeatable. Default: all of the
+            layers. Fewer take less memory, and less time in each step.
+        tokenizer: Location of the tokenizer and chat template, if not with the model; named like ``model``.
         tokenizer_revision: Branch, tag or commit of ``tokenizer``, if it is a hub id.
         chat_template: A file with a Jinja template, or the template itself, in place of the model's.
         generation_config: Sampling defaults: ``auto`` (the model's), ``none``, or a folder with a
             generation_config.json. The model's are in its generation_config.json or its GGUF file.
-        override_generation_config: Keys of generation_config.json that replace those: ``{"temperature": 0.5}``.
+        override_generation_config: Keys of generation_config.json to override: ``{"temperature": 0.5}``.
         eos_token_ids: Tokens that end an answer; default: those in the model's files.
         dtype: Number format of the computation. ``auto``: on a GPU bfloat16, on a CPU the file's own formats with a KV
             cache in bfloat16. ``float32`` computes exactly the dequantized model; ``float16`` needs plain torch on a
@@ -73,15 +83,15 @@ class EngineConfig:
             of bfloat16; values are divided by the checkpoint's scales if it has any, and clipped to 448. ``int8`` has a
             scale for each head of a token. On a CPU ``fp8`` runs in the C++ kernels unless ranks share the model.
         device: Device to run on. ``auto``: a CUDA GPU if there is one and Triton is installed.
-        deterministic: A request's logits are the same to the bit alone and in any batch, at any chunk size. Slower on a
+        deterministic: Make a request's logits bit-identical in any batch and at any chunk size. Slower on a
             GPU; the C++ CPU kernels are always deterministic.
-        max_model_len: Longest prompt and output together, in tokens; default: the model's context, or less if the KV
+        max_model_len: Longest prompt plus output, in tokens; default: the model's context, or less if the KV
             cache holds less.
-        max_num_seqs: Sequences that run at the same time; default: 64, on a GPU 256, or 512 where a time limits steps.
+        max_num_seqs: Concurrent sequences; default: 64, on a GPU 256, or 512 if steps are limited by time.
             The others wait.
-        max_num_batched_tokens: Tokens in one step, prefill and decode together; default: 256, on a GPU 8192, or
+        max_num_batched_tokens: Tokens per step, prefill plus decode; default: 256, on a GPU 8192, or
             max_num_seqs if larger. More make prefill faster, and the gaps between tokens longer.
-        mixed_step_limit: Limit of steps in which sequences decode: ``full``, ``fill``, ``auto``, ``30ms`` or
+        mixed_step_limit: Limit of steps with decoding sequences: ``full``, ``fill``, ``auto``, ``30ms`` or
             ``512tokens``; default: ``auto`` in a server, ``fill`` in ``LLM``. Running sequences get no token before the
             step ends, so shorter steps make the gaps between tokens shorter and the throughput lower. ``full``: no
             limit but ``max_num_batched_tokens``. ``512tokens``: a number of tokens. ``30ms``: a time; the engine learns
@@ -95,45 +105,48 @@ class EngineConfig:
         kv_cache_tokens: Size of the KV cache in tokens; default: as much as max_num_seqs and the memory allow. That is
             max_num_seqs sequences of max_model_len, in at most a quarter of the free memory and 2 GiB; on a GPU all
             memory that gpu_memory_utilization leaves.
-        enable_prefix_caching: Keep the KV of finished prompts for later prompts that begin alike.
+        enable_prefix_caching: Keep the KV of finished prompts for later prompts with the same beginning.
         batching: Batch continuously, or in fixed batches (``static``) to compare with.
-        scheduling_policy: Serve requests in the order of arrival (``fcfs``), or the more urgent ones first
+        scheduling_policy: Serve requests in order of arrival (``fcfs``), or by priority
             (``priority``). Under ``priority`` lower numbers run earlier, and waiting raises the rank; under ``fcfs`` a
             priority is an error. In both, the clients of a server share it by their weights.
         longest_first: Begin with the requests that may draw the most tokens; default: in ``LLM``, not in a server. Work
             that is all there ends sooner; in a server short requests would wait for long ones.
-        scheduler_cls: A scheduler of your own, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
+        scheduler_cls: Your own scheduler, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
             ``engine.scheduling.scheduler.Scheduler``.
         speculative_config: Speculative decoding: ``{"method": "ngram"}`` or ``"suffix"``; the answers are the same.
             Names are vLLM's: ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The
             number of drafts of each step is chosen by expected gain.
-        jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
-        max_queue: Requests that may wait; a server answers more with 503. Default: no limit.
-        max_queue_bytes: Memory in bytes of requests that wait; one client may have half of it. Default: no limit in
+        jump_ahead: Compute runs of tokens that a grammar forces in one step; off: draw each.
+        grammar_cache_bytes: Memory in bytes of compiled grammars that are kept for later requests; the least recently
+            used go first.
+        max_queue: Maximum number of waiting requests; a server answers more with 503. Default: no limit.
+        max_queue_bytes: Maximum memory of waiting requests in bytes; half of it per client. Default: no limit in
             ``LLM``.
-        max_queue_wait: Predicted wait in seconds beyond which a server answers with 503. Default: no limit in ``LLM``.
-        async_scheduling: Plan a step before the tokens of the last one are known; default: on a GPU.
-        threads: CPU threads of the model; default: the cores that this process may use. torch gets as many threads in
+        max_queue_wait: Maximum predicted wait in seconds; beyond it a server answers with 503. Default: no limit in
+            ``LLM``.
+        async_scheduling: Plan a step before the previous tokens are known; default: on a GPU.
+        threads: CPU threads of the model; default: this process's cores. torch gets as many threads in
             this process, or 1 where the C++ kernels run, which have their own.
-        native: Demand the compiled CPU kernels, or do without them; default: use them if they can run.
-        seed: Seed of requests that bring none; default: a random one.
-        tensor_parallel_size: Devices between which every matrix is cut; on a CPU, processes.
+        native: Require or disable the compiled CPU kernels; default: use them if possible.
+        seed: Seed of requests without one; default: random.
+        tensor_parallel_size: Devices (on a CPU, processes) that share every matrix.
         pipeline_parallel_size: Groups of devices, each with some of the layers.
         data_parallel_size: Groups of devices, each with the whole model and its own requests. Behind a server these are
             separate engines; in an ``LLM`` they are one engine, whose steps they take together.
         enable_expert_parallel: Ranks of the tensor and data axes share the experts of a mixture, each whole on one
             rank. With data_parallel_size the ranks are one engine behind a server, too.
         first_device: Number of the GPU of the first rank; the others have those after it.
-        check_plans: To find errors: the ranks compare their plans in every step.
+        check_plans: Compare the ranks' plans in every step, to find errors.
         decisions: Keep a log of the scheduler's decisions in memory (``engine/scheduling/decisions.py``).
         decision_log: Write the scheduler's decisions to this file; see ``transect explain``.
-        hung_after_s: Seconds of silence of the engine process after which it counts as hung; default: 60, or 20 with
+        hung_after_s: Seconds of silence after which the engine process counts as hung; default: 60, or 20 with
             replicas. ``/health`` says so, or another replica takes over its requests.
-        fail_over: Continue the requests of a replica that has ended or hangs in the others, and start it again.
-        cuda_graphs: Capture steps that only decode at the start (``on``), when each first comes (``lazy``), or never.
+        fail_over: Continue the requests of a dead or hung replica on the others, and restart it.
+        cuda_graphs: Capture decode steps at the start (``on``), at first use (``lazy``), or never.
         gpu: Optimizations on a GPU, which can be switched off to compare.
         gpu_memory_utilization: Share of the GPU's memory that the engine may fill.
-        cpu_offload_gb: GiB by which the weights on each device shrink, because layers stream from host memory. If it is
+        cpu_offload_gb: GiB of weights to move off each device; these layers stream from host memory. If it is
             more than the layers have, all of them stream (``models/streaming/``).
         offload_folder: Stream layers from a file in this folder on a fast disk, not from host memory.
 
@@ -149,12 +162,17 @@ class EngineConfig:
         "itl_target": "mixed_step_limit, such as 30ms, auto or full",
         "policy": "batching (continuous, static), or scheduling_policy (fcfs, priority)",
     }
-    """Settings of earlier versions, and what to give in their place."""
+    """Settings of earlier versions, each with its replacement."""
 
     model: str
     load_format: Literal["auto", "dummy"] = "auto"
     revision: str | None = None
     adapter: str | None = None
+    enable_lora: bool = False
+    max_loras: Annotated[int, ONE_OR_MORE] = 8
+    max_lora_rank: Annotated[int, ONE_OR_MORE] = 16
+    max_cpu_loras: Annotated[int | None, ONE_OR_MORE] = None
+    lora_target_modules: tuple[str, ...] = ()
     tokenizer: str | None = None
     tokenizer_revision: str | None = None
     chat_template: str | None = None
@@ -176,11 +194,12 @@ class EngineConfig:
     kv_cache_tokens: Annotated[int | None, ONE_OR_MORE] = None
     enable_prefix_caching: Annotated[bool, About(option="prefix-caching", also=("enable_prefix_caching",))] = True
     batching: Batching = "continuous"
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduling_policy: Annotated[str, About(choices=scheduling_policies)] = "fcfs"
     longest_first: bool | None = None
     scheduler_cls: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     jump_ahead: bool = True
+    grammar_cache_bytes: Annotated[int, ONE_OR_MORE] = CACHE_BYTES
     max_queue: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_bytes: Annotated[int | None, ONE_OR_MORE] = None
     max_queue_wait: Annotated[float | None, About(above=0)] = None
@@ -221,10 +240,8 @@ class EngineConfig:
         if self.max_num_seqs is not None:
             self._check_steps(self.max_num_seqs)
         self._check_layout()
-        if self.speculation is not None and self.ranks > 1:
-            raise ValueError(
-                "speculative decoding runs on one device so far: leave out speculative_config, or the parallel sizes"
-            )
+        self._check_speculation()
+        self._check_lora()
         if self.decision_log is not None and not self.decisions:
             raise ValueError("decision_log names a file, but decisions is off: leave one of them out")
 
@@ -258,6 +275,21 @@ class EngineConfig:
         """True if groups of ranks of one engine have requests of their own."""
         return self.layout.data > 1
 
+    def _check_speculation(self) -> None:
+        speculation = self.speculation
+        if speculation is None:
+            return
+        if self.shares_data:
+            raise ValueError(
+                "groups of ranks that share experts take their steps together, and drafts would make those of one "
+                "group longer: leave out speculative_config, or data_parallel_size"
+            )
+        if speculation.drafts_by_model and self.layout.pipeline > 1:
+            raise ValueError(
+                "a model that drafts would hold up all stages of a pipeline: take the speculative method ngram or "
+                "suffix, or tensor_parallel_size in place of pipeline_parallel_size"
+            )
+
     def _check_layout(self) -> None:
         RankLayout(*self.parallel_sizes)
         if not self.enable_expert_parallel:
@@ -267,6 +299,36 @@ class EngineConfig:
                 "enable_expert_parallel shares experts between the ranks of the tensor and data axes, and there is one "
                 "such rank: give tensor_parallel_size or data_parallel_size, or leave it out"
             )
+
+    def _check_lora(self) -> None:
+        object.__setattr__(self, "lora_target_modules", tuple(self.lora_target_modules))
+        target_names(self.lora_target_modules)
+        if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
+            raise ValueError(
+                f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): raise it or "
+                "lower that"
+            )
+        if not self.enable_lora:
+            return
+        if self.adapter is not None:
+            raise ValueError(
+                "adapter is for all requests and enable_lora for those that name one: leave one of them out"
+            )
+        if self.tensor_parallel_size * self.pipeline_parallel_size > 1 or self.enable_expert_parallel:
+            raise ValueError(
+                "enable_lora runs on one device so far: leave out tensor_parallel_size, pipeline_parallel_size and "
+                "enable_expert_parallel (replicas by data_parallel_size are possible), or merge the adapter "
+                "(transect export --merge)"
+            )
+        if self.cpu_offload_gb or self.offload_folder:
+            raise ValueError(
+                "layers that stream take no adapters: leave out cpu_offload_gb and offload_folder, or enable_lora"
+            )
+
+    @property
+    def cpu_loras(self) -> int:
+        """``max_cpu_loras``, or its default."""
+        return self.max_cpu_loras or 4 * self.max_loras
 
     def _check_cache(self) -> None:
         form = cache_format(self.kv_cache_dtype)
@@ -289,14 +351,14 @@ class EngineConfig:
 
     def _check_offload(self) -> None:
         if self.offload_folder is not None and not self.cpu_offload_gb:
-            raise ValueError("offload_folder holds layers that stream, and none do: give cpu_offload_gb too")
+            raise ValueError("offload_folder holds layers that stream, and no layers stream: give cpu_offload_gb too")
         if self.cpu_offload_gb and self.native:
             raise ValueError(
                 "native=True asks for the C++ kernels, which have all layers in memory: leave out cpu_offload_gb"
             )
 
     def _check_steps(self, seqs: int) -> None:
-        """Every sequence that runs needs a token of each step."""
+        """Check that a step has a token for every running sequence."""
         limits = (("max_num_batched_tokens", self.max_num_batched_tokens), ("mixed_step_limit", self.step_limit.tokens))
         for name, tokens in limits:
             if tokens is not None and tokens < seqs:
@@ -304,11 +366,11 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
-        """``speculative_config`` as the scheduler takes it."""
+        """``speculative_config`` in the scheduler's form."""
         return None if self.speculative_config is None else SpeculativeConfig.of(self.speculative_config)
 
     def limits(self, device: str) -> tuple[int, int]:
-        """max_num_seqs and max_num_batched_tokens with the defaults of a device type (``cpu``, ``cuda``).
+        """Return max_num_seqs and max_num_batched_tokens, with the defaults of a device type (``cpu``, ``cuda``).
 
         Raises:
             ValueError: mixed_step_limit is below the default of max_num_seqs.
@@ -321,19 +383,19 @@ class EngineConfig:
         return seqs, max(DEFAULT_BATCHED_TOKENS[device], seqs) if tokens is None else tokens
 
     def for_server(self) -> EngineConfig:
-        """This configuration with a server's defaults: a time limits steps."""
+        """Return this configuration with a server's defaults: a time limits steps."""
         if self.mixed_step_limit is not None or self.batching == "static":
             return self
         return dataclasses.replace(self, mixed_step_limit="auto")
 
     @property
     def step_limit(self) -> StepLimit:
-        """``mixed_step_limit`` in parts."""
+        """``mixed_step_limit``, parsed."""
         return _step_limit(self.mixed_step_limit)
 
     def cpu_threads(self) -> int:
-        """``threads``, or the number of cores that this process may use and has the time of (``usable_cores``), but no
-        more than ``OMP_NUM_THREADS`` says, where it is set.
+        """Return ``threads``, or the number of cores that this process may use and gets time on (``usable_cores``),
+        limited by ``OMP_NUM_THREADS`` if that is set.
 
         Raises:
             ValueError: more threads than cores. They would wait for each other at every barrier of a step, and keep
@@ -349,7 +411,7 @@ class EngineConfig:
         return self.threads or min(usable_cores(), asked)
 
     def __str__(self) -> str:
-        """The fields that differ from their defaults, for the start-up line."""
+        """List the fields that differ from their defaults, for the start-up line."""
         return ", ".join(changed_fields(self))
 
 

@@ -16,7 +16,6 @@ import dataclasses
 
 import msgspec
 
-from ..costs.steps import StepLoad
 from ..parallel.launch import Ranks
 from ..parallel.mesh import Mesh
 from ..parallel.world import World
@@ -24,14 +23,14 @@ from ..spec.layouts.ranks import RankPlace
 from .leading import FollowingCore, LeadingCore, Message
 from .scheduling import limits
 from .scheduling.arrivals import seed_of
-from .scheduling.core import EngineCore, StepInFlight
+from .scheduling.core import EngineCore, Lesson, StepInFlight
 from .scheduling.outputs import EngineOutput, SchedulerStats
 from .scheduling.policies.admission import QueueFull
 from .scheduling.policies.routing import TYPICAL_OUTPUT, Router, Ticket
 from .scheduling.request import Request
 
 TAG = 1 << 30
-"""The tag of reports; steps have theirs."""
+"""Tag of reports; steps have tags of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,11 +51,11 @@ class _Running:
 
     ticket: Ticket
     choices: int
-    """Those that have not ended."""
+    """Choices that have not ended."""
 
 
 class SharingCore(LeadingCore):
-    """The engine of rank 0, which is in the first group, and has the callers of all."""
+    """The engine of rank 0, which belongs to the first group, and serves the callers of all groups."""
 
     def __init__(self, core: EngineCore, ranks: Ranks, mesh: Mesh, kv_tokens: int, seed: int) -> None:
         super().__init__(core, ranks)
@@ -67,9 +66,9 @@ class SharingCore(LeadingCore):
         self._running: dict[str, _Running] = {}
         self._stats: list[SchedulerStats] = [self.scheduler.stats() for _ in self._leads]
         self._busy = [False] * layout.data
-        """Whose steps are under way, of the other groups."""
+        """True for each other group with steps in flight."""
         self._new = [0] * layout.data
-        """Requests that a group got since its last report."""
+        """Requests that each group received since its last report."""
         self._seed, self._count = seed, 0
 
     def add(self, request: Request) -> None:
@@ -152,10 +151,8 @@ class SharingCore(LeadingCore):
     def _tell(self, group: int | None, method: str, *arguments: object) -> None:
         self._messages.append(Message(method, arguments, group))
 
-    def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
-        seconds = EngineCore._learn(self, done, ended, late)
-        self._tell(0, "learned", self._work_of(done.batch), seconds)
-        return seconds
+    def _tell_times(self, lesson: Lesson) -> None:
+        self._tell(0, "learned", lesson)
 
 
 class GroupCore(FollowingCore):
@@ -172,10 +169,12 @@ class GroupCore(FollowingCore):
         self._world.send(Report(outputs, self.stats(), learned, self.has_work), 0, tag=TAG)
         return outputs
 
-    def learned(self, load: StepLoad, seconds: float) -> None:
-        """It has learned that itself."""
+    def learned(self, lesson: Lesson) -> None:
+        """Do nothing: this rank has measured the step itself."""
 
     def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
-        seconds = EngineCore._learn(self, done, ended, late)
-        self._learned.append(Message("learned", (self._work_of(done.batch), seconds), self._group))
-        return seconds
+        return EngineCore._learn(self, done, ended, late)
+
+    def learn(self, lesson: Lesson) -> None:
+        super().learn(lesson)
+        self._learned.append(Message("learned", (lesson,), self._group))

@@ -16,7 +16,7 @@ from .ggml_blocks import QuantizedTensor
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor to be written: its name, shape in torch's order, type, and what makes it when its turn comes."""
+    """A tensor to be written: its name, shape in torch's order, type, and a function that makes it when needed."""
 
     name: str
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class PlannedTensor:
 
 
 def write_gguf(path: Path, metadata: Mapping[str, Any], tensors: Iterable[PlannedTensor]) -> None:
-    """Write a file; it has its name when it is whole.
+    """Write a file, which gets its name when it is complete.
 
     Args:
         metadata: key to value: str, int (written as uint32), float (float32), bool, or a list of one of these;

@@ -5,7 +5,7 @@ them once more and push other pages out. With O_DIRECT the disk moves bytes stra
 asks for one part at a time, and a disk is fast only with many requests under way; so each read or write is cut into
 parts that a team works on.
 
-O_DIRECT wants offsets, lengths and addresses to be multiples of ``host_memory.ALIGNMENT``. File systems that do not
+O_DIRECT needs offsets, lengths and addresses to be multiples of ``host_memory.ALIGNMENT``. File systems that do not
 know it (tmpfs before Linux 6.6, some network mounts) are used through the page cache; ``direct`` says which it is.
 """
 
@@ -26,7 +26,7 @@ THREADS = 16
 
 
 class PendingTransfer:
-    """A read or a write on its way."""
+    """A read or write in progress."""
 
     def __init__(self, what: str, parts: list[Future[None]]) -> None:
         self._what, self._parts = what, parts
@@ -126,11 +126,11 @@ class DirectFile:
             done += os.pwritev(self._handle, [part[done:]], offset + done)
 
     def flush(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until written data is on the disk."""
         os.fsync(self._handle)
 
     def close(self) -> None:
-        """Finish what is under way and close it."""
+        """Finish transfers in progress and close the file."""
         self._team.shutdown()
         if self._handle >= 0:
             os.close(self._handle)

@@ -1,4 +1,4 @@
-"""Allocate host memory that a GPU and a disk can read and write directly.
+"""Host memory: how much is free, and buffers that a GPU and a disk can read and write directly.
 
 A GPU copies beside its other work only from and to pages that stay where they are (pinned, or page-locked). A disk
 moves bytes past the page cache only to and from memory that is aligned. ``host_memory`` gives both. The system
@@ -17,15 +17,17 @@ import os
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 ALIGNMENT = 4096
-"""Bytes: of addresses, offsets and lengths in direct reads and writes; a multiple of every disk's sector."""
+"""Alignment in bytes of addresses, offsets and lengths in direct reads and writes; a multiple of every disk's
+sector."""
 HUGE_PAGE = 2 * 2**20
 TOUCH_BYTES = 256 * 2**20
-"""So much memory one thread touches at a time."""
+"""Bytes of memory that one thread touches at a time."""
 
 
 class _Mapping(mmap.mmap):
@@ -33,19 +35,20 @@ class _Mapping(mmap.mmap):
 
 
 def aligned(nbytes: int) -> int:
-    """``nbytes`` rounded up to ``ALIGNMENT``."""
+    """Round ``nbytes`` up to ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
-    """Zeros, uint8 ``[nbytes]``, from an address that is a multiple of ``ALIGNMENT``. It is given back with the tensor.
+    """Allocate zeros, uint8 ``[nbytes]``, at an address that is a multiple of ``ALIGNMENT``. The memory is freed with
+    the tensor.
 
     Args:
         pin: lock the pages for copies to and from GPUs.
         threads: number of threads that touch the pages at once; 0 for the number of cores.
 
     Raises:
-        ValueError: there is not so much memory, or the system does not let this process pin it.
+        ValueError: there is not enough memory, or the system does not let this process pin it.
     """
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
@@ -64,7 +67,7 @@ def host_memory(nbytes: int, *, pin: bool = False, threads: int = 0) -> Tensor:
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin: bool = False, threads: int = 0) -> Tensor:
-    """Zeros of this shape and dtype in memory of ``host_memory``; errors are its own."""
+    """Allocate zeros of this shape and dtype by ``host_memory``, with its errors."""
     count = math.prod(shape)
     return host_memory(count * dtype.itemsize, pin=pin, threads=threads).view(dtype).view(*shape)
 
@@ -98,17 +101,17 @@ class Slot:
         self._until: torch.cuda.Event | None = None
 
     def view(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Its first ``count`` numbers, ``[count]``."""
+        """View the first ``count`` numbers, ``[count]``."""
         return self.memory[: count * dtype.itemsize].view(dtype)
 
     def busy_until(self, stream: torch.cuda.Stream) -> None:
-        """It is in use until what was put on ``stream`` so far is done."""
+        """Mark the slot as used until the work submitted to ``stream`` so far is done."""
         if self._until is None:
             self._until = torch.cuda.Event()
         self._until.record(stream)
 
     def wait(self) -> None:
-        """Wait until the device is done with it."""
+        """Wait until the device no longer uses the slot."""
         if self._until is not None:
             self._until.synchronize()
 
@@ -130,8 +133,44 @@ class Ring:
         self._next = 0
 
     def take(self) -> Slot:
-        """The next buffer, once the device is done with it."""
+        """Return the next buffer, once the device no longer uses it."""
         slot = self.slots[self._next]
         self._next = (self._next + 1) % len(self.slots)
         slot.wait()
         return slot
+
+
+def free_memory() -> int:
+    """Return the bytes that this process can still take: the machine's, or its container's if that allows less (Linux).
+
+    Raises:
+        ValueError: the system does not say; give the size of the KV cache.
+    """
+    free = _meminfo_available()
+    if free is None:
+        raise ValueError("this system does not say how much memory is free: give num_kv_blocks or kv_cache_bytes")
+    container = _cgroup_available()
+    return free if container is None else min(free, container)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    root = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return int((root / limit).read_text()) - int((root / used).read_text())
+        except (OSError, ValueError):  # no such control group, or "max"
+            continue
+    return None

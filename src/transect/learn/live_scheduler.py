@@ -74,7 +74,7 @@ def live_scheduler(make: Callable[[int, int, int, int], Any]) -> type[Scheduler]
                 state.prompt_done = True
                 seq.length = end + 1
             tokens = seq.prompt_token_ids, seq.output_token_ids
-            return ScheduledRow(seq.seq_id, start, count, *tokens, blocks, draws, *asked)
+            return ScheduledRow(seq.seq_id, start, count, *tokens, blocks, draws, *asked, adapter=seq.adapter)
 
         def commit(self, batch: ScheduledBatch, result: StepResult) -> list[EngineOutput]:
             outputs = super().commit(batch, result)

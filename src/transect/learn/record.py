@@ -50,7 +50,7 @@ class Slip:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """The inputs to measure on, and the work that they need at the least."""
+    """The inputs to measure on, and the least work that they need."""
 
     make: Callable[[Any], Sequence[Any]]
     slow: str

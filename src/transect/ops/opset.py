@@ -72,8 +72,9 @@ def resolve_ops(
 ) -> OpSet:
     """Pick for each operator the first implementation, in the order of ``backends``, that runs on ``device``.
 
-    ``batch_invariant`` admits only implementations that say so: slower, and a row's float32 result is the same to the
-    bit in any batch. ``differentiable`` takes each implementation's ``torch.library`` operator, for training;
+    ``batch_invariant`` admits only implementations that say so, and no configuration that was tuned on this machine:
+    slower, and a row's result is the same to the bit in any batch, and on any machine with such a device.
+    ``differentiable`` takes each implementation's ``torch.library`` operator, for training;
     torch's own are differentiable as they are. ``ValueError`` names the operator for which nothing is left, and why.
     """
     target = _target(torch.device(device))
@@ -97,6 +98,8 @@ def resolve_ops(
             if reason is None:
                 try:
                     picked[name] = load()
+                    if batch_invariant and _takes(picked[name], "own_tuning"):
+                        picked[name] = partial(picked[name], own_tuning=False)
                 except Unavailable as error:
                     reason = str(error)
             if reason is None:
@@ -117,14 +120,14 @@ def with_dependent_launch(ops: OpSet, on: bool = True) -> OpSet:
     on their stream must be kernels that wait for what they read, or that are launched without it."""
     callables = {name: getattr(ops, name) for name in OPERATORS}
     told: dict[str, Any] = {
-        name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes_dependent_launch(call)
+        name: partial(call, dependent_launch=on) for name, call in callables.items() if _takes(call, "dependent_launch")
     }
     return replace(ops, **told)
 
 
-def _takes_dependent_launch(call: Callable[..., Any]) -> bool:
+def _takes(call: Callable[..., Any], argument: str) -> bool:
     try:
-        return "dependent_launch" in signature(call).parameters
+        return argument in signature(call).parameters
     except ValueError:  # torch's own functions show no signature
         return False
 

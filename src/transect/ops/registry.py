@@ -171,7 +171,7 @@ class Op:
     error_ratio: float = 2.0
     """The largest error allowed, as a multiple of what torch's own operator makes in the same dtype."""
     error_note: str = ""
-    """Why ``error_ratio`` is not 2, where it is not."""
+    """Reason why ``error_ratio`` is not 2, if it is not."""
 
 
 FAMILIES = (
@@ -210,7 +210,7 @@ def get(name: str) -> Op:
 
 
 def all_ops() -> list[Op]:
-    """Every entry, by name; imports each file of the families."""
+    """List every entry, by name; imports each file of the families."""
     for family in FAMILIES:
         package = import_module(f".{family}", __package__)
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from ..spec.layouts.ranks import RankLayout
-from ..spec.layouts.schedule import Name
 from ..spec.layouts.spread import Spread
 from .experts import Way
 
@@ -35,7 +34,7 @@ class ParallelPlan:
     zero: int = 0
     reduce_dtype: torch.dtype = torch.float32
     sequence: bool = False
-    schedule: Name = "1f1b"
+    schedule: str = "1f1b"
     chunks: int = 1
     expert_way: Way = "auto"
     host: bool = False

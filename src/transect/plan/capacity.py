@@ -81,7 +81,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class RatePoint:
-    """One simulated rate: the summary with the keys of ``bench serve``, and what the engines did."""
+    """One simulated rate: the summary with the keys of ``bench serve``, and the state of the engines."""
 
     rate: float
     summary: dict[str, Any]
@@ -138,8 +138,8 @@ def simulate(model: EngineModel, load: RequestLoad, rate: float, engines: int = 
 
 
 def summary_of(run: FleetRun, warm: float = 0.0) -> dict[str, Any]:
-    """Summarize records as ``bench serve`` does, without the first share ``warm`` of them, and add what only a
-    simulation knows."""
+    """Summarize records as ``bench serve`` does, without the first share ``warm`` of them, and add the figures that
+    only a simulation has."""
     records = run.records[int(warm * len(run.records)) :]
     found = summarize(Run(records, run.seconds, 0.0))
     gauges = run.gauges

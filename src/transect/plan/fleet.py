@@ -22,7 +22,7 @@ from ..engine.scheduling.virtual_device import StepSeconds
 from .requests import Tokens, shares_prefixes
 
 LESSONS, LESSON_CONTEXT = 3, 512
-"""Rounds of steps that an engine knows from before, and the positions of a sequence in them."""
+"""Rounds of steps whose times an engine knows from the start, and the positions of a sequence in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class EngineModel:
 
 
 def _doubled(most: int) -> list[int]:
-    """1, 2, 4, ... up to ``most``."""
+    """List 1, 2, 4, ... up to ``most``."""
     return [1 << power for power in range(most.bit_length()) if 1 << power <= most]
 
 
@@ -91,7 +91,7 @@ class Kill:
 
 @dataclass(slots=True)
 class FleetGauges:
-    """Sums over looks at engines, one for each arrival.
+    """Sums over observations of engines, one for each arrival.
 
     Attributes:
         looks: number of them.
@@ -107,7 +107,7 @@ class FleetGauges:
     held: dict[str, int] = field(default_factory=dict)
 
     def look(self, engine: SimulatedEngine) -> None:
-        """Add one look at an engine."""
+        """Add one observation of an engine."""
         scheduler = engine.scheduler
         used = 1 - scheduler.cache.num_free / scheduler.config.num_blocks
         self.looks += 1
@@ -142,7 +142,7 @@ class FleetRun:
 
 @dataclass(slots=True)
 class _Sent:
-    """A request on its way."""
+    """A request in progress."""
 
     number: int
     asked: Asked
@@ -150,7 +150,7 @@ class _Sent:
     line: Timeline
     told: int = 0
     before: list[float] = field(default_factory=list)
-    """Moments of tokens that engines which have failed since had drawn."""
+    """Times of tokens drawn by engines that have failed since."""
 
 
 class _Member:
@@ -197,7 +197,7 @@ class Fleet:
         self._router = router([limits.num_blocks * limits.block_size] * places, limits.block_size)
         self._engines = engines
         self._members: list[_Member] = []
-        """By the router's number; an engine that starts takes the place of one that has ended."""
+        """Engines by the router's number; a new engine replaces one that has ended."""
         self._gone: list[_Member] = []
         self._gauges = FleetGauges()
         self._sizes: list[tuple[float, int]] = []
@@ -321,7 +321,7 @@ class Fleet:
         self._gauges.look(member.engine)
 
     def _collect(self, member: _Member) -> None:
-        """Take finished requests, and tell the router of tokens that have come."""
+        """Take finished requests, and report new tokens to the router."""
         for line in member.engine.done:
             sent = member.sent.pop(line.request_id, None)
             if sent is not None:

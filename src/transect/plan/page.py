@@ -42,7 +42,7 @@ def _points(answer: SimulatedChoice, name: str) -> list[tuple[float, float]]:
 
 
 def _costs(plan: FleetPlan, answer: SimulatedChoice) -> list[tuple[float, float]]:
-    """Dollars per million output tokens, and TTFT p99, at each simulated rate of one engine."""
+    """Return dollars per million output tokens, and TTFT p99, at each simulated rate of one engine."""
     hourly = plan.prices[answer.choice.card.name] * answer.choice.cards
     found = []
     for each in answer.points:

@@ -24,7 +24,7 @@ def lines(plan: FleetPlan, title: str, top: int = 8) -> list[str]:
     seen: dict[str, str] = {}
     for choice, why in plan.refused:
         seen.setdefault(why, str(choice))
-    found += [f"cannot be: {choice}: {why}" for why, choice in list(seen.items())[:3]]
+    found += [f"impossible: {choice}: {why}" for why, choice in list(seen.items())[:3]]
     return found
 
 

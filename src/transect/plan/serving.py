@@ -17,14 +17,15 @@ Way = CardChoice | MeasuredChoice
 GROWTH = 1.5
 """Growth of the load for which the plan says what breaks first."""
 MORE = 1.02
-"""Factor by which engines become more until the target is kept."""
+"""Factor between the numbers of engines that the search tries."""
 LEAST_RATE = 1e-3
-"""Requests per second of an engine; one that keeps the target below this alone does not count."""
+"""Lowest useful rate of an engine, in requests per second."""
 MOST_ENGINES = 64
-"""Engines of a fleet that a trace is simulated on."""
+"""Most engines of a fleet in a simulation of a trace."""
 CAUSES = {
     "kv": "the KV cache is full",
     "places": "max_num_seqs sequences run",
+    "adapters": "sequences with max_loras adapters run",
     "budget": "prompts fill the steps",
     "": "each step takes too long",
 }
@@ -109,7 +110,7 @@ class SimulatedChoice:
 
 @dataclass(slots=True)
 class FleetPlan:
-    """Simulated choices, the cheapest first; the rest by arithmetic; and why others cannot be."""
+    """Simulated choices, the cheapest first; the rest by arithmetic; and the reasons against others."""
 
     demand: Demand
     target: LatencyTarget
@@ -261,7 +262,7 @@ def _with_reasons(
 
 
 def cause(point: RatePoint) -> str:
-    """Say what held requests back at a simulated rate: the most frequent cause, if it is frequent."""
+    """Return the reason that held requests back at a simulated rate: the most frequent one, if it is frequent."""
     held, looks = point.summary["held_back"], max(1, point.run.gauges.looks)
     if point.run.preemptions > 0.02 * len(point.run.records):
         return CAUSES["kv"]

@@ -19,6 +19,7 @@ from ..engine.frontends.async_engine import EngineDeadError
 from ..engine.frontends.mailbox import Mailbox
 from ..engine.scheduling.policies.admission import QueueFull
 from ..engine.scheduling.sampling_params import SamplingParams
+from .adapters import current_adapter
 from .http.clients import current_client
 from .http.deadline import Deadline
 from .http.errors import ApiError, bad_value
@@ -29,6 +30,7 @@ from .operations.metrics import RequestTimer
 from .serving import Serving
 
 if TYPE_CHECKING:
+    from ..checkpoints.peft_config import AdapterFiles
     from ..engine.scheduling.outputs import RequestTimes
     from ..text.output_processor import Update
     from ..text.outputs import RequestOutput
@@ -36,12 +38,12 @@ if TYPE_CHECKING:
 
 
 GROUP = 64
-"""Engine requests of one HTTP request at the same time, where they are many and short."""
+"""Engine requests of one HTTP request that run at the same time, if the HTTP request makes many short ones."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt as text (None where it came as token ids) and as token ids."""
+    """A prompt as text (None if it came as token ids) and as token ids."""
 
     text: str | None
     token_ids: list[int]
@@ -49,7 +51,8 @@ class Prompt:
 
 @dataclass(slots=True)
 class Event:
-    """News of one choice. ``choice`` counts through all prompts: prompt index * n + index in the engine request."""
+    """An update of one choice. ``choice`` counts through all prompts: prompt index * n + index in the engine
+    request."""
 
     prompt: int
     choice: int
@@ -88,16 +91,16 @@ class Generation:
         self._approximate = False
         self._reasons: list[str] = []
         self._times: RequestTimes | None = None
-        """Those of the choice that ended last."""
+        """Times of the choice that ended last."""
         self._counted = False
         self._source: AsyncGenerator[Event, None] | None = None
         self._held: Event | None = None
-        self._client = current_client()
+        self._client, self._adapter = current_client(), current_adapter()
         serving.owners.note(self.id)
         self._deadline = deadline or Deadline(serving.options.request_timeout_s)
 
     def usage(self) -> Usage:
-        """Token counts so far."""
+        """Return the token counts so far."""
         cached = PromptDetails(cached_tokens=sum(self._cached_tokens))
         prompt, completion = sum(len(prompt.token_ids) for prompt in self.prompts), self.completion_tokens
         return Usage(
@@ -125,7 +128,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Event:
-        """The next update.
+        """Return the next update.
 
         Raises:
             ApiError: this request failed; nothing more will come.
@@ -159,13 +162,14 @@ class Generation:
         return [results[index] for index in range(len(self.prompts))]
 
     async def aclose(self) -> None:
-        """End what still runs in the engine. Harmless when repeated."""
+        """Abort everything that still runs in the engine. May be called repeatedly."""
         if self._source is not None:
             await self._source.aclose()
         usage = self.usage()
         if not self._counted:
             self._counted = True
             self._serving.accounts.spend(self._client, usage.prompt_tokens, usage.completion_tokens)
+            self._serving.adapters.count(self._adapter, usage.prompt_tokens, usage.completion_tokens)
         request_log.note(
             prompt_tokens=usage.prompt_tokens,
             completion_tokens=usage.completion_tokens,
@@ -183,7 +187,7 @@ class Generation:
             return await anext(self._source, None)
 
     def _traced(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
-        """``_updates``, with a span where the server makes spans."""
+        """Return ``_updates`` wrapped in a span, if the server makes spans."""
         tracing, updates = self._serving.tracing, self._updates(index, prompt)
         if tracing is None:
             return updates
@@ -191,7 +195,18 @@ class Generation:
         return _watched(span, updates)
 
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[Event, None]:
-        """One engine request. Whatever the engine has against it is raised as an ``ApiError``."""
+        """Yield the updates of one engine request, with the adapter that was chosen."""
+        async with (
+            self._serving.adapters.use(self._adapter) as adapter,
+            aclosing(self._updates_with(adapter, index, prompt)) as events,
+        ):
+            async for event in events:
+                yield event
+
+    async def _updates_with(
+        self, adapter: AdapterFiles | None, index: int, prompt: Prompt
+    ) -> AsyncGenerator[Event, None]:
+        """Yield the updates of one engine request. Errors of the engine are raised as ``ApiError``."""
         params = self.params
         timer = RequestTimer(
             self._serving.metrics, time.monotonic(), len(prompt.token_ids), params.n, params.max_tokens
@@ -205,6 +220,7 @@ class Generation:
             pooling=self._pooling,
             client=self._client.name,
             weight=self._client.weight,
+            **({} if adapter is None else {"adapter": adapter}),
         )
         try:
             async with aclosing(stream) as updates:  # type: ignore[type-var]
@@ -225,7 +241,7 @@ class Generation:
             raise
 
     async def _merged(self) -> AsyncGenerator[Event, None]:
-        """All engine requests of this one, in the order of their news."""
+        """Yield the updates of all engine requests in the order of arrival."""
         mailbox: Mailbox[Event | Exception | None] = Mailbox()
         tasks = [asyncio.create_task(self._pump(i, prompt, mailbox)) for i, prompt in enumerate(self.prompts)]
         left = len(tasks)
@@ -244,7 +260,7 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _pump(self, index: int, prompt: Prompt, mailbox: Mailbox[Event | Exception | None]) -> None:
-        """Carry one engine request's updates into the common mailbox; None there means that it has ended."""
+        """Copy one engine request's updates to the common mailbox; None marks its end."""
         try:
             async with aclosing(self._traced(index, prompt)) as updates:
                 async for event in updates:
@@ -282,8 +298,8 @@ async def whole_in_groups(
     deadline: Deadline,
     pooling: Pooling | None = None,
 ) -> list[RequestOutput]:
-    """Results of any number of prompts, in their order: those of one HTTP request fill the queue neither for others
-    nor for each other.
+    """Run any number of prompts in groups and return their results in order, so that one HTTP request does not fill the
+    queue for others or for itself.
 
     Raises:
         ApiError: see ``Generation``.
@@ -297,7 +313,7 @@ async def whole_in_groups(
 
 
 async def _watched(span: RequestSpan, events: AsyncGenerator[Event, None]) -> AsyncGenerator[Event, None]:
-    """The events, seen by a span that ends with them."""
+    """Yield the events, and record them in a span that ends with them."""
     with span:
         async with aclosing(events):
             async for event in events:

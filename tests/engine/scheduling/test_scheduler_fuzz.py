@@ -127,6 +127,18 @@ def test_drafted_tokens_in_steps_that_raise(workload: Workload):
     run(workload)
 
 
+@examples(30, 1000, print_blob=True)
+@given(workloads(lag=2, depth=3, drafting=True))
+def test_drafted_tokens_in_a_pipeline(workload: Workload):
+    run(workload)
+
+
+@examples(30, 1000, print_blob=True)
+@given(workloads(lag=1, depth=2, storm=True, drafting=True))
+def test_drafted_tokens_in_a_preemption_storm_of_a_pipeline(workload: Workload):
+    run(workload)
+
+
 def test_choices_that_fork_after_another_request_failed_on_their_blocks():
     """A prompt fails on blocks that it shares with one whose second choice is not forked yet."""
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 3, "max_model_len": 8, "max_prefill_chunk": 1}

@@ -67,7 +67,7 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class PooledVector:
-    """A vector, float32 numbers."""
+    """A vector of float32 numbers."""
 
     embedding: list[float]
 
@@ -95,7 +95,7 @@ def embedding(pooled: bytes, params: PoolingParams) -> np.ndarray:
 
 
 def embedding_output(result: RequestOutput, params: PoolingParams) -> EmbeddingOutput:
-    """The embedding that a finished engine request has brought.
+    """Return the embedding of a finished engine request.
 
     Raises:
         RuntimeError: it has failed; the message says why.

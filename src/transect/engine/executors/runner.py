@@ -1,13 +1,13 @@
 """``Runner``: the executor of production. A scheduled batch becomes one ragged forward pass and its drawn tokens.
 
 The step's tokens lie flat in one axis, row after row. One forward pass writes their keys and values to the paged cache
-and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is wanted.
+and attends through the block tables. Logits are computed only where a token is drawn or a prompt logprob is requested.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from ...models.decoder import Decoder
 from ...parallel.experts import idle, meeting
 from ..scheduling.batch import PLACEHOLDER, Handle, ScheduledBatch, StepResult
 from ..scheduling.constraint import MaskFiller, fill_each
+from .adapter_slots import AdapterSlots
 from .penalties import Pick
 from .prompt_results import prompt_results
 from .sampler import Sampler
@@ -31,7 +32,7 @@ class CompletedStep:
     over = True
 
     def draw(self) -> None:
-        """It has been done."""
+        """Do nothing: the draws were made in ``submit``."""
 
     def result(self) -> StepResult:
         """Return the result of the step."""
@@ -40,7 +41,7 @@ class CompletedStep:
 
 @dataclass(slots=True)
 class Waiting:
-    """The handle of a batch whose draws wait for the tokens of the batch before."""
+    """The handle of a batch whose draws wait for the tokens of the previous batch."""
 
     work: Callable[[], Handle]
     _drawn: Handle | None = None
@@ -51,13 +52,13 @@ class Waiting:
         return getattr(self._drawn, "over", False)
 
     def draw(self) -> None:
-        """Make the draws, or start them."""
+        """Launch the draws."""
         if self._drawn is None:
             self._drawn = self.work()
 
     def result(self) -> StepResult:
         """Return the result of the step; call ``draw`` before."""
-        assert self._drawn is not None, "the result is wanted before the draws were made"
+        assert self._drawn is not None, "the result was requested before the draws were made"
         return self._drawn.result()
 
 
@@ -74,19 +75,21 @@ class Runner:
 
     Args:
         model: computes hidden states and logits.
-        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model wants
+        k_cache, v_cache: ``[layers, blocks, kv_heads, block_size, head_dim]``, in the layout that the model needs
             (``Decoder.new_kv_cache``).
         fill_masks: makes the masks of draws under a grammar.
     """
 
     def __init__(self, model: Decoder, k_cache: Tensor, v_cache: Tensor, *, fill_masks: MaskFiller = fill_each) -> None:
-        self._model = model
+        self.adapters: AdapterSlots | None = None
+        """Slots for the adapters of rows; None if no row has one."""
+        self.model = self._model = model
         self._k_cache, self._v_cache = k_cache, v_cache
         self._block_size = v_cache.shape[3]
         self._sampler = Sampler(fill_masks)
         self._sharing = meeting(model)
         self._drawn: dict[int, int] = {}
-        """Tokens of the step before, by seq_id: with async scheduling the next batch was planned without them."""
+        """Tokens of the previous step, by seq_id: with async scheduling the next batch was planned without them."""
 
     @torch.inference_mode()
     def idle(self) -> None:
@@ -95,21 +98,37 @@ class Runner:
             idle(self._model, self._model.norm.weight)
 
     def abandon(self) -> None:
-        """Forget the steps before (``Executor``)."""
+        """Forget earlier steps (``Executor``)."""
         self._drawn = {}
 
     @torch.inference_mode()
     def submit(self, batch: ScheduledBatch) -> Handle:
-        """Copy blocks, compute the rows, draw (under a grammar: when told to). A row whose logits are not finite fails
-        alone."""
+        """Copy blocks, compute the rows, draw (under a grammar: when ``draw`` is called). A row whose logits are not
+        finite fails alone."""
         copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
+        if self.adapters is not None:
+            batch = self._with_adapters(batch, self.adapters)
         tokens_T, positions_T, context, starts = self._inputs(batch)
         if self._sharing is not None:
             self._sharing.meet(len(tokens_T))
         return self._finish(batch, self._model(tokens_T, positions_T, context), starts)
 
+    def _with_adapters(self, batch: ScheduledBatch, adapters: AdapterSlots) -> ScheduledBatch:
+        """Say which adapter each token has. Returns the batch with the rows of an adapter side by side: they are
+        multiplied together."""
+        slots = adapters.place(batch.rows)
+        if slots is None:
+            adapters.adapters.rows.slots_T = None
+            return batch
+        order = sorted(range(len(slots)), key=slots.__getitem__)
+        rows = tuple(batch.rows[index] for index in order)
+        counts = torch.tensor([row.num_tokens for row in rows])
+        ordered = torch.tensor([slots[index] for index in order], dtype=torch.int32)
+        adapters.adapters.rows.slots_T = ordered.repeat_interleave(counts)
+        return replace(batch, rows=rows)
+
     def _finish(self, batch: ScheduledBatch, hidden_TD: Tensor, starts: Sequence[int]) -> Handle:
-        """From hidden states ``[T, D]`` to what is drawn, or to what will be."""
+        """Draw from the hidden states ``[T, D]``, or prepare the draws."""
         picks: list[Pick] = []
         last_tokens: list[int] = []
         for row, start in zip(batch.rows, starts, strict=True):
@@ -138,7 +157,8 @@ class Runner:
         return CompletedStep(result)
 
     def _inputs(self, batch: ScheduledBatch) -> tuple[Tensor, Tensor, PagedContext, list[int]]:
-        """Tokens and positions ``[T]`` of the batch, where its keys and values are, and where each row begins."""
+        """Return tokens and positions ``[T]`` of the batch, its attention context, and the index of each row's first
+        token."""
         tokens: list[int] = []
         positions: list[int] = []
         starts: list[int] = []

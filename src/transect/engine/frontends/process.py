@@ -1,4 +1,4 @@
-"""The engine process: loads the model, then turns messages into steps until told to stop.
+"""The engine process: loads the model, then turns messages into steps until the parent stops it.
 
 Started by ``AsyncEngine`` as ``python -m transect.engine.frontends.process ENDPOINT`` with the configuration as
 msgpack on its standard input. That pipe stays open for as long as the parent lives; when it closes, this process
@@ -14,11 +14,13 @@ import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import zmq
 
+from ...checkpoints.peft_config import AdapterFiles
 from ...parallel.children import starting
 from ...parallel.gathering import under_torchrun
 from ...text.grammar.checker import Busy
@@ -30,6 +32,7 @@ from ..scheduling.policies.admission import QueueFull
 from ..scheduling.request import Request
 from ..scheduling.sampling_params import SamplingParams
 from . import wire
+from .adapter_queue import AdapterQueue
 from .collector import keep_from_collector
 from .grammar_queue import GrammarQueue
 
@@ -37,13 +40,13 @@ if TYPE_CHECKING:
     from ..build import BuiltEngine
 
 JOB = "transect.engine.ranks"
-"""The module of what other ranks do."""
+"""Module of the other ranks' job."""
 STUCK_S = 3.0
-"""For the loop to notice that a rank has ended."""
+"""Seconds for the loop to notice that a rank has ended."""
 BUSY_RETRY_S = 5.0
-"""When to come back to a compiler of grammars that is busy, in seconds."""
+"""Seconds after which clients may retry if the compiler of grammars is busy."""
 GRAMMAR_POLL_MS = 5
-"""While nothing runs, how often grammars that are being compiled are looked at."""
+"""Milliseconds between checks for compiled grammars while nothing runs."""
 
 
 def main() -> None:
@@ -119,13 +122,18 @@ MOST_DECISIONS = 64
 
 
 class _Loop:
-    """Messages in, steps, messages out. Between two steps every waiting message is taken; without work it sleeps."""
+    """The loop of messages and steps. Between two steps every waiting message is taken; without work the loop
+    sleeps."""
 
     def __init__(self, socket: zmq.Socket[bytes], built: BuiltEngine) -> None:
         self._socket = socket
         self._core: EngineCore = built.core
         self._compiler = built.grammars(checked=True)
         self._grammars = GrammarQueue(self._core, self._compiler)
+        self._adapters = AdapterQueue(built.adapters, self._grammars.add)
+        if built.adapters is not None:
+            running = built.adapters.in_use
+            built.adapters.in_use = lambda: {*running(), *self._grammars.adapters}
         self._eos = built.eos_token_ids
         self._ranks = built.ranks
         self._stopping = False
@@ -133,9 +141,9 @@ class _Loop:
         self._failed = False
         self._last_sent = 0.0
         self._read = 0
-        """Number of the newest submit."""
+        """Number of the newest submit that was read."""
         self._decided: list[bytes] = []
-        """Records of the decision log that the other process has not got yet."""
+        """Records of the decision log that have not been sent to the other process."""
         if self._core.decisions is not None:
             self._decided.append(self._core.decisions.header)
             self._core.decisions.sink = self._decided.append
@@ -144,13 +152,17 @@ class _Loop:
         while not self._stopping:
             if self._ranks is not None:
                 self._ranks.check()
-            patience = GRAMMAR_POLL_MS if self._grammars else int(wire.HEARTBEAT_S * 1000)
+            patience = GRAMMAR_POLL_MS if self._grammars or self._adapters else int(wire.HEARTBEAT_S * 1000)
             if self._core.has_work:
                 self._wait_to_plan()
             if self._core.has_work or self._socket.poll(patience):
                 self._take_messages()
-            for request_id, error in self._grammars.admit() if self._grammars else ():
+            refused = self._adapters.admit() if self._adapters else []
+            refused += self._grammars.admit() if self._grammars else []
+            for request_id, error in refused:
                 self._refuse(request_id, error)
+            while self._adapters.loaded:
+                self._send(wire.AdapterLoaded(*self._adapters.loaded.pop(0)))
             if self._core.has_work and not self._stopping:
                 outputs = self._core.step()
                 if outputs or len(self._decided) > MOST_DECISIONS:
@@ -159,11 +171,12 @@ class _Loop:
             if time.monotonic() - self._last_sent >= wire.HEARTBEAT_S:
                 self._send(wire.Alive())
         self._compiler.close()
+        self._adapters.close()
         if self._core.decisions is not None:
             self._core.decisions.close()
 
     def _wait_to_plan(self) -> None:
-        """While the device has work, take requests as they come: they are part of the step that is planned next."""
+        """Take requests while the device works: they become part of the step that is planned next."""
         while (seconds := self._core.time_to_plan()) > 0 and not self._stopping:
             if self._socket.poll(int(seconds * 1e3)):
                 self._take_messages()
@@ -186,31 +199,41 @@ class _Loop:
                 case wire.Submit():
                     self._submit(message)
                 case wire.Abort():
-                    self._grammars.abort(message.request_id, message.choice)
+                    if not self._adapters.abort(message.request_id, message.choice):
+                        self._grammars.abort(message.request_id, message.choice)
                 case wire.StatsQuery():
-                    self._send(wire.Stats(self._core.stats()))
+                    stats = self._core.stats()
+                    stats.grammar_cache_bytes = self._compiler.kept_bytes
+                    self._send(wire.Stats(stats))
                 case wire.ResetPrefixCache():
                     self._core.reset_prefix_cache()
+                case wire.LoadAdapter():
+                    self._adapters.load(AdapterFiles(Path(message.path), message.id))
+                case wire.ForgetAdapter():
+                    self._adapters.forget(message.id)
                 case wire.Shutdown():
                     self._stopping = True
 
     def _submit(self, message: wire.Submit) -> None:
         self._read = message.number
         try:
-            self._grammars.add(
-                Request(
-                    message.request_id,
-                    tuple(message.prompt_token_ids),
-                    SamplingParams(**message.params),
-                    priority=message.priority,
-                    arrival_time=message.arrival,
-                    eos_token_ids=self._eos,
-                    pooling=message.pooling,
-                    client=message.client,
-                    weight=message.weight,
-                    output_token_ids=message.output_token_ids,
-                )
+            request = Request(
+                message.request_id,
+                tuple(message.prompt_token_ids),
+                SamplingParams(**message.params),
+                priority=message.priority,
+                arrival_time=message.arrival,
+                eos_token_ids=self._eos,
+                pooling=message.pooling,
+                client=message.client,
+                weight=message.weight,
+                output_token_ids=message.output_token_ids,
+                adapter=message.adapter,
             )
+            if message.adapter:
+                self._adapters.add(request, AdapterFiles(Path(message.adapter_path), message.adapter))
+            else:
+                self._grammars.add(request)
         except (QueueFull, ValueError) as error:
             self._send(wire.Taken(self._read))
             self._refuse(message.request_id, error)
@@ -236,8 +259,8 @@ class _Loop:
         self._failed = True
 
     def end_if_stuck(self, reason: str) -> None:
-        """Called in another thread when a rank has ended. A step that waits for a device may never return then: if the
-        loop does not end by itself, the process does."""
+        """End the process after a rank has ended, if the loop does not end by itself: a step that waits for a device
+        may then never return. Called in another thread."""
         time.sleep(STUCK_S)
         self.fail(f"the engine has lost a rank: {reason}")
         self._socket.close(linger=1000)
@@ -246,7 +269,7 @@ class _Loop:
 
 
 def _exit_with_parent(pipe: int) -> None:
-    """Blocks until the parent's end of the pipe closes, then ends the process whatever it is doing.
+    """Wait until the parent's end of the pipe closes, then end the process at once.
 
     Reads the file descriptor itself: a buffered reader would hold a lock that the interpreter wants at its own end.
     """

@@ -1,4 +1,4 @@
-"""The constructor arguments of vLLM's ``LLM`` as those of ``EngineConfig``.
+"""Translation of vLLM's ``LLM`` constructor arguments to those of ``EngineConfig``.
 
 Programs written for vLLM pass arguments that mean nothing here, or that mean something only for some values. The first
 are dropped, the second are dropped or translated; a value that this engine cannot do is refused, never ignored.
@@ -21,15 +21,14 @@ MEANS_NOTHING = frozenset(
         "disable_log_stats",
         "guided_decoding_backend",
         "lora_dtype",
-        "max_cpu_loras",
-        "max_lora_rank",
         "max_seq_len_to_capture",
         "swap_space",
         "trust_remote_code",
         "use_v2_block_manager",
     )
 )
-"""Whatever their values are: what they permit or tune does not exist here. No code of a model ever runs."""
+"""Arguments without effect for any value: the things that they permit or tune do not exist here. No code of a model
+ever runs."""
 
 NOTHING: dict[str, tuple[Any, ...]] = {
     "compilation_config": (None, {}),
@@ -40,7 +39,6 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "hf_config_path": (None,),
     "hf_overrides": (None, {}),
     "hf_token": (None,),
-    "max_loras": (None, 1),
     "limit_mm_per_prompt": (None, {}),
     "logits_processors": (None, []),
     "mm_processor_kwargs": (None, {}),
@@ -50,11 +48,11 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "task": (None, "auto", "generate"),
     "tokenizer_mode": (None, "auto", "hf"),
 }
-"""Name to the values that ask for nothing."""
+"""Arguments, each with the values at which it has no effect."""
 
 
 def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of ``EngineConfig`` from its own arguments, vLLM's among them.
+    """Convert arguments, vLLM's among them, to fields of ``EngineConfig``.
 
     Raises:
         ValueError: an argument asks for what this engine cannot do.
@@ -71,16 +69,11 @@ def engine_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
         elif name == "gpu":
             settings[name] = value
         elif name in EngineConfig.REPLACED:
-            raise TypeError(f"{name} is gone: give {EngineConfig.REPLACED[name]}")
+            raise TypeError(f"{name} was removed: give {EngineConfig.REPLACED[name]}")
         elif name in NOTHING:
             if not any(type(value) is type(nothing) and value == nothing for nothing in NOTHING[name]):
                 allowed = " or ".join(repr(nothing) for nothing in NOTHING[name] if nothing is not None) or "None"
                 raise ValueError(f"{name}={value!r} is not possible here: leave it out, or give {allowed}")
-        elif name == "enable_lora":
-            if value and arguments.get("adapter") is None:
-                raise ValueError(
-                    "enable_lora=True is not possible here without adapter=DIR: one adapter, which is for all requests"
-                )
         elif name == "enforce_eager":
             if value:
                 settings.setdefault("cuda_graphs", "off")

@@ -18,7 +18,7 @@ class Submit(msgspec.Struct, tag="submit"):
     params: dict[str, Any]
     """The fields of ``SamplingParams``, validated again on arrival."""
     number: int = 0
-    """Counts the submits of the sender, from 1 on."""
+    """Number of the submit, counted by the sender from 1."""
     priority: int = 0
     pooling: str | None = None
     client: str = ""
@@ -26,7 +26,11 @@ class Submit(msgspec.Struct, tag="submit"):
     output_token_ids: tuple[tuple[int, ...] | None, ...] | None = None
     """See ``Request``; None unless another engine has begun the request."""
     arrival: float | None = None
-    """When it came to that engine, on the machine's monotonic clock; None for now."""
+    """Arrival at the first engine, on the machine's monotonic clock; None for now."""
+    adapter: str = ""
+    """Content id of its adapter; empty for none."""
+    adapter_path: str = ""
+    """Directory of the adapter, from which it is read unless it is in memory."""
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -44,11 +48,24 @@ class ResetPrefixCache(msgspec.Struct, tag="reset"):
     """Forget the KV of finished prompts; not answered."""
 
 
+class LoadAdapter(msgspec.Struct, tag="load"):
+    """Read an adapter from a directory and keep it; answered by ``AdapterLoaded``."""
+
+    id: str
+    path: str
+
+
+class ForgetAdapter(msgspec.Struct, tag="forget"):
+    """Let go of an adapter in memory, unless a request has it; not answered."""
+
+    id: str
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """End the process; requests still running are dropped."""
 
 
-ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | Shutdown
+ToEngine = Submit | Abort | StatsQuery | ResetPrefixCache | LoadAdapter | ForgetAdapter | Shutdown
 
 
 class Ready(msgspec.Struct, tag="ready"):
@@ -62,7 +79,7 @@ class Ready(msgspec.Struct, tag="ready"):
     kv_tokens: int
     """Tokens that the KV cache can hold in all."""
     kernels: str
-    """Which kernels run, and why."""
+    """Running kernels and the reason for them."""
     load_seconds: float
     numerics: Numerics
     """Fingerprint of everything that its bits depend on."""
@@ -79,8 +96,8 @@ class Failed(msgspec.Struct, tag="failed"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """A ``Submit`` that was not accepted; ``queue_full`` has (requests waiting, seconds to wait, true for
-    a limit of the client's own) if the same request may be taken later."""
+    """A ``Submit`` that was not accepted. ``queue_full`` has (requests waiting, seconds to wait, True for a limit of
+    the client's own) if the same request may be accepted later."""
 
     request_id: str
     message: str
@@ -110,21 +127,28 @@ class Stats(msgspec.Struct, tag="stats"):
     stats: SchedulerStats
 
 
+class AdapterLoaded(msgspec.Struct, tag="loaded"):
+    """Answer to ``LoadAdapter``; ``error`` says what is wrong with the adapter, and is empty if nothing is."""
+
+    id: str
+    error: str = ""
+
+
 class Alive(msgspec.Struct, tag="alive"):
     """Sent between steps, at least every ``HEARTBEAT_S``, so that silence means a hung step."""
 
 
-FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | Alive
+FromEngine = Ready | Failed | Refused | Taken | Outputs | Stats | AdapterLoaded | Alive
 
 HEARTBEAT_S = 0.5
 CONFIG_LENGTH_BYTES = 8
-"""On its standard input the engine process first gets the length of its configuration, in this many bytes."""
+"""Bytes of the length prefix before the configuration on the engine process's standard input."""
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 def encode(message: ToEngine | FromEngine) -> bytes:
-    """A message as bytes.
+    """Encode a message as bytes.
 
     Raises:
         ValueError: a caller's value cannot be sent: a whole number beyond 64 bits, or one that is nested too deeply.

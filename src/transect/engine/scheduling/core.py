@@ -15,27 +15,43 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ...costs.steps import StepLoad
 from .batch import Executor, Handle, ScheduledBatch
 from .decisions import DecisionLog
+from .drafters.drafter import Timed
 from .outputs import EngineOutput, SchedulerStats
 from .request import Request
 from .scheduler import Scheduler
 
 SHORTEST_LEAD = 3e-4
-"""Seconds by which a step is handed over before the device is done with the one before, over what planning takes."""
+"""Seconds by which a step is submitted before the device finishes the previous one, in addition to the planning
+time."""
 LOOK = 1e-3
-"""Seconds after which one who waits to plan looks again: predictions may be too long, and the step over."""
+"""Seconds after which a waiting loop checks again: predictions may be too long, and the step over."""
 LATE = 5e-5
-"""Seconds: a step whose result was there this soon was over before the next was handed over."""
+"""Seconds of waiting for a result below which the step counts as over before the next was submitted."""
 
 MASKED = 1e-5
-"""Seconds: where letting a step draw takes longer, it may have made masks of grammars."""
+"""Seconds of ``Handle.draw`` above which it may have made masks of grammars."""
 EARLIER = 0.9
-"""Share of the predicted time that is assumed for a step that ended before it could be timed."""
+"""Assumed share of the predicted time for a step that ended before it could be timed."""
+
+
+class Lesson(NamedTuple):
+    """Times of a step, to learn from."""
+
+    load: StepLoad
+    seconds: float
+    cycle: float = 0.0
+    """Seconds from the result of the step before, without those of a draft model."""
+    drafted: bool = False
+    """The step verified drafts."""
+    drafting: Sequence[Timed] = ()
+    """Steps of a draft model."""
 
 
 class EngineCore:
@@ -63,29 +79,29 @@ class EngineCore:
         self.lag = lag
         self.decisions = decisions
         self.idle: Callable[[], object] | None = None
-        """Takes part in a step without a batch, where other ranks may have one (``sharing.py``)."""
+        """Function that takes part in a step without a batch while other ranks may have one (``sharing.py``)."""
         self._in_flight: deque[StepInFlight] = deque()
         self._ready: list[EngineOutput] = []
         self._timed = scheduler.config.itl_target is not None
         self._learns = self._timed or scheduler.speculation is not None
         self._work = 0, StepLoad(0)
-        """The last step whose work was counted, and that work."""
+        """Number of the last step whose work was counted, and that work."""
         self._ended = 0.0
-        """When the result of the last step came, in seconds of the scheduler's clock."""
+        """Time of the last step's result, in seconds of the scheduler's clock."""
         self._planning = {False: 0.0, True: 0.0}
-        """Seconds that planning and handing over a step takes, smoothed; True: one that no graph is for."""
+        """Smoothed seconds of planning and submitting a step; True: a step without a graph."""
         self._graph = scheduler.config.graph_tokens or math.inf
         self._launched_large = False
-        """The newest step is one that no graph is for."""
+        """True if the newest step has no graph."""
         self._waited = False
-        """``time_to_plan`` had somebody wait for the step that is planned next."""
+        """True if ``time_to_plan`` delayed the step that is planned next."""
         self.on_device = False
-        """The executor is at work or waits for its device: the only place where a step may take long."""
+        """True while the executor works or waits for its device: the only place where a step may take long."""
         self._failure = ""
-        """Why steps have to be taken back, while that has not been done."""
+        """Reason for taking back steps, until that is done."""
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises what ``Scheduler.add`` raises; nothing else is disturbed by that."""
+        """Queue a request. Raises the errors of ``Scheduler.add``, which leave other requests undisturbed."""
         self._finish_taking_back()
         self.scheduler.add(request)
         if self.decisions is not None:
@@ -93,7 +109,7 @@ class EngineCore:
 
     def abort(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, now. Its last outputs come with the next ``step``; unknown ids (a request
-        that has just ended) are no error. KV blocks are free again at once, or when the step in flight is done."""
+        that has just ended) are not error. KV blocks are free again at once, or when the step in flight is done."""
         self._finish_taking_back()
         ended = self.scheduler.abort(request_id, choice)
         if ended and self.decisions is not None:
@@ -102,17 +118,17 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True while ``step`` has something to compute, to wait for or to hand out."""
+        """True while ``step`` has something to compute, to wait for or to return."""
         return bool(self._ready or self._in_flight or self.scheduler.has_unfinished)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the KV of finished prompts; requests that run keep theirs."""
+        """Empty the prefix cache; running requests keep their KV."""
         self.scheduler.reset_prefix_cache()
         if self.decisions is not None:
             self.decisions.cache_reset()
 
     def stats(self) -> SchedulerStats:
-        """Gauges and counters of the scheduler, and of the executor where it keeps some."""
+        """Return gauges and counters of the scheduler, and of the executor if it keeps some."""
         stats = self.scheduler.stats()
         late = getattr(self.executor, "late_work", None)
         if late is not None:
@@ -120,8 +136,8 @@ class EngineCore:
         return stats
 
     def time_to_plan(self, look: float = LOOK) -> float:
-        """Seconds until this should be asked again, at most ``look``; 0: plan the next step now. What is added until
-        then is part of that step.
+        """Return the seconds until the next call, at most ``look``; 0 to plan the next step now. Requests added until
+        then are part of that step.
 
         The device wants its next step when the one in flight ends. When that will be is predicted, and the next step is
         handed over earlier by ``SHORTEST_LEAD`` and by what the prediction may be off. A step that was handed over too
@@ -161,12 +177,11 @@ class EngineCore:
             raise
 
     def keep(self, outputs: list[EngineOutput]) -> None:
-        """Hand out outputs of ``step`` again with the next one, because the caller was interrupted."""
+        """Return outputs of ``step`` once more with the next call, because the caller was interrupted."""
         self._ready[:0] = outputs
 
     def _finish_taking_back(self, cause: BaseException | None = None) -> None:
-        """Take steps back after a failure, unless that has been done. A second interruption leaves it to the next
-        call."""
+        """Take steps back after a failure, unless that is done. A second interruption leaves it to the next call."""
         if not self._failure:
             return
         abandon = getattr(self.executor, "abandon", None)
@@ -200,22 +215,25 @@ class EngineCore:
                 self._draw(self._in_flight[0])
             # The first stage has nothing to do until then, and the caller takes its time. But other ranks hear what was
             # learned of a step's time only before the next call, and must plan the same.
-            if self.scheduler.config.pipeline_depth > 1 and self.idle is None and not self._timed:
+            if self.scheduler.config.pipeline_depth > 1 and self.idle is None and not self._learns:
                 self._submit()
         outputs, self._ready = self._ready, []
         return outputs
 
     def _submit(self) -> ScheduledBatch | None:
-        """Plan a step and hand it over, if there is something to compute."""
+        """Plan a step and submit it, if there is something to compute."""
         now = self.scheduler.clock.now
         began = now()
         batch = self._plan()
         if batch is None:
             return None
+        drafting = 0.0 if self.scheduler.speculation is None else self.scheduler.speculation.seconds_spent
         self.on_device = True
         handle = self.executor.submit(batch)
         self.on_device = False
-        self._in_flight.append(StepInFlight(batch, handle, began, getattr(self.executor, "launched", "")))
+        began += drafting
+        launched = getattr(self.executor, "launched", "")
+        self._in_flight.append(StepInFlight(batch, handle, began, launched, drafting=drafting))
         self._launched_large = large = not batch.again and batch.num_tokens > self._graph
         before = self._planning[large]
         self._planning[large] += (now() - began - before) * (0.1 if before else 1.0)
@@ -234,7 +252,7 @@ class EngineCore:
         return batch
 
     def _draw(self, step: StepInFlight) -> None:
-        """Let a step draw: all tokens before its own are known."""
+        """Launch the draws of a step: all tokens before it are known."""
         now = self.scheduler.clock.now
         began = now()
         self.on_device = True
@@ -266,21 +284,32 @@ class EngineCore:
             self.decisions.done(done.batch, result, asked, ended, learned, done.launched, done.drawn)
 
     def _learn(self, done: StepInFlight, ended: float, late: bool) -> float:
-        """Tell how long a step took. Returns what was told, in seconds."""
-        times, work = self.scheduler.times, self._work_of(done.batch)
+        """Learn how long a step took. Returns the seconds."""
+        work = self._work_of(done.batch)
         seconds = ended - max(done.submitted, self._ended)
-        if late:  # it was over before, nobody knows when: sooner than predicted, or the next took long to launch
-            seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * times.predict(work))
-        times.learn(work, seconds)
-        if self.scheduler.speculation is not None and not work.pairs:
+        if late:  # it ended earlier, at an unknown time: sooner than predicted, or the next took long to launch
+            seconds = min(seconds, (1.0 if self._launched_large else EARLIER) * self.scheduler.times.predict(work))
+        lesson = Lesson(work, seconds)
+        if self.scheduler.speculation is not None:
             drafted = any(row.drafts for row in done.batch.rows)
-            cycle = ended - self._ended  # with what the host did in between, unless it had nothing to do
-            self.scheduler.speculation.timed(work, cycle if cycle < 2 * seconds else seconds, drafted)
+            cycle = ended - self._ended - done.drafting  # with the host's work in between, unless it had nothing to do
+            cycle = cycle if cycle < 2 * seconds else seconds
+            lesson = Lesson(work, seconds, cycle, drafted, self.scheduler.speculation.take_measured())
+        self.learn(lesson)
         self._waited = False
         return seconds
 
+    def learn(self, lesson: Lesson) -> None:
+        """Learn from a step that is done."""
+        self.scheduler.times.learn(lesson.load, lesson.seconds)
+        speculation = self.scheduler.speculation
+        if speculation is not None:
+            speculation.learn(lesson.drafting)
+            if not lesson.load.pairs:
+                speculation.timed(lesson.load, lesson.cycle, lesson.drafted)
+
     def _work_of(self, batch: ScheduledBatch) -> StepLoad:
-        """Counted once a step, and hardly that while the same sequences decode."""
+        """Count the work of a step; cached while the same sequences decode."""
         step, work = self._work
         if batch.step != step:
             next_one = batch.step == step + 1 and self.scheduler.config.pipeline_depth == 1
@@ -300,8 +329,10 @@ class StepInFlight:
     batch: ScheduledBatch
     handle: Handle
     submitted: float
-    """When it was planned, in seconds of the scheduler's clock."""
+    """Time of planning, in seconds of the scheduler's clock."""
     launched: str = ""
     """See ``Executor.launched``."""
     drawn: float = 0.0
-    """When its draws were handed over, where they waited for masks of grammars."""
+    """Time at which the draws were launched, if they waited for masks of grammars."""
+    drafting: float = 0.0
+    """Seconds that a draft model took, before the step was submitted."""

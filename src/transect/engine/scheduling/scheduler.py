@@ -27,6 +27,7 @@ that sequence.
 from __future__ import annotations
 
 from bisect import insort
+from itertools import islice
 from operator import attrgetter
 
 from . import limits
@@ -34,14 +35,15 @@ from .batch import Draw, ScheduledBatch, ScheduledRow
 from .bookkeeping import Bookkeeping
 from .policies.budget import Budget, Coming
 from .policies.places import LOOKED_AT, exchange
-from .request import Sequence, Status
+from .request import Rank, Sequence, Status
 
 _by_rank = attrgetter("rank")
 
 BEHIND = 2**32
-"""Added to the choice in a rank: behind all choices of that request. Taken from it: before them."""
-BARRED = ("kv", "places")
-"""Reasons that hold back the queue's head however large the step is."""
+"""Offset of the choice in a rank: added, the sequence ranks after all choices of its request; subtracted, before
+them."""
+BARRED = ("kv", "places", "adapters")
+"""Reasons that hold back the queue's head at any step size."""
 
 
 class Plan:
@@ -62,12 +64,12 @@ class Plan:
         """Choices that begin with this step and are not yet among the running."""
 
     def sizes(self) -> tuple[int, int]:
-        """Rows of several tokens, which are prompts, and tokens of all rows."""
+        """Count the rows of several tokens, which are prompts, and the tokens of all rows."""
         counts = [row.num_tokens for row in self.rows]
         return sum(count > 1 for count in counts), sum(counts)
 
     def allows(self, count: int) -> int:
-        """Tokens that a prompt with ``count`` tokens to compute may take of the step."""
+        """Return the tokens that a prompt with ``count`` tokens to compute may take of the step."""
         left = next((tokens for over, tokens in self.shares if count > over), count)
         return min(count, left, self.chunk)
 
@@ -94,21 +96,26 @@ class Scheduler(Bookkeeping):
         return self.budget.coming(self.running, self.waiting, self._cut, self.held_back in BARRED)
 
     def schedule(self) -> ScheduledBatch | None:
-        """Plan the next step; None when nothing can run now (no work, or all wait for the step in flight). Each batch
-        must come back through ``commit``, in order."""
+        """Plan the next step; None if nothing can run now (no work, or all sequences wait for the step in flight). Each
+        batch must be returned through ``commit``, in order."""
         block_size = self.config.block_size
         running, depth = self.running, self.config.pipeline_depth
         if self.held_back == "places" and self.arrivals.order.shared:
             self._yield_places()
         most = -(-len(running) // depth)
-        budget = self.budget.of_next(running, self.waiting, self._cut, self.held_back in BARRED)
-        spare = budget.tokens - len(running)
+        paused = self.budget.rows(running, self.waiting).paused if self.arrivals.order.shared else ()
+        active = [seq for seq in running if seq.seq_id not in paused] if paused else running
+        budget = self.budget.of_next(active, self.waiting, self._cut, self.held_back in BARRED)
+        spare = budget.tokens - len(active)
+        others_wait = len(self.waiting) > 0 and self.arrivals.order.shared and self.held_back not in BARRED
         plan = Plan(self._step + 1, budget)
         step, rows, sequences = plan.step, plan.rows, plan.sequences
-        drafts = self._draft(spare) if self.speculation is not None and spare > 0 else None
+        drafts = self._draft(spare, most) if self.speculation is not None and spare > 0 else None
         again = True  # as long as all rows are of the kind that most are
         starved = False
         for seq in running:  # preemption takes sequences from the end of this list while it is walked
+            if paused and seq.seq_id in paused:
+                continue
             length = seq.length
             if length == seq.max_length:  # its last token is being drawn
                 spare += 1
@@ -131,19 +138,34 @@ class Scheduler(Bookkeeping):
                     spare, again = spare - len(tokens), False
                     rows.append(
                         ScheduledRow(
-                            seq.seq_id, length - 1, count, prompt, output, seq.block_ids, seq.draws, drafts=tokens
+                            seq.seq_id,
+                            length - 1,
+                            count,
+                            prompt,
+                            output,
+                            seq.block_ids,
+                            seq.draws,
+                            drafts=tokens,
+                            adapter=seq.adapter,
                         )
                     )
                 else:
-                    rows.append(ScheduledRow(seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws))
+                    row = ScheduledRow(
+                        seq.seq_id, length - 1, 1, prompt, output, seq.block_ids, seq.draws, adapter=seq.adapter
+                    )
+                    rows.append(row)
                 sequences.append(seq)
                 seq.scheduled = length
                 seq.length = length + 1
                 seq.last_step = step
                 continue
+            if budget.pause and take > 1:
+                spare += 1
+                continue
             again = False
             if take > 1:
-                take = plan.take(take, 1 + spare)
+                ahead = self._ahead(seq) if others_wait else 0
+                take = plan.take(take, 1 + max(0, spare - ahead))
                 spare -= take - 1
             end = seq.scheduled + take
             if (seq.shared_block is not None or end > len(seq.block_ids) * block_size) and not self._make_room(
@@ -173,9 +195,10 @@ class Scheduler(Bookkeeping):
         self._step = step
         again = again and len(rows) == decoding and len(self._last) == depth and sequences == self._last[0]
         batch = ScheduledBatch(step, tuple(rows), tuple(plan.copies), again)
-        self._cut = not batch.again and not all(row.draws for row in rows)
-        self.drafting = not batch.again and any(row.drafts for row in rows)
-        if self.drafting:
+        self._cut = budget.pause or (not batch.again and not all(row.draws for row in rows))
+        drafting = not batch.again and any(row.drafts for row in rows)
+        self.drafting = drafting and depth == 1  # in a pipeline the next steps have other sequences
+        if drafting:
             self._last.clear()  # rows of the next step do not start where these end
         else:
             self._last.append(sequences)
@@ -185,14 +208,21 @@ class Scheduler(Bookkeeping):
 
     @property
     def waits_for_tokens(self) -> bool:
-        """Drafts are in flight or would pay: the next step is planned when all tokens before it are known."""
+        """True if drafts are in flight or would pay: the next step is then planned after all earlier tokens are
+        known."""
+        if self.config.pipeline_depth > 1:
+            return False
         return self.drafting or (self.speculation is not None and self.speculation.worthwhile)
 
-    def _draft(self, spare: int) -> dict[int, tuple[int, ...]]:
-        """Drafts by seq_id for the next step, at most ``spare`` tokens in all; none while tokens are in flight."""
+    def _draft(self, spare: int, most: int) -> dict[int, tuple[int, ...]]:
+        """Return drafts by seq_id for the next step, at most ``spare`` tokens in total; none while tokens are in
+        flight. ``most``: rows of a step in a pipeline."""
         assert self.speculation is not None
-        decoding, others, all_known = [], 0, True
+        decoding: list[Sequence] = []
+        others, all_known, staged = 0, True, self.config.pipeline_depth > 1
         for seq in self.running:
+            if staged and (len(decoding) >= most or seq.length > seq.prompt_len + len(seq.output_token_ids)):
+                continue
             take = seq.length - seq.scheduled
             if take == 1 and seq.request.prompt_done and seq.shared_block is None:
                 if seq.length < seq.max_length:
@@ -203,18 +233,19 @@ class Scheduler(Bookkeeping):
         if not decoding or others or len(self.waiting):  # prompts fill steps to their best size already
             self.speculation.worthwhile = False
             return {}
-        found = self.speculation.drafts(decoding, min(spare, self.config.max_num_seqs - len(decoding)))
+        room = min(spare, self.config.max_num_seqs - len(decoding))
+        found = self.speculation.drafts(decoding, room, known=all_known)
         return found if all_known else {}
 
     def _fit(self, seq: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
-        """The leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""
+        """Return the leading ``drafts`` for which ``seq`` has KV blocks, or gets some without preemption."""
         size = self.config.block_size
         while seq.length + len(drafts) > len(seq.block_ids) * size and self.blocks.grow(seq):
             pass
         return drafts[: len(seq.block_ids) * size - seq.length]
 
     def _plan_row(self, seq: Sequence, end: int, plan: Plan) -> None:
-        """Let the step compute ``seq`` up to position ``end``, and draw when that completes it."""
+        """Add ``seq`` to the step up to position ``end``, with a draw if that completes it."""
         state = seq.request
         spec = state.spec
         start = seq.scheduled
@@ -228,13 +259,21 @@ class Scheduler(Bookkeeping):
             seq.length = end + 1
         plan.rows.append(
             ScheduledRow(
-                seq.seq_id, start, end - start, seq.prompt_token_ids, seq.output_token_ids, block_ids, draws, *asked
+                seq.seq_id,
+                start,
+                end - start,
+                seq.prompt_token_ids,
+                seq.output_token_ids,
+                block_ids,
+                draws,
+                *asked,
+                adapter=seq.adapter,
             )
         )
         plan.sequences.append(seq)
 
     def _complete_prompt(self, leader: Sequence, plan: Plan) -> tuple[Draw, ...]:
-        """The leader's last prompt chunk is planned: fork. Returns the draws of the choices that are alive."""
+        """Fork the choices when the leader's last prompt chunk is planned. Returns the draws of the living choices."""
         state = leader.request
         self._places -= self._places_of(leader)
         state.prompt_done = True
@@ -253,8 +292,8 @@ class Scheduler(Bookkeeping):
         return tuple(choice.draws[0] for choice in alive)
 
     def _make_room(self, seq: Sequence, end: int, plan: Plan) -> bool:
-        """See to it that ``seq`` has its own blocks for writing up to position ``end``, by preemption if need be. False
-        when it cannot run in this step: it was preempted itself, or the blocks come with the step in flight."""
+        """Ensure that ``seq`` has its own blocks for writing up to position ``end``, by preemption if necessary. False
+        if it cannot run in this step: it was preempted itself, or blocks are freed only after the step in flight."""
         while True:
             if seq.shared_block is not None:
                 if self.blocks.owns_shared_block(seq):
@@ -276,8 +315,8 @@ class Scheduler(Bookkeeping):
                 return False
 
     def _yield_places(self) -> None:
-        """Let clients below their share of places have some of clients above (``policies/places``). The next sequence
-        that gets one comes to the head of the queue, and the one that loses its place waits right behind."""
+        """Give places of clients above their share to clients below (``policies/places``). The next sequence that gets
+        one moves to the head of the queue, and the one that loses its place waits right behind it."""
         most, front = self.config.max_num_seqs, self.waiting.in_order()[:LOOKED_AT]
         found = exchange(self.running, front, self._places_of, most)
         if found is None:
@@ -286,15 +325,35 @@ class Scheduler(Bookkeeping):
         if newcomer is not front[0]:
             self.waiting.move(newcomer, (*front[0].rank[:4], newcomer.seq_id - BEHIND))
         while self._places + self._places_of(newcomer) > most:
-            loser.rank = (*newcomer.rank[:4], BEHIND + loser.seq_id)
+            loser.rank = self._rank_of_loser(loser, newcomer)
             self._preempt(loser)
             found = exchange(self.running, front, self._places_of, most)
             if found is None or found[0] is not newcomer:
                 return
             loser = found[1]
 
+    def _rank_of_loser(self, loser: Sequence, newcomer: Sequence) -> Rank:
+        """Return the rank of a sequence that loses its place: before the others of its client that wait, or as a new
+        request of it, and behind ``newcomer`` in any case. Right behind that it would go before all later newcomers."""
+        client = loser.request.spec.client
+        others = (seq for seq in self.waiting.in_order() if seq.request.spec.client == client)
+        first = next(others, None)
+        if first is not None and first.rank > newcomer.rank:
+            return (*first.rank[:4], loser.seq_id - 2 * BEHIND)
+        start = self.arrivals.order.key(client, 0, 0)[0]
+        return (max(start, newcomer.rank[0]), *newcomer.rank[1:4], BEHIND + loser.seq_id)
+
+    def _ahead(self, seq: Sequence) -> int:
+        """Tokens of a step that a prompt that has begun leaves to those of other clients in front of it."""
+        tokens = 0
+        for other in islice(self.waiting, LOOKED_AT):
+            if other.rank > seq.rank:
+                break
+            tokens += other.to_compute if other.request.spec.client != seq.request.spec.client else 0
+        return tokens
+
     def _preempt(self, seq: Sequence) -> None:
-        """Take the blocks of a running sequence; it waits to be recomputed."""
+        """Free the blocks of a running sequence, which then waits to be recomputed."""
         self.running.remove(seq)
         self._places -= self._places_of(seq)
         self.blocks.release(seq)
@@ -304,7 +363,8 @@ class Scheduler(Bookkeeping):
         self._preemptions += 1
 
     def _admit(self, spare: int, plan: Plan) -> None:
-        """Admit from the head of the queue what ``spare`` tokens, the places and the KV blocks allow."""
+        """Admit as many sequences from the head of the queue as ``spare`` tokens, the places and the KV blocks
+        allow."""
         if self._static:
             self._admit_static(spare, plan)
             return
@@ -323,7 +383,7 @@ class Scheduler(Bookkeeping):
             spare, prompts, tokens = spare - used, prompts + (used > 1), tokens + used
 
     def _admit_static(self, spare: int, plan: Plan) -> None:
-        """Admit preempted members of the present batch; when all have ended, the next batch."""
+        """Admit preempted members of the current batch; when all have ended, the next batch."""
         fresh = not (self.running or self.waiting.num_preempted or self.blocks.returns_pending)
         reserved = 0
         while (seq := self.waiting.head()) is not None:
@@ -338,8 +398,8 @@ class Scheduler(Bookkeeping):
             spare -= used
 
     def _try_admit(self, seq: Sequence, spare: int, plan: Plan, passed: Sequence | None = None) -> int | None:
-        """Admit ``seq``, if it can be, and plan its first tokens, at most ``spare``. Returns their number. ``passed``:
-        the queue's head, where ``seq`` goes before it."""
+        """Admit ``seq``, if possible, and plan its first tokens, at most ``spare``. Returns their number. ``passed``:
+        the queue's head, if ``seq`` overtakes it."""
         blocks, state = self.blocks, seq.request
         if seq.last_step > blocks.committed_step:  # preempted while a step of it is in flight
             self.held_back = "flight"
@@ -347,6 +407,9 @@ class Scheduler(Bookkeeping):
         others = self._places + (0 if passed is None else self._places_of(passed))
         if others + self._places_of(seq) > self.config.max_num_seqs:
             self.held_back = "places"
+            return None
+        if seq.adapter and self._lacks_slot(seq.adapter):
+            self.held_back = "adapters"
             return None
         computes_all = not state.prompt_done and state.spec.whole_prompt
         cached = blocks.find_prefix(seq)
@@ -372,3 +435,11 @@ class Scheduler(Bookkeeping):
         if take:
             self._plan_row(seq, seq.scheduled + take, plan)
         return take
+
+    def _lacks_slot(self, adapter: str) -> bool:
+        """Return True if sequences with as many other adapters run as there may be."""
+        most = self.config.max_adapters
+        if most is None:
+            return False
+        others = {seq.adapter for seq in self.running if seq.adapter}
+        return adapter not in others and len(others) >= most

@@ -1,4 +1,4 @@
-"""The numbers that steer the scheduler."""
+"""Settings of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .drafters.registry import SpeculativeConfig
-from .policies.order import SCHEDULING_POLICIES, SchedulingPolicy
+from .policies.orders.registry import order_policy
 
 Batching = Literal["continuous", "static"]
 
@@ -41,8 +41,9 @@ class SchedulerConfig:
             that came first. Work that is all there at the start ends sooner so (the rule of the longest processing
             time, Graham 1969); where requests keep coming, short ones would wait for all longer ones. Not looked at
             where batches are static.
-        scheduling_policy: "fcfs" serves a client's requests in the order of arrival, and takes no priorities;
-            "priority" the more urgent ones first. Between clients tokens are shared in both (``policies/order.py``).
+        scheduling_policy: a file of ``policies/orders/``: "fcfs" serves a client's requests in the order of arrival,
+            and takes no priorities; "priority" the more urgent ones first. Between clients tokens are shared in all of
+            them (``policies/order.py``).
         max_queue: requests that may wait for their first step; one more is refused with ``QueueFull``. None for no
             bound.
         max_queue_bytes: bytes that these may hold together, one client half of them; max_queue_wait: seconds that a new
@@ -54,6 +55,7 @@ class SchedulerConfig:
         speculation: speculative decoding: drafts that steps verify (``policies/speculation.py``), or its fields as a
             mapping; None for none.
         jump_ahead: take tokens that a grammar forces as given, and compute them together (``jump_ahead.py``).
+        max_adapters: different adapters of sequences that run at the same time; None for no bound.
         pipeline_depth: steps that are under way at the same time. With more than 1 a step has only sequences whose last
             token is known, and at most its share of those that run, so that the others can be in the next.
         seed: requests without a seed of their own get one that depends on this number and on how many requests came
@@ -75,7 +77,7 @@ class SchedulerConfig:
     max_model_len: int = 2048
     enable_prefix_caching: bool = True
     batching: Batching = "continuous"
-    scheduling_policy: SchedulingPolicy = "fcfs"
+    scheduling_policy: str = "fcfs"
     longest_first: bool = False
     max_queue: int | None = None
     max_queue_bytes: int | None = None
@@ -84,6 +86,7 @@ class SchedulerConfig:
     speculation: SpeculativeConfig | Mapping[str, Any] | None = None
     jump_ahead: bool = True
     watermark: float = 0.01
+    max_adapters: int | None = None
     pipeline_depth: int = 1
     seed: int | None = None
 
@@ -100,7 +103,7 @@ class SchedulerConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("max_queue", "max_queue_bytes", "max_prefill_chunk", "graph_prompts"):
+        for name in ("max_queue", "max_queue_bytes", "max_prefill_chunk", "graph_prompts", "max_adapters"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, or None for no bound, got {value}")
@@ -119,14 +122,12 @@ class SchedulerConfig:
             raise ValueError(f"itl_target must be a number of seconds, 0 for automatic, or None, got {self.itl_target}")
         if self.max_queue_wait is not None and not self.max_queue_wait > 0:
             raise ValueError(f"max_queue_wait must be a number of seconds, or None, got {self.max_queue_wait}")
-        if self.speculation is not None and (self.pipeline_depth > 1 or self.batching == "static"):
+        if self.speculation is not None and self.batching == "static":
             raise ValueError(
-                "speculative decoding works without pipeline stages and with continuous batching: leave out "
-                "speculative_config, or the other setting"
+                "speculative decoding works with continuous batching: leave out speculative_config or static batching"
             )
         if not 0.0 <= self.watermark < 1.0:
             raise ValueError(f"watermark must be in [0, 1), got {self.watermark}")
         if self.batching not in ("continuous", "static"):
             raise ValueError(f'batching must be "continuous" or "static", got {self.batching!r}')
-        if self.scheduling_policy not in SCHEDULING_POLICIES:
-            raise ValueError(f'scheduling_policy must be "fcfs" or "priority", got {self.scheduling_policy!r}')
+        order_policy(self.scheduling_policy)

@@ -93,13 +93,13 @@ def spread(log: DecisionRunLog) -> Errors | None:
 
 
 def _decodes(step: LoggedStep, rows: set[int]) -> bool:
-    """True if a step has one token for each of these sequences, and nothing else."""
+    """Return True if a step has one token for each of these sequences, and no other rows."""
     return len(step.rows) == len(rows) and all(seq in rows and count == 1 for seq, _, count in step.rows)
 
 
 def host_seconds(log: DecisionRunLog) -> float:
-    """Return the median time of the host before each step, while there is work: from one result until the next step
-    begins, or, where steps are planned ahead, from planning a step until it is handed over."""
+    """Return the median time of the host before each step, while there is work: from one result to the next step's
+    begin, or, if steps are planned ahead, from planning a step to submitting it."""
     taken = []
     for before, after in pairwise(log.steps):
         if before.at is None or after.at is None or not before.planned.running:

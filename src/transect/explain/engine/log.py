@@ -1,7 +1,7 @@
-"""A decision log as it is read: steps with their rows and times, requests with their lives (no torch).
+"""A decision log after reading: steps with their rows and times, requests with their lives (no torch).
 
 The engine writes events (``engine/scheduling/decisions.py``). Here they become ``LoggedStep`` and ``Life`` objects, and
-the events stay beside them in their order, for who wants to run them again.
+the events stay beside them in their order, for a replay.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ LATE_S = 5e-5
 SLOW = 10
 """A step had also ended before, if launching the next step took this many times as long as the wait for its result."""
 DRAWS_S = 5e-4
-"""Seconds: what is left of a step once its draws are handed over, where the device had nothing else left to do."""
+"""Longest remaining time of a step, in seconds, when only its draws were left."""
 
 
 @dataclass(slots=True)
 class LoggedStep:
-    """One engine step. Times are seconds on the engine's clock; ``at`` is None where the log ends before it."""
+    """One engine step. Times are seconds on the engine's clock; ``at`` is None if the log ends before the step's
+    result."""
 
     number: int
     rows: list[StepRow]
     planned: Planned
     at: float | None = None
     begins: float = 0.0
-    """When it was submitted and the step before was done."""
+    """Start of the step: it was submitted and the previous step was done."""
     waited: float = 0.0
     committed: float = 0.0
     launched: str = ""
     drawn: float = 0.0
     ranks: float = 0.0
     ahead: bool = False
-    """Steps are planned while the one before runs."""
+    """True if steps are planned while the previous one runs."""
     handed: float = 0.0
-    """Seconds that handing over the next step took, where that was planned while this one ran."""
+    """Seconds of submitting the next step, if that was planned while this one ran."""
 
     @property
     def seconds(self) -> float:
-        """From ``begins`` to ``at``."""
+        """Seconds from ``begins`` to ``at``."""
         return (self.at or self.begins) - self.begins
 
     @property
@@ -72,11 +73,11 @@ class LoggedStep:
 
 @dataclass(slots=True)
 class Life:
-    """One request, as the log saw it."""
+    """One request in the log."""
 
     added: Added
     ends: dict[int, tuple[str, int, bytes]] = field(default_factory=dict)
-    """By choice: why it ended, its output tokens, the hashes of its full blocks."""
+    """Finish reason, output tokens and hashes of the full blocks, by choice."""
     steps: list[tuple[int, StepRow]] = field(default_factory=list)
     """(index into ``DecisionRunLog.steps``, row) of every row of its choices."""
 
@@ -103,7 +104,7 @@ class DecisionRunLog:
 
     @property
     def newest(self) -> float:
-        """When the newest record was made, on the engine's clock."""
+        """Time of the newest record, on the engine's clock."""
         last = self.events[-1] if self.events else None
         return last.committed if isinstance(last, Done) else getattr(last, "at", 0.0) or self._last_step()
 
@@ -118,13 +119,12 @@ class DecisionRunLog:
             return False
 
     def life(self, name: str) -> Life:
-        """Return the request called ``name``: the engine's id, or what a server's answer calls it (``chatcmpl-...``).
+        """Return the request called ``name``: the engine's id, or the id in a server's answer (``chatcmpl-...``).
 
         Raises:
             ValueError: there is none, or more than one.
         """
-        bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
-        bare = bare.removeprefix("resp_").removeprefix("msg_")
+        bare = bare_id(name)
         found = [key for key in self.requests if key in (name, bare) or key.startswith(f"{bare}-")]
         if not found:
             raise ValueError(f"the log has no request {name!r}: it ended too long ago, or never came")
@@ -133,11 +133,18 @@ class DecisionRunLog:
         return self.requests[name if name in found else found[0]]
 
 
+def bare_id(name: str) -> str:
+    """Return the engine's id of a request that a server's answer calls ``chatcmpl-...``, ``resp_...`` and so on; the
+    beginning of its ids if one answer is several requests."""
+    bare = name.rpartition("-")[2] if name.startswith(("cmpl-", "chatcmpl-", "resp", "msg")) else name
+    return bare.removeprefix("resp_").removeprefix("msg_")
+
+
 def load(path: str | Path) -> DecisionRunLog:
     """Read the log in a file.
 
     Raises:
-        ValueError: there is no such file, or it is no decision log.
+        ValueError: there is no such file, or it is not a decision log.
     """
     try:
         data = Path(path).read_bytes()

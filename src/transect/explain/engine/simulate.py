@@ -29,27 +29,27 @@ from .replay import ReplayScript
 from .work import StepWork
 
 MACHINE = ("preset", "quantization")
-"""Settings of a what-if that are not the scheduler's."""
+"""Settings of a what-if that are not settings of the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """All requests that had a first token: seconds, by percentile."""
+    """Percentiles over all requests that had a first token, in seconds."""
 
     requests: int
     output_tokens: int
     seconds: float
-    """From the first arrival to the last token."""
+    """Seconds from the first arrival to the last token."""
     ttft: Mapping[str, float]
     itl: Mapping[str, float]
 
     @property
     def tokens_per_second(self) -> float:
-        """Output tokens."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; seconds."""
+        """Return the fields for JSON; seconds."""
         return {**dataclasses.asdict(self), "tokens_per_second": self.tokens_per_second}
 
 
@@ -105,7 +105,7 @@ def changed(log: DecisionRunLog, work: StepWork, changes: Mapping[str, Any]) -> 
 def simulate(
     log: DecisionRunLog, model: FittedSteps, work: StepWork, config: SchedulerConfig, other: StepWork | None = None
 ) -> Latencies:
-    """Run the requests of ``log`` under ``config``, on a device whose steps take what ``model`` says.
+    """Run the requests of ``log`` under ``config``, with step times predicted by ``model``.
 
     Raises:
         ValueError: a request does not fit under ``config``.
@@ -129,13 +129,14 @@ def simulate(
 
 
 def _intake(lives: Sequence[Life]) -> float:
-    """Seconds from an arrival until the engine can see the request: those of the quickest twentieth, which came when
-    the engine was about to look."""
+    """Estimate the seconds from an arrival until the engine can see the request: those of the fastest 5%, which came
+    just before the engine looked."""
     return float(np.percentile([max(0.0, life.added.at - life.added.arrival) for life in lives], 5))
 
 
 def _there(life: Life, intake: float) -> float:
-    """When the engine could see a request: with other steps it would not have looked when it did."""
+    """Return the earliest time at which the engine could see a request: with other steps it would have looked at
+    another time."""
     added = life.added
     return added.at if added.grammar else min(added.at, added.arrival + intake)
 

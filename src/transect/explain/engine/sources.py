@@ -1,4 +1,4 @@
-"""Where a decision log comes from: a file, or a server that runs."""
+"""Sources of decision logs: a file, or a running server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PATIENCE_S = 30.0
 
 
 class NoLogYet(ValueError):
-    """A server has run no step so far, or has no log."""
+    """A server has run no step, or keeps no log."""
 
 
 class NoServer(NoLogYet):
@@ -23,7 +23,7 @@ class NoServer(NoLogYet):
 
 
 def server_url(source: str) -> str | None:
-    """Return the URL that ``source`` is, ``http://`` added to a HOST:PORT; None if it is a file."""
+    """Return the URL of ``source``, with ``http://`` added to a HOST:PORT; None if it is a file."""
     if source.startswith(("http://", "https://")):
         return source
     return f"http://{source}" if re.fullmatch(r"[\w.-]+:\d{1,5}/?", source) and not Path(source).exists() else None
@@ -53,7 +53,7 @@ def open_logs(source: str, api_key: str | None = None) -> list[DecisionRunLog]:
 
 
 def _fetched(source: str, api_key: str | None, engine: int) -> tuple[DecisionRunLog, int]:
-    """Return the log of an engine, and how many engines the server has."""
+    """Return the log of an engine, and the number of engines of the server."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     url = f"{source.rstrip('/').removesuffix('/v1')}/v1/decisions"
     try:

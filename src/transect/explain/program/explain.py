@@ -1,4 +1,4 @@
-"""Explains a PyTorch program while it runs: ``with Explain() as found: ...``, or a script with its arguments.
+"""Explains a running PyTorch program: ``with Explain() as found: ...``, or a script with its arguments.
 
 The torch profiler records operators with their shapes, a thread samples the stack, and hooks look at the token ids that
 embeddings get. What all of that costs is measured beforehand and shown as a part of its own.
@@ -40,7 +40,7 @@ SLOWED = {"launch": 0.8, "host": 0.35, "sync": 0.5, "loading": 0.35, "unrated": 
 
 
 class Explain:
-    """Explains the code inside of ``with``; afterwards ``result`` is there.
+    """Explains the code inside of ``with``; afterwards ``result`` is set.
 
     Args:
         ceilings: rates for floors; None if those of this machine, measured (seconds) if they are not known.
@@ -125,7 +125,7 @@ class Explain:
 
     @property
     def done(self) -> bool:
-        """The window of steps is over, or no step has repeated yet."""
+        """True if the window of steps is over, or no step has repeated yet."""
         return self._steady.done
 
     def again(self, script: Script, found: Explanation) -> Explanation:
@@ -144,7 +144,7 @@ class Explain:
         return Material(found.split, self.ceilings, found.named, self._samples, found.facts)
 
     def _steps_floor(self) -> float:
-        """Return the floors of the engine steps that ended inside, together."""
+        """Sum the floors of the engine steps that ended inside."""
         if self._decisions is None:
             return 0.0
         from ..engine.log import build
@@ -168,7 +168,7 @@ def explain_trace(
     floor_s: float = 0.0,
     steps: Steps | None = None,
 ) -> Explanation:
-    """Split a trace and find what to change.
+    """Split a trace by cause and find changes.
 
     Args:
         samples: of the main thread, on the trace's clock.
@@ -202,7 +202,7 @@ def explain_trace(
 
 
 def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Explanation:
-    """Run a script as ``python`` would, and explain it: all of it, or what ran until Ctrl-C.
+    """Run a script as ``python`` would, and explain all of it, or the part up to Ctrl-C.
 
     Args:
         again_s: seconds; a program without steps that took no longer runs once more without profiling, to
@@ -228,7 +228,7 @@ def explain_script(script: Script, run: Explain, *, again_s: float = 0.0) -> Exp
 
 
 def machine_ceilings() -> Ceilings:
-    """Those of this machine's first device, measured if nothing is known of it."""
+    """Return the ceilings of this machine's first device, measured if unknown."""
     return device_measurement(detect()).ceilings
 
 

@@ -1,6 +1,6 @@
-"""Names the gaps between operators, or between kernels: what the host was doing then.
+"""Names the gaps between operators, or between kernels, by the host's work in them.
 
-On a host without kernels the samples of the main thread's stack say it. Gaps are mostly shorter than the time between
+On a host without kernels the samples of the main thread's stack show it. Gaps are mostly shorter than the time between
 two samples, so samples are counted over all gaps together, and the time is divided by these counts. Gaps between
 kernels are named by the calls of the driver's interface and the ranges that lie in them.
 """
@@ -25,27 +25,27 @@ WAITING = re.compile(
     r"Synchronize|cudaMemcpy$|cudaMalloc$|cudaFree$|cudaHostAlloc|hipMalloc$|hipFree$|hipMemcpy(?:WithStream)?$"
 )
 COMPUTED = " on the host"
-"""Ends the label of a gap in which an operator computed there."""
+"""End of the label of a gap in which an operator computed on the host."""
 READS = ("aten::item", "aten::_local_scalar_dense")
 LIBRARIES = ("logging", "file", "tokenize")
-"""Kinds of which the stack itself says that a library is at work, below the user's line."""
+"""Kinds that the stack itself attributes to a library, below the user's line."""
 RARE, INTERRUPTED_S = 0.05, 0.02
-"""Fewer gaps than this share, none of them longer: others interrupted a loop."""
+"""Largest share of gaps, and largest length in seconds, that count as interruptions of a loop."""
 
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """Something the host did in gaps: seconds, and in how many samples it was seen."""
+    """Work of the host in gaps: seconds, and the number of samples that show it."""
 
     doing: Doing
     seconds: float
     samples: int
     episodes: int = 1
-    """Stretches of samples without anything else between them."""
+    """Contiguous stretches of samples."""
 
 
 def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
-    """Move the time of gaps to the parts that they belong to; returns what the host did in them.
+    """Move the time of gaps to their parts; returns the host's work in them.
 
     Args:
         samples: of the main thread, on the trace's clock.
@@ -83,7 +83,8 @@ def name_gaps(split: Split, samples: StackSamples | None = None) -> list[Named]:
 
 
 def _communicating(split: Split, samples: StackSamples | None) -> Iterator[IdleGap]:
-    """Gaps of the main thread, cut where it waits inside of torch while another thread talks to other ranks."""
+    """Yield gaps of the main thread, split where it waits inside of torch while another thread communicates with other
+    ranks."""
     trace, spans = split.trace, list[tuple[float, float, str]]()
     numbers = [number for number, key in enumerate(trace.keys) if COMMUNICATION.search(key.name)]
     chosen = np.isin(trace.kind, (OP, RANGE)) & np.isin(trace.key, numbers) & (trace.lane != split.lane)
@@ -130,7 +131,7 @@ def _inside_calls(split: Split, samples: StackSamples | None) -> list[Named]:
 
 
 def _moved(split: Split, named: list[Named]) -> list[Named]:
-    """Give the parts that are no Python their time."""
+    """Move the time of gaps that are not Python work to their parts."""
     for each in named:
         part = "startup" if each.doing.kind == "import" else each.doing.part
         if part != "host":
@@ -176,7 +177,7 @@ def _sampled(split: Split, samples: StackSamples) -> list[Named]:
 
 
 def _called(split: Split) -> list[Named]:
-    """Without samples: the Python functions that the trace itself has (``with_stack=True``)."""
+    """Name gaps without samples, by the Python functions in the trace (``with_stack=True``)."""
     trace = split.trace
     indices = [int(i) for i in trace.where(PYTHON) if trace.lane[i] == split.lane]
     if not indices:
@@ -203,7 +204,7 @@ def _python(name: str) -> Doing:
 
 
 def _between_kernels(trace: Trace, gap: IdleGap, alone: set[int]) -> IdleGap:
-    """Return a gap in which no kernel ran with its part, and what says so.
+    """Return a gap in which no kernel ran with its part, and the evidence.
 
     ``alone``: operators that compute on the host.
     """
@@ -236,7 +237,7 @@ def _cause(trace: Trace, gap: IdleGap, alone: set[int]) -> tuple[str, str]:
 
 
 def _covered(trace: Trace, calls: Sequence[int], gap: IdleGap) -> float:
-    """Seconds of a gap in which one of these events, in the order of their begins, was under way."""
+    """Return the seconds of a gap that are covered by these events, sorted by start."""
     seconds, reached = 0.0, gap.begin
     for index in calls:
         last = min(float(trace.ts[index] + trace.dur[index]), gap.end)
@@ -246,7 +247,7 @@ def _covered(trace: Trace, calls: Sequence[int], gap: IdleGap) -> float:
 
 
 def _overlapping(trace: Trace, gap: IdleGap) -> list[int]:
-    """Events of the host that overlap a gap, or end just before it."""
+    """Return events of the host that overlap a gap, or end just before it."""
     before = 20e-6
     last = int(np.searchsorted(trace.ts, gap.end))
     ends = trace.latest_ends()

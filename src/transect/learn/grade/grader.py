@@ -26,7 +26,7 @@ from .workshop import ProgramFailed, ProgramRun, Submission, Workshop, workshop
 
 PLANNED = "h100-80gb"
 BELOW = 0.5
-"""A time below this share of the floor is no time of this work: the ceilings are not that far off."""
+"""A time below this share of the floor cannot be of this work: the ceilings are not that far off."""
 ROUNDS = 20
 """Times that the measured calls are made on a GPU."""
 SHORTEST_S = 1e-3

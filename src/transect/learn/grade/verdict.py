@@ -22,7 +22,7 @@ class Verdict:
     passed: list[str] = field(default_factory=list)
     """Names of cases that it solved."""
     seconds: float | None = None
-    """Time of one call by the grader's clock; None where it says nothing (Triton's interpreter)."""
+    """Time of one call by the grader's clock; None where it is meaningless (Triton's interpreter)."""
     reference_seconds: float | None = None
     peer_seconds: float | None = None
     floor_seconds: float | None = None
@@ -77,7 +77,7 @@ class Verdict:
 
 
 def time_text(seconds: float | None) -> str:
-    """Seconds with a unit that suits them."""
+    """Format seconds with a suitable unit."""
     if seconds is None:
         return "?"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):

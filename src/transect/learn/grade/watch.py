@@ -51,7 +51,7 @@ AUDITED = {
     "os.kill": "sends signals",
     "os.putenv": "changes the environment",
 }
-"""Events of Python's audit hook, and the reason why a solution has no use for them."""
+"""Events of Python's audit hook, and the reason why a solution does not need them."""
 
 DIRECT = ("sys._getframe", "sys._current_frames")
 """Events that Python's own library raises for honest programs (dataclasses): they count from the program itself."""
@@ -150,7 +150,7 @@ class Watch:
             self.alarm(f"takes a tensor out of the device by {name}: this rung computes in the kernel")
 
     def from_program(self, depth: int) -> bool:
-        """True if the frame ``depth`` above is the program's own, frames of the import system left out."""
+        """Return True if the frame ``depth`` above is the program's own, frames of the import system excluded."""
         self._busy.here = True
         try:
             frame = sys._getframe(depth)
@@ -176,10 +176,10 @@ class Watch:
             self.alarm(AUDITED[event])
 
     def _in_stack(self) -> bool:
-        """True if a frame of the program is anywhere above: the standard library starts processes in its name.
+        """Return True if a frame of the program is anywhere above: the standard library starts processes on its behalf.
 
-        Triton starts compilers and loads their output when a kernel is first launched on a GPU. That is not the
-        program's doing, unless Triton calls back into the program.
+        Triton starts compilers and loads their output when a kernel is first launched on a GPU. The program
+        does not cause that, unless Triton calls back into the program.
         """
         self._busy.here = True
         try:
@@ -203,7 +203,8 @@ class Watch:
                         setattr(place, name, self._tripwire(original, reason, whole=places is THREADS))
 
     def _tripwire(self, original: Any, reason: str, whole: bool) -> Callable[..., Any]:
-        """``original`` with an alarm if the program calls it; ``whole``: or if something that the program called."""
+        """Wrap ``original`` with an alarm if the program calls it; ``whole``: also if something that the program called
+        does."""
 
         def called(*arguments: Any, **named: Any) -> Any:
             if self._on and (self._in_stack() if whole else self.from_program(2)):
@@ -240,7 +241,7 @@ class _Functions(TorchFunctionMode):
 
 
 def module_allowed(module: str, allows: Sequence[str]) -> bool:
-    """True for an allowed module, the packages above it and those within it."""
+    """Return True for an allowed module, the packages above it and those within it."""
     return module == "transect" or any(
         module == name or name.startswith(f"{module}.") or module.startswith(f"{name}.") for name in allows
     )
@@ -255,7 +256,7 @@ def _tensor_bytes(value: Any) -> int:
 
 
 def _torchs_own(function: Any) -> bool:
-    """True for a Python function of torch: its compiler wraps some when it is first loaded."""
+    """Return True for a Python function of torch: its compiler wraps some when it is first loaded."""
     code = getattr(function, "__code__", None)
     return code is not None and code.co_filename.startswith(_TORCH)
 

@@ -1,4 +1,4 @@
-"""Messages between the grader and its child: msgpack with tensors, behind a length. Nothing in them can run.
+"""Messages between the grader and its child: msgpack with tensors, preceded by a length. Nothing in them can run.
 
 The child runs a stranger's program, so the grader never unpickles what it sends.
 """
@@ -34,7 +34,7 @@ def receive(connection: socket.socket) -> Any:
     Raises:
         Ended: there is no other side any more.
         TimeoutError: the connection's timeout is over.
-        ValueError: this is no message.
+        ValueError: this is not a message.
     """
     (size,) = struct.unpack("<Q", _exactly(connection, 8))
     if size > MOST_BYTES:

@@ -84,7 +84,7 @@ class Submission:
             self.close()
             raise ProgramFailed(f"it did not return within {self.timeout:.0f} s") from None
         except (wire.Ended, OSError):
-            raise ProgramFailed(f"it ended its process instead of returning a result{self.last_words()}") from None
+            raise ProgramFailed(f"it ended its process without returning a result{self.last_words()}") from None
         except ValueError as error:
             raise ProgramFailed(f"it wrote into the grader's connection: {error}") from None
         if not isinstance(reply, dict) or reply.get("nonce") != nonce:

@@ -1,4 +1,4 @@
-"""Kinds of weight: one matrix in some number format, and all that is asked of it.
+"""Kinds of weight: one matrix in some number format, and its operations.
 
 * ``weight.py``: ``Weight``, the seam between matrices and everything that computes with them, and its abilities
 * ``projection.py``: ``Projection``, named weights that share an input

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 
 
 class Dense(Weight):
-    """``weight [O, I]`` and ``bias [O]`` or None, parameters. Allocated and not initialised.
+    """Parameters ``weight [O, I]`` and ``bias [O]`` or None. Allocated and not initialised.
 
     Joined with others, its parameters are views of one storage; who holds them (an optimizer, a checkpoint) sees no
     difference.
     """
+
+    batch_invariant = True
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class Dense(Weight):
 
     @classmethod
     def over(cls, weight: Tensor, bias: Tensor | None, ops: OpSet) -> Dense:
-        """Over tensors that are there; frozen."""
+        """Build a frozen weight over existing tensors."""
         made = cls(*weight.shape, ops=ops, device="meta", dtype=weight.dtype)
         made.weight = nn.Parameter(weight, requires_grad=False)
         made.add_bias(bias)
@@ -139,7 +141,7 @@ class DenseStream:
 
     @property
     def biased(self) -> bool:
-        """Only ``linear`` adds a bias."""
+        """True if ``linear`` adds a bias; other products have none."""
         return self._bias is not None
 
     @property
@@ -157,7 +159,7 @@ class DenseStream:
         return self._products.linear(stream, self._weight, self._bias)
 
     def chain(self, after: Sequence[StreamProduct]) -> None:
-        """There is no such kernel."""
+        """Return None, because there is no such kernel."""
 
     def plain(self, x: Tensor) -> Tensor:
         return self._products.product(x, self._weight)
@@ -167,7 +169,7 @@ class DenseStream:
 
 
 def _together(weights: Sequence[Tensor]) -> Tensor:
-    """Concatenate matrices ``[O, I]`` or biases ``[O]``: a view if they are contiguous in one memory, or a copy."""
+    """Concatenate matrices ``[O, I]`` or biases ``[O]``: a view if they are contiguous in one memory, else a copy."""
     first, at = weights[0], weights[0].storage_offset()
     memory = first.untyped_storage().data_ptr()
     for weight in weights:

@@ -1,4 +1,4 @@
-r"""``LowRank``: the factors of an adapter beside a matrix, as files hold them.
+r"""``LowRank``: the factors of an adapter beside a matrix, in the form of files.
 
     W' = W + s B A                       LoRA (Hu et al. 2021, arXiv:2106.09685)
     W' = m / ||W + s B A|| (W + s B A)   DoRA (Liu et al. 2024, arXiv:2402.09353), norms of rows
@@ -27,7 +27,7 @@ class LowRank:
     magnitude: Tensor | None = None
 
     def applied(self, weight: Tensor) -> Tensor:
-        """Return the plain matrix ``[O, I]`` that computes the same as ``weight`` with these beside it, at least
+        """Return the plain matrix ``[O, I]`` that computes the same as ``weight`` with these factors, at least
         float32."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         moved = weight.to(wide) + self.scale * (self.b.to(wide) @ self.a.to(wide))
@@ -41,7 +41,7 @@ Factors = Mapping[str, LowRank]
 
 
 def packed_adapter(library: Library, factors: Factors, layers: int, *, half: bool) -> StackAdapter:
-    """An adapter for the C++ stack.
+    """Pack an adapter for the C++ stack.
 
     Args:
         half: keep the factors in bfloat16.

@@ -66,13 +66,13 @@ class Products8:
     few: scaled8_rows.CudaRows8 | None = None
     many: scaled8_tiles.Tiles8 | None = None
     dependent: bool = False
-    """Launches begin while the kernel before still ends."""
+    """True if launches begin before the previous kernel ends."""
     chain: scaled8_chain.CudaChain | None = None
-    """A layer's last three products and the next layer's first in one launch, for one row."""
+    """Kernel of a layer's last three products and the next layer's first in one launch, for one row."""
 
     @classmethod
     def on(cls, device: torch.device | str, *, dependent: bool = False, fp8: bool = True) -> Products8:
-        """Return the fastest that run on ``device``.
+        """Return the fastest kernels for ``device``.
 
         Args:
             dependent: with dependent launch where the device has it.
@@ -127,7 +127,7 @@ class Scaled8(Weight):
             staging.copy(values.scale, self.scale)
             return
         if self.blocks:
-            raise ValueError("scales of blocks are read, not made: the file holds plain numbers")
+            raise ValueError("scales of blocks can only be read from a file, and the file holds plain numbers")
         codes, scale = (to_fp8 if self.fp8 else to_int8)(staging.bring(dense_values(values)))
         self.codes.copy_(codes.view(torch.int8))
         self.scale.copy_(scale[:, 0])
@@ -183,7 +183,7 @@ class Scaled8(Weight):
 
     @property
     def chained(self) -> scaled8_chain.CudaChain | None:
-        """The kernel of a layer's last three products and the next layer's first; None if there is none."""
+        """Kernel of a layer's last three products and the next layer's first; None if there is none."""
         return self._products.chain
 
     def stream_product(self, products: StreamProducts) -> Stream8 | None:
@@ -272,17 +272,17 @@ class Stream8:
 
     @property
     def biased(self) -> bool:
-        """Only ``linear`` adds a bias."""
+        """True if ``linear`` adds a bias; other products have none."""
         return self._weight.bias is not None
 
     @property
     def leaves(self) -> object:
-        """Codes of its own kind, where it rounds its input."""
+        """Codes of its own kind, if it rounds its input."""
         return (Stream8, *self._rounding, self._many is None)
 
     def takes(self, x: Tensor, sizes: Sequence[Size], wanted: int | None = None) -> bool:
-        """True if a step on the stream x ``[M, D]`` with products of these sizes runs here, to its end for ``wanted``
-        rows."""
+        """Return True if a step on the stream x ``[M, D]`` with products of these sizes runs here, up to its end for
+        ``wanted`` rows."""
         if x.dtype != torch.bfloat16 or not len(x):
             return False
         if len(x) > scaled8_rows.MOST_ROWS:
@@ -342,7 +342,7 @@ class Stream8:
     def _run(
         self, x: Tensor | Rounded, norm: Beside, bias: Tensor | None = None, *, gated: bool = False
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Up to 16 rows, which are never rounded."""
+        """Compute the product of up to 16 rows, without rounding them."""
         assert isinstance(x, Tensor)
         weight = self._weight
         return self._few.beside(
@@ -350,7 +350,7 @@ class Stream8:
         )
 
     def _many_rows(self, x: Tensor | Rounded, bias: Tensor | None = None) -> Tensor:
-        """Return the product alone of more than 16 rows."""
+        """Compute the product alone, of more than 16 rows."""
         assert self._many is not None
         weight = self._weight
         return self._many.product(*self._rounded(x), weight.codes, weight.scale, bias, weight.fp8, dtype=weight.dtype)

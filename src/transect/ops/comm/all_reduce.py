@@ -52,8 +52,8 @@ SIGNATURE = "piiilpppppplifiiiiiip"
 def reference(
     parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """parts ``[R, T, D]`` -> the sums on every rank ``[R, T, D]``; with a residual ``[T, D]`` and a weight ``[D]``
-    (norm, residual + sum), each ``[R, T, D]``."""
+    """Reduce parts ``[R, T, D]`` to the sums on every rank ``[R, T, D]``; with a residual ``[T, D]`` and a weight
+    ``[D]`` return (norm, residual + sum), each ``[R, T, D]``."""
     total = parts[0].to(compute_dtype(parts.dtype))
     for part in parts[1:]:
         total = total + part.to(total.dtype)
@@ -89,7 +89,7 @@ class Peers:
         memory: address of each rank's memory, with empty lines to begin with.
         rank: the own place among them.
         lines: of a region.
-        stop: int32 ``[1]`` in pinned memory of the host, 0; not 0 ends all waiting, and sums are then worth nothing.
+        stop: int32 ``[1]`` in pinned memory of the host, 0; another value ends all waiting, and sums are then invalid.
         played: number of ranks that this GPU simulates; more than one only to test the kernels.
 
     Raises:
@@ -102,7 +102,7 @@ class Peers:
         self._launch = bind("all_reduce", "transect_all_reduce", SIGNATURE)
 
     def refusal(self, x: Tensor, norm: bool = False) -> str | None:
-        """Why the kernels do not take ``x`` ``[..., D]``, as a sentence, or None."""
+        """Return the reason, as a sentence, why the kernels do not take ``x`` ``[..., D]``; None if they do."""
         return refusal(x, self.ranks, self.lines, norm)
 
     @property
@@ -125,7 +125,7 @@ class Peers:
         has given it to the others (``push``). ``delay``: the most nanoseconds to wait at several places, for tests.
 
         Raises:
-            ValueError: ``refusal`` says why.
+            ValueError: ``refusal`` gives the reason.
         """
         self._check(x, False)
         out = torch.empty_like(x) if out is None else out
@@ -143,10 +143,10 @@ class Peers:
         pushed: bool = False,
         delay: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """(RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
+        """Return (RMSNorm of total, total) with total = residual + the sum of every rank's ``x``.
 
         Raises:
-            ValueError: ``refusal`` says why, or the tensors do not fit each other.
+            ValueError: ``refusal`` gives the reason, or the tensors do not fit each other.
         """
         self._check(x, True)
         if residual.shape != x.shape or residual.dtype != x.dtype or not residual.is_contiguous():
@@ -187,7 +187,7 @@ class Peers:
 
 
 def played_by_one(ranks: int, device: torch.device, lines: int) -> tuple[Peers, list[Tensor]]:
-    """Ranks that are all this GPU, and their memory, which must stay."""
+    """Simulate ranks that all use this GPU; return them and their memory, which must stay alive."""
     memory = [torch.full((sums_bytes(lines),), 255, dtype=torch.uint8, device=device) for _ in range(ranks)]
     for each in memory:
         each[:STATE] = 0
@@ -207,10 +207,10 @@ def _refusal(
 def cuda_all_reduce(
     parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """``reference`` by the kernels, with one GPU as all ranks.
+    """Compute ``reference`` by the kernels, with one GPU as all ranks.
 
     Raises:
-        ValueError: ``refusal`` says why.
+        ValueError: ``refusal`` gives the reason.
     """
     if reason := _refusal(parts, residual, weight, eps):
         raise ValueError(reason)
@@ -236,7 +236,7 @@ def cost(parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = 
 def _by_torch(
     parts: Tensor, residual: Tensor | None = None, weight: Tensor | None = None, eps: float = 0.0
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """On one GPU; between GPUs NCCL's all-reduce is the peer (``transect bench collectives``)."""
+    """Reduce on one GPU with torch; between GPUs the peer is NCCL's all-reduce (``transect bench collectives``)."""
     total = parts.sum(0)
     if residual is None or weight is None:
         return total

@@ -47,7 +47,7 @@ class _Packed(Structure):
 
 
 KV_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float8_e4m3fn: 2}
-"""In what keys and values may be cached, by the numbers of ``attention.h``."""
+"""Dtypes that keys and values may be cached in, by the numbers of ``attention.h``."""
 
 
 class _StackConfig(Structure):
@@ -178,7 +178,7 @@ class Library:
             function.restype, function.argtypes = result, arguments
 
     def panel(self, kind: Kind) -> int:
-        """Columns of a weight of this kind that lie together and are never parted."""
+        """Return the number of adjacent columns of a weight of this kind that are never split."""
         return next(k for k in (1, 2, 4, 8, 16, 32, 256) if self._c.transect_packed_bytes(kind, GROUP_ROWS, k))
 
     def pack_affine(self, kind: Kind, codes: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ class Library:
         return kind, out
 
     def linear(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        """x [rows, k] -> x W^T + bias, float32 [rows, n]. A row's result does not depend on the other rows."""
+        """Compute x [rows, k] -> x W^T + bias, float32 [rows, n]. A row's result does not depend on the other rows."""
         if x.dim() != 2 or x.shape[1] != weight.k:
             raise ValueError(f"x must be [rows, {weight.k}], got {tuple(x.shape)}")
         x = x.to(torch.float32).contiguous()
@@ -242,7 +242,7 @@ class Library:
         scale: float,
         window: int | None = None,
     ) -> Tensor:
-        """q [T, heads, D] against one layer's caches [blocks, kv_heads, block_size, D] -> float32 [T, heads, D].
+        """Attend with q [T, heads, D] to one layer's caches [blocks, kv_heads, block_size, D] -> float32 [T, heads, D].
 
         ``k_cache`` must be stored with positions innermost, as ``empty_cache`` makes it; both of one of ``KV_DTYPES``.
         """
@@ -263,11 +263,12 @@ class Library:
         return out
 
     def fma_probe(self, rounds: int) -> float:
-        """Multiply-adds on registers alone, on every thread; returns the float operations done (the caller times)."""
+        """Run multiply-adds on registers alone, on every thread, and return the number of float operations (the caller
+        times)."""
         return self._c.transect_fma_probe(self._pool, rounds)
 
     def stack(self, layers: Sequence[StackLayer], **config: Any) -> LayerStack:
-        """All decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``."""
+        """Build all decoder layers as one call; ``config`` are the fields of ``StackConfig`` in ``stack.h``."""
         return LayerStack(self, layers, config)
 
 
@@ -354,7 +355,7 @@ class LayerStack:
         slots: Tensor | None = None,
         adapters: Sequence[StackAdapter | None] = (),
     ) -> None:
-        """Adds every layer's output to ``x`` [T, dim] float32 in place, and writes this step's K and V to the caches.
+        """Add every layer's output to ``x`` [T, dim] float32 in place, and write this step's K and V to the caches.
 
         Caches are [layers, blocks, kv_heads, block_size, head_dim] as ``empty_cache`` makes them; ``rotation`` is the
         cosine and sine of every position, float32 [positions, head_dim / 2], or None. ``slots`` int32 [T]: the adapter
@@ -383,8 +384,8 @@ class LayerStack:
 
 
 def empty_cache(shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """K and V caches of ``shape`` [..., block_size, head_dim], K stored with positions innermost; not filled, so that
-    memory is taken only as blocks are written.
+    """Allocate K and V caches of ``shape`` [..., block_size, head_dim], K stored with positions innermost. They are not
+    filled, so memory is used only as blocks are written.
 
     Raises:
         ValueError: block size or head size is not a multiple of 16, or the dtype is none of ``KV_DTYPES``.

@@ -90,21 +90,22 @@ class StreamProducts:
         return kinds == {CudaTiling} and rows <= CUDA_ROWS and self._made() is not None
 
     def add(self, x: Tensor, weight: Tensor, residual: Tensor, scale: Tensor, eps: float) -> ResidualStream:
-        """``x weight^T + residual``, and what the product after the norm (weight ``scale``, ``eps``) needs of it."""
+        """Compute ``x weight^T + residual``, and the inputs of the product after the norm (weight ``scale``,
+        ``eps``)."""
         total, scaled, squares = self._run(x, weight, None, Beside(residual=residual, scale=scale))
         assert scaled is not None and squares is not None
         return ResidualStream(total, scaled, squares, eps)
 
     def linear(self, stream: ResidualStream, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``rms_norm(stream) weight^T + bias``."""
+        """Compute ``rms_norm(stream) weight^T + bias``."""
         return self._run(stream.scaled, weight, bias, Beside(squares=stream.squares, eps=stream.eps))[0]
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x weight^T``, with no norm beside it."""
+        """Compute ``x weight^T``, with no norm beside it."""
         return self._run(x, weight, None, Beside())[0]
 
     def gate_up(self, stream: ResidualStream, weight: Tensor) -> Tensor:
-        """``gate_up`` (see ``gate_up.py``) of ``rms_norm(stream)``."""
+        """Compute ``gate_up`` (see ``gate_up.py``) of ``rms_norm(stream)``."""
         return self._run(stream.scaled, weight, None, Beside(squares=stream.squares, eps=stream.eps), gated=True)[0]
 
     def _run(

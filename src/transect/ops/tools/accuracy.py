@@ -22,7 +22,7 @@ from ..registry import Implementation, Op
 FEW = 64
 DRAWS = 16
 LAYOUTS = ("contiguous", "apart", "padded")
-_SPECIAL = "NaN or infinities do not stand where float64 has them"
+_SPECIAL = "NaN or infinities are not in the same places as in float64"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def check(
 
 
 def _first(op: Op, example: Mapping[str, Any], dtype: torch.dtype, device: str, layout: str) -> dict[str, Any]:
-    """The arguments of an implementation at an example's first draw."""
+    """Prepare the arguments of an implementation at an example's first draw."""
     inputs = {key: prepared(op, key, value, dtype, device, 0) for key, value in example.items()}
     return {key: _lay_out(v, layout) if key not in op.mutates else v for key, v in inputs.items()}
 
@@ -184,7 +184,8 @@ def _run(
     dtype: torch.dtype,
     weights: Any,
 ) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Outputs and, if asked, gradients for random upstream gradients (drawn here, or ``weights`` of an earlier run)."""
+    """Compute the outputs and, if asked, gradients for random upstream gradients (drawn here, or ``weights`` of an
+    earlier run)."""
     arguments = {key: _fresh(op, key, value, with_gradient) for key, value in inputs.items()}
     result = call(**arguments)
     outputs = [*_listed(result), *(arguments[key] for key in op.mutates)]
@@ -208,10 +209,10 @@ def _upstream(output: Tensor, seed: int) -> Tensor:
 def at_example(
     op: Op, implementation: Implementation, inputs: Mapping[str, Any], direction: str
 ) -> tuple[float, float, float]:
-    """(error, torch's error, allowed) of an implementation on a small example: the worst output, or gradient.
+    """Return (error, torch's error, allowed) of an implementation on a small example: the worst output, or gradient.
 
     Raises:
-        ValueError: NaN or an infinity stands where float64 has none, or the other way round.
+        ValueError: NaN or an infinity where float64 has none, or vice versa.
     """
     found = list(check(op, implementation, torch.float32, examples=[inputs], layouts=LAYOUTS[:1]))
     wanted = [each for each in found if ("gradient" in each.quantity) == (direction != "forward")]
@@ -224,12 +225,12 @@ def at_example(
 def at_case(
     op: Op, call: Callable[..., Any], inputs: Mapping[str, Any], direction: str
 ) -> tuple[float | None, float | None, float | None]:
-    """(error, torch's error, allowed) of ``call`` on a case's real shape: the worst output, or gradient.
+    """Return (error, torch's error, allowed) of ``call`` on a case's real shape: the worst output, or gradient.
 
     Against ``op.exact`` or the reference in float64; all None where the memory for that is not there.
 
     Raises:
-        ValueError: NaN or an infinity stands where float64 has none, or the other way round.
+        ValueError: NaN or an infinity where float64 has none, or vice versa.
     """
     dtypes = [value.dtype for key, value in inputs.items() if _floating(value) and key not in op.keeps_dtype]
     dtype = dtypes[0] if dtypes else torch.float32
@@ -274,7 +275,8 @@ def _floating(value: Any) -> bool:
 
 
 def prepared(op: Op, key: str, value: Any, dtype: torch.dtype, device: str, draw: int) -> Any:
-    """An example's value for one draw: floating-point tensors in ``dtype``, other than ``op.keeps_dtype``."""
+    """Prepare an example's value for one draw: floating-point tensors in ``dtype``, except those in
+    ``op.keeps_dtype``."""
     if not isinstance(value, Tensor):
         return value.to(device) if hasattr(value, "to") else copy.copy(value)
     if not value.is_floating_point():

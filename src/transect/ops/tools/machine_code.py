@@ -43,7 +43,8 @@ LIMITS: Mapping[str, MultiprocessorLimits] = {
 
 
 def access_bytes(assembly: str) -> dict[str, dict[int, int]]:
-    """Global accesses of PTX or AMD assembly: ``{"load": {16: 8}, "store": {16: 4}}`` counts each width in bytes.
+    """Count the global accesses of PTX or AMD assembly: ``{"load": {16: 8}, "store": {16: 4}}`` counts each width in
+    bytes.
 
     Width 0 stands for bulk copies (TMA), which move a whole tile. Copies that go straight to shared memory
     (``cp.async``, ``buffer_load ... lds``) count as loads.
@@ -72,7 +73,8 @@ def matrix_instructions(assembly: str) -> dict[str, int]:
 
 
 def occupancy(target: str, warps: int, registers: int, shared_bytes: int) -> float | None:
-    """Warps that fit on a multiprocessor at once, as a share of its most; None for a target without limits here.
+    """Return the warps that fit on a multiprocessor at once, as a share of its maximum; None for a target without
+    limits here.
 
     ``warps``: of a program. ``registers``: of a thread. ``shared_bytes``: of a program.
     """

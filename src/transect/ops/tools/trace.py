@@ -84,7 +84,7 @@ class Launch:
         return [(i, j, k) for i in range(x) for j in range(y) for k in range(z)]
 
     def stored(self) -> list[str]:
-        """Arguments that some program wrote."""
+        """List the arguments that some program wrote."""
         return list(dict.fromkeys(a.argument for a in self.accesses if a.kind != "load" and a.argument != OUTSIDE))
 
     def of(self, program: Program) -> list[Access]:
@@ -151,7 +151,7 @@ def recording(watch: Sequence[str] = ()) -> Iterator[list[Launch]]:
 
 
 def _pointers(name: str, arguments: Sequence[Any], named: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses and mask of a call of one of the builder's memory functions."""
+    """Return addresses and mask of a call of one of the builder's memory functions."""
     place = {"create_masked_load": (0, 1), "create_masked_store": (0, 2), "create_atomic_rmw": (1, 3)}
     at, mask_at = place.get(name, (0, -1))
     pointers = arguments[at].data

@@ -1,4 +1,4 @@
-"""Ending work whose client has gone away."""
+"""Cancelling work whose client has disconnected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ClientGone(Exception):
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], turns: Turns | None = None) -> T:
-    """Run ``work`` and watch the connection at the same time.
+    """Run ``work``, and cancel it if the client disconnects.
 
     Args:
         turns: gate for clients that leave in crowds; None for no gate.
@@ -41,7 +41,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], tu
         gone = True
         task.cancel()
 
-    # The work runs in this task: one of its own would begin behind all requests that have come meanwhile.
+    # The work runs in this task: a separate one would begin after all requests that have arrived meanwhile.
     watcher = asyncio.ensure_future(watch())
     try:
         return await work

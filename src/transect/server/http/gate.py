@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..adapters import choose_adapter
 from ..operations import request_log
 from ..serving import Serving
 from .clients import Client, Clients
@@ -20,13 +21,13 @@ OPEN = ("/health", "/metrics", "/ping")
 """Routes for load balancers and scrapers: no key needed, and answered while draining. They show no user data."""
 METRICS = "/metrics"
 PAGES = ("/docs", "/openapi.json")
-"""The description of the API: a browser sends no key, and it says nothing about anybody."""
+"""Routes of the API's description: a browser sends no key, and they reveal no user data."""
 MOST_ID = 128
-"""Letters of an X-Request-Id."""
+"""Most characters of an X-Request-Id."""
 
 
 def request_id(scope: Scope) -> bytes:
-    """The client's X-Request-Id, if it is one that can be sent back and logged; else a new one."""
+    """Return the client's X-Request-Id if it is safe to send back and to log; else a new one."""
     given = dict(scope["headers"]).get(b"x-request-id", b"")
     return given if 0 < len(given) <= MOST_ID and all(0x21 <= byte <= 0x7E for byte in given) else uuid4().hex.encode()
 
@@ -47,6 +48,17 @@ UNKNOWN = ApiError(
 )
 
 
+def _closing(send: Send) -> Send:
+    """Have the client open another connection for its next request."""
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+        await send(message)
+
+    return sending
+
+
 class Gate:
     """ASGI middleware in front of the whole app."""
 
@@ -62,6 +74,8 @@ class Gate:
         root = self.serving.options.root_path
         if root:
             scope["root_path"] = root  # routes are found with it before them and without
+        if self.serving.handed_over:
+            send = _closing(send)
         status = 500
         scope.setdefault("state", {})["arrival"] = asyncio.get_running_loop().time()
         name = request_id(scope)
@@ -78,6 +92,7 @@ class Gate:
 
         path = scope["path"].removeprefix(root)
         client = self._clients.of(scope)
+        choose_adapter("")
         shut = path == METRICS and self.serving.options.protect_metrics
         if path in OPEN and not (shut and client is None):
             await self.app(scope, receive, send)
@@ -111,7 +126,7 @@ class Gate:
             request_log.end(scope["method"], scope["path"][:200], status, seconds, name.decode(), facts)
 
     def _enter(self, client: Client) -> ApiError | None:
-        """Count a request of a client; the error if it is at a limit."""
+        """Count a request of a client; return the error if the client is at a limit."""
         try:
             self.serving.accounts.enter(client)
         except ApiError as error:

@@ -37,11 +37,11 @@ def _check(read: Fields, settings: Mapping[str, Any]) -> None:
 
 
 BITSANDBYTES = Method("bitsandbytes", _check)
-"""Their files bring the values of the codes, so fp4 is read as nf4 is."""
+"""Method of bitsandbytes, whose files contain the values of the codes, so fp4 is read like nf4."""
 
 
 def nf4_format() -> WeightFormat:
-    """4-bit NormalFloat with double quantization."""
+    """Build the format of 4-bit NormalFloat with double quantization."""
     return WeightFormat("nf4, double quantization", BITS)
 
 
@@ -49,7 +49,7 @@ NF4 = NumberFormat(
     name="nf4",
     summary="4-bit NormalFloat, a scale of 8 bits for 64 numbers",
     bits=BITS,
-    accuracy="values are made when the files are read; fp4 of bitsandbytes too",
+    accuracy="dequantized when the files are read; also fp4 of bitsandbytes",
     methods=(BITSANDBYTES.name,),
     base=FrozenBase(words="in NF4", weight=lambda group, scale_bits: nf4_format(), grouped=False),
 )

@@ -8,13 +8,13 @@ from .registry import formats
 
 
 def page() -> str:
-    """Markdown: a table of formats by name, and one of the block types of GGUF files."""
+    """Write Markdown: a table of formats by name, and one of the block types of GGUF files."""
     return f"{_formats()}\n{_blocks()}"
 
 
 def _formats() -> str:
     head = (
-        "| format | a number is | bits | `--quantization` | `--kv-cache-dtype` | `quantize --format` | "
+        "| format | numbers | bits | `--quantization` | `--kv-cache-dtype` | `quantize --format` | "
         "`lora.base_format` | checkpoints | accuracy |\n|---|---|---|---|---|---|---|---|---|\n"
     )
     return head + "".join(_row(each) for each in sorted(formats().values(), key=_bits))

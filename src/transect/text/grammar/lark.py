@@ -44,18 +44,18 @@ def schema(value: Any) -> str:
 
 
 def regex(pattern: str) -> str:
-    """Return a terminal for a regular expression: its slashes are escaped as Lark wants them, and line breaks written
+    """Return a terminal for a regular expression: its slashes are escaped as Lark requires, and line breaks written
     out."""
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
     return "/" + escaped.replace("\n", r"\n").replace("\r", r"\r") + "/"
 
 
 def escaped(text: str) -> str:
-    """Text inside a regular expression between slashes."""
+    """Escape text for a regular expression between slashes."""
     return re.sub(r"([][\\.+*?(){}|^$/-])", r"\\\1", text)
 
 
 def until(rule: str, end: str) -> list[str]:
-    """Rules that define ``rule``: any text, and then ``end``, an expression of ``literal``."""
+    """Return the rules that define ``rule``: any text, and then ``end``, an expression of ``literal``."""
     lazy = "" if end.startswith("<[") else "[lazy]"
     return [f"{rule}{lazy}: {rule.upper()} {end}", f"{rule.upper()}: {ANY_TEXT}"]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 NAMES = ("next_token", "dpo", "kto", "orpo", "grpo", "distill")
-"""Objectives with settings below, or without any."""
+"""Objectives with settings below, or without settings."""
 FOLDER = Path(__file__).parents[1] / "objectives"
 
 
@@ -37,13 +37,14 @@ class ObjectiveKind:
 
 @cache
 def objectives() -> tuple[str, ...]:
-    """Names of all objectives: those with settings here, and files of ``train/objectives/`` that hold a record."""
+    """List the names of all objectives: those with settings here, and files of ``train/objectives/`` that contain a
+    record."""
     found = (path.stem for path in sorted(FOLDER.glob("*.py")) if "\nOBJECTIVE = " in path.read_text(encoding="utf-8"))
     return (*NAMES, *found)
 
 
 def check_objective(name: object) -> None:
-    """See that there is such an objective.
+    """Check that an objective of this name exists.
 
     Raises:
         ValueError: there is none; the message lists them.
@@ -53,7 +54,7 @@ def check_objective(name: object) -> None:
 
 
 def objective_kind(name: object) -> ObjectiveKind | None:
-    """The record of an objective in one file; None for the others, and for names that do not exist."""
+    """Return the record of an objective in one file; None for other objectives, and for unknown names."""
     if name in NAMES or name not in objectives():
         return None
     found: ObjectiveKind = import_module(f"transect.train.objectives.{name}").OBJECTIVE
@@ -68,7 +69,7 @@ class DPOConfig:
         beta: strength of the pull towards the initial model.
         loss: ``sigmoid`` (DPO), ``hinge`` (SLiC), ``ipo`` (a margin of 1 / (2 beta) for each token), or ``robust``
             (unbiased under labels of which ``label_smoothing`` are wrong).
-        label_smoothing: the share of pairs whose sides are thought to be swapped; for ``sigmoid`` and ``robust``.
+        label_smoothing: assumed share of swapped pairs; for ``sigmoid`` and ``robust``.
     """
 
     beta: float = 0.1
@@ -80,7 +81,7 @@ class DPOConfig:
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"dpo.label_smoothing must be at least 0 and less than 0.5, not {self.label_smoothing}")
         if self.label_smoothing and self.loss in ("hinge", "ipo"):
-            raise ValueError(f'dpo.label_smoothing means nothing for dpo.loss = "{self.loss}": leave it out')
+            raise ValueError(f'dpo.label_smoothing has no effect with dpo.loss = "{self.loss}": leave it out')
         if self.loss == "robust" and not self.label_smoothing:
             raise ValueError('dpo.loss = "robust" needs dpo.label_smoothing: the share of wrong labels, such as 0.1')
 
@@ -109,7 +110,7 @@ class ORPOConfig:
 
     Attributes:
         beta: the weight of the odds ratio beside the cross entropy of the chosen side.
-        train_prompt: the cross entropy counts the prompt's tokens too, as in TRL; false: the answer's alone.
+        train_prompt: include the prompt's tokens in the cross entropy, as in TRL; false: the answer's only.
     """
 
     beta: float = 0.1
@@ -151,13 +152,13 @@ class GRPOConfig:
     """Reinforcement learning from rewards.
 
     Attributes:
-        reward: one or several functions. ``exact`` is 1 where the answer, stripped, equals the row's ``answer``,
-            and says nothing of rows without one.
-            ``module:function`` or ``path/to/file.py:function`` is called as ``function(answer_text, record)``;
-            ``record`` is the prompt's row of the data. It returns a number, or None where it has nothing to say.
+        reward: one or several functions. ``exact`` is 1 if the stripped answer equals the row's ``answer``, and None
+            for rows without one. ``module:function`` or ``path/to/file.py:function`` is called as
+            ``function(answer_text, record)``; ``record`` is the prompt's row of the data. It returns a number, or None
+            for no opinion.
         reward_weights: factor of each function's reward in the sum; empty for 1.
-        prompts, group: prompts of a rollout, and answers to each.
-        minibatches: optimizer steps in which the answers of a rollout are used once.
+        prompts, group: prompts per rollout, and answers per prompt.
+        minibatches: optimizer steps in one pass over the answers of a rollout.
         iterations: number of passes over a rollout, which lasts ``iterations * minibatches`` steps.
         max_tokens: of each answer.
         temperature, top_p, top_k, min_p: sampling of answers; the log-probabilities are those of that distribution.
@@ -170,7 +171,7 @@ class GRPOConfig:
             ``dr_grpo``: answers times ``max_tokens``. ``bnpo``: the tokens of each micro-batch.
         scale_rewards: advantages are divided by the standard deviation of the ``group``, of the whole ``batch``, or by
             ``none``.
-        mask_truncated: answers that ended at ``max_tokens`` are not trained on; they still count in their group.
+        mask_truncated: exclude answers that ended at ``max_tokens`` from training; they still count in their group.
     """
 
     reward: tuple[str, ...] = ("exact",)
@@ -223,7 +224,7 @@ class GRPOConfig:
 
     @property
     def steps_a_rollout(self) -> int:
-        """Optimizer steps that the answers of one rollout are used for."""
+        """Optimizer steps that use the answers of one rollout."""
         return self.iterations * self.minibatches
 
     @property

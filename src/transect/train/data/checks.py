@@ -1,4 +1,4 @@
-"""A check of files before a run: each one's layout, rows and tokens, rows that cannot be used, keys that are unread."""
+"""A check of files before a run: layout, rows and tokens of each, unusable rows, unread keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .layouts import ChatExample, CompletionExample, Form, Preference, Rated, Te
 @dataclass(slots=True)
 class FileCheck:
     """The content of a file. ``problems``: reasons why rows, or the whole file, cannot be used, with a count.
-    ``unread``: keys that nothing reads."""
+    ``unread``: keys that are not used."""
 
     name: str
     layout: str = ""
@@ -42,7 +42,7 @@ def check_files(
     template: ChatTemplate | None,
     columns: Mapping[str, str] | None = None,
 ) -> Iterator[FileCheck]:
-    """Check each file; a fault of one does not stop the check of the others. ``columns``: of ``Forms``."""
+    """Check each file; an error in one does not stop the check of the others. ``columns``: of ``Forms``."""
     for name in names:
         try:
             files = find([name])
@@ -79,7 +79,7 @@ def _check(
 
 
 def _tokens(form: Form, tokenizer: Tokenizer, template: ChatTemplate | None) -> int:
-    """Count the tokens of a row. ValueError if it cannot be used."""
+    """Count the tokens of a row. Raises ValueError if it cannot be used."""
     if isinstance(form, Text):
         return len(text_tokens(form.text, tokenizer))
     if isinstance(form, CompletionExample):

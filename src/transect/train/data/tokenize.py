@@ -104,7 +104,7 @@ def tokenize(
 
 
 def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str], chats: DataConfig) -> DataConfig:
-    """Keep the existing parts if they belong to this very plan, else start again.
+    """Keep the existing parts if they belong to the same plan, else start again.
 
     Args:
         made_by: the tokenizer's fingerprint, and the chat template.
@@ -127,11 +127,11 @@ def _prepare(output: Path, parts: Path, chunks: list[Chunk], made_by: list[str],
 
 
 _Work = tuple[str, DataConfig, Chunk, str]
-"""The model, how chats are rendered, a chunk, and the file that its tokens go to."""
+"""(model, rendering settings of chats, chunk, output file)."""
 
 
 def _here(work: Iterable[_Work]) -> Generator[Chunk]:
-    """The chunks that are done, each when it is."""
+    """Tokenize chunks in this process; yield each when it is done."""
     _reader.cache_clear()  # the model's files may have changed
     for each in work:
         _tokenize_chunk(*each)
@@ -157,7 +157,7 @@ def _single() -> None:
 
 @cache
 def _reader(model: str, chats: DataConfig) -> tuple[Tokenizer, ChatTemplate | None, int]:
-    """The tokenizer and template of this process, loaded once."""
+    """Load the tokenizer and template of this process, once."""
     source = described(model, presets=False)
     tokenizer = Tokenizer.from_source(source)
     assert isinstance(tokenizer, Tokenizer)
@@ -194,7 +194,7 @@ def _join(
         raise ValueError("chats and text cannot share a token file: tokenize them apart")
     if not kinds:
         raise ValueError("there is no text in the input: name files that hold some")
-    # What was made before ends here; whoever has mapped it keeps it.
+    # Earlier output ends here; processes that have mapped it keep it.
     for name in ("meta.json", "tokens.bin", "ends.bin", "trained.bin"):
         (output / name).unlink(missing_ok=True)
     with (

@@ -31,12 +31,12 @@ from .health import TrainingStopped
 from .report import RunLog, read_log
 
 ALIKE = {"run_dir", "data.date", "threads", "device", "memory", "keep", "save_every", "log_to", "project"}
-"""Settings that change nothing of what a run finds."""
+"""Settings that do not affect the results of a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """One run of a sweep. ``settings``: what of the grid it has, by key."""
+    """One run of a sweep. ``settings``: its values of the grid, by key."""
 
     name: str
     settings: Mapping[str, Any]
@@ -56,16 +56,16 @@ class Outcome:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """For sorting: the lower the better, by validation where there is one."""
+        """Sort key; lower is better, by validation loss if there is one."""
         value = self.validation if self.validation is not None else self.loss
         return bool(self.problem) or value is None, value or 0.0
 
 
 def read_grid(path: str | Path) -> list[SweepPoint]:
-    """The runs of a sweep's file, in the order of the grid.
+    """Read the runs of a sweep's file, in the order of the grid.
 
     Raises:
-        ValueError: the file or the base cannot be read, a key is no setting, or a value does not fit it.
+        ValueError: the file or the base cannot be read, a key is not a setting, or a value does not fit it.
     """
     path = Path(path)
     try:
@@ -95,7 +95,7 @@ def read_grid(path: str | Path) -> list[SweepPoint]:
 
 
 def _axes(values: Mapping[str, Any], before: str = "") -> dict[str, list[Any]]:
-    """Lists of values by their dotted key; tables inside may be used for the dots."""
+    """Flatten lists of values to dotted keys; tables may be used for the dots."""
     found: dict[str, list[Any]] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -158,7 +158,7 @@ def _train(point: SweepPoint, should_stop: Callable[[], bool]) -> bool:
 
 
 def check_same(kept: Mapping[str, Any], asked: TrainConfig) -> None:
-    """See that the run in a point's directory is that of the point.
+    """Check that the run in a point's directory has the point's settings.
 
     Args:
         kept: the configuration of its checkpoint.

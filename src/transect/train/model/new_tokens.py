@@ -1,4 +1,4 @@
-"""Tokens that a vocabulary did not have: a tokenizer with them, as files, and rows for them in embedding and head."""
+"""New tokens of a vocabulary: the tokenizer's files with them, and their rows in embedding and head."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 
 def write_with_tokens(source: ModelSource, tokens: Sequence[str], folder: Path) -> int:
-    """Write the tokenizer of a model with further tokens into ``folder``, which has nothing else then. Those that it
-    has already are left as they are. What is written ``<|like this|>`` becomes special: the text of a chat
-    cannot spell it.
+    """Write the tokenizer of a model with further tokens into ``folder``, which must contain nothing else. Existing
+    tokens are unchanged. Tokens written ``<|like this|>`` become special: the text of a chat cannot spell them.
 
     Several processes may write the same into one folder: each file is always a whole one.
 

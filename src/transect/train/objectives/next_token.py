@@ -93,8 +93,8 @@ class NextToken(Objective):
         return Evaluation(loss, labels, self._validation_bytes)
 
     def _count_bytes(self, loader: Loader) -> int:
-        """Bytes of text that the labels of an epoch spell, the same in every one; special tokens spell none. 0 without
-        a tokenizer."""
+        """Count the bytes of text that an epoch's labels decode to, equal in every epoch; special tokens have none. 0
+        without a tokenizer."""
         tokenizer = self._trainable.tokenizer
         if tokenizer is None:
             return 0

@@ -40,7 +40,8 @@ def roll_out(
     seed: int,
     most_running: int = MOST_RUNNING,
 ) -> list[SampledAnswer]:
-    """``params.n`` answers to each prompt, in order. A function of the weights, the prompts, ``params`` and ``seed``.
+    """Draw ``params.n`` answers to each prompt, in order: a function of the weights, the prompts, ``params`` and
+    ``seed``.
 
     The paged cache lives as long as the call: keys and values of earlier weights are of no use.
 

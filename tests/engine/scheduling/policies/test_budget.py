@@ -1,56 +1,18 @@
 """Steps that are sized by time: the shipping scheduler on a device whose steps take a known time."""
 
+import statistics
 from types import SimpleNamespace
 
 import pytest
 from small_engine import lengths, request
+from timed_device import BASE, EACH, Device, Pending, Processor, engine
 
 from transect.costs.steps import StepLoad
 from transect.engine.executors.gpu.step_sizes import token_bucket
 from transect.engine.leading import FollowingCore, LeadingCore, Orders
-from transect.engine.scheduling.batch import ScheduledBatch, StepResult
-from transect.engine.scheduling.clock import VirtualClock
+from transect.engine.scheduling.batch import ScheduledBatch
 from transect.engine.scheduling.core import EngineCore
 from transect.engine.scheduling.policies.budget import AUTO_RATIO, LEARN_STEPS, even
-from transect.engine.scheduling.scheduler import Scheduler
-from transect.engine.scheduling.scheduler_config import SchedulerConfig
-
-BASE, EACH = 4e-3, 1e-4
-"""Seconds of a step, and of each of its tokens."""
-
-
-class Device:
-    """Runs one step after another, each for as long as its tokens take. ``batches``: (when it began, the batch)."""
-
-    def __init__(self, clock: VirtualClock) -> None:
-        self.clock, self.free_at = clock, 0.0
-        self.batches: list[tuple[float, ScheduledBatch]] = []
-
-    def submit(self, batch: ScheduledBatch) -> "Pending":
-        began = max(self.clock.now(), self.free_at)
-        self.free_at = began + self.seconds(batch.num_tokens)
-        self.batches.append((began, batch))
-        result = StepResult({draw.seq_id: 1 for row in batch.rows for draw in row.draws})
-        return Pending(self.clock, self.free_at, result)
-
-    def seconds(self, tokens: int) -> float:
-        return BASE + EACH * tokens
-
-
-class Pending:
-    def __init__(self, clock: VirtualClock, at: float, result: StepResult) -> None:
-        self.clock, self.at, self.step = clock, at, result
-
-    @property
-    def over(self) -> bool:
-        return self.clock.now() >= self.at
-
-    def draw(self) -> None:
-        pass
-
-    def result(self) -> StepResult:
-        self.clock.advance(max(0.0, self.at - self.clock.now()))
-        return self.step
 
 
 class Reading(Device):
@@ -58,12 +20,6 @@ class Reading(Device):
 
     def seconds(self, tokens: int) -> float:
         return max(4e-3, 2e-5 * tokens)
-
-
-def engine(lag: int = 0, device: type[Device] = Device, **limits) -> EngineCore:
-    limits = {"num_blocks": 2000, "max_num_seqs": 8, "max_num_batched_tokens": 1000, "max_model_len": 4000} | limits
-    clock = VirtualClock()
-    return EngineCore(Scheduler(SchedulerConfig(seed=0, **limits), clock), device(clock), lag=lag)
 
 
 def taught(lag: int = 0, **limits) -> EngineCore:
@@ -125,6 +81,34 @@ def test_without_a_number_a_step_takes_a_multiple_of_what_the_decodes_take():
     core.add(request("long", prompt=300, first=7, max_tokens=2))
     alone = BASE + 2 * EACH
     assert sum(sizes(core, 1)[0]) == pytest.approx((AUTO_RATIO * alone - BASE) / EACH, rel=0.15) and AUTO_RATIO == 2.5
+
+
+@pytest.mark.parametrize("scored", [None, 5])
+def test_the_bound_holds_to_the_end_of_a_long_prompt(scored):
+    """Steps deep in the prompt took 4.5 times as long as the decodes: attention was counted as the work of tokens, and
+    the tokens that prompts are guaranteed as decodes. At last a step of 256 tokens took 48 times as long."""
+    core = engine(device=Processor, itl_target=0.0, max_num_batched_tokens=256, max_model_len=9000)
+    core.add(request("stream", prompt=4, max_tokens=8000))
+    for _ in range(100):
+        core.step()
+    core.add(request("long", prompt=8000, first=7, max_tokens=2, prompt_logprobs=scored))
+    early, late = [], []
+    while "long" in core.scheduler.requests:
+        core.step()
+        rows = core.executor.batches[-1][1].rows
+        alone = 9e-3 + 3.7e-6 * (rows[0].start + 1)
+        ratio = core.executor.seconds(core.executor.load.tokens) / alone
+        context = 3.7e-6 * rows[1].start if len(rows) > 1 else 0.0
+        if len(rows) == 2 and not late:  # no pause so far
+            early.append(ratio)
+        else:
+            late.append(ratio)
+            assert ratio < max(1.1 * AUTO_RATIO, 1.1 + 2 * (context + 4e-3) / alone)
+    assert 100 < len(early) < len(late) and sorted(early)[len(early) * 95 // 100] < 1.1 * AUTO_RATIO
+    for ratios in (early, late):
+        assert 0.9 * AUTO_RATIO < statistics.mean(ratios) < 1.05 * AUTO_RATIO, (
+            "and the prompt gets the time that is left"
+        )
 
 
 def test_steps_are_as_large_as_any_where_nobody_decodes_or_nothing_is_known():

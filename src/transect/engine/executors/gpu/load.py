@@ -20,6 +20,7 @@ from ....parallel.load import GROUP, load_shard_on_device, shard_of
 from ....parallel.mesh import Mesh
 from ....spec.numbers.layouts import BlockLayout
 from ....spec.numbers.registry import takes_scales
+from ...adapters import adapter_room
 from . import warm_kernels
 from .compilers import Compilers
 from .setup import Setup
@@ -36,7 +37,7 @@ class Loaded(NamedTuple):
 
 
 def check_triton_cache() -> None:
-    """Before minutes are spent on weights: Triton compiles nothing that it cannot keep.
+    """Check, before minutes are spent on weights, that Triton can create its cache folder.
 
     Raises:
         ValueError: its folder cannot be made.
@@ -60,7 +61,7 @@ def load(
     times: StartupTimes,
     mesh: Mesh | None = None,
 ) -> Loaded:
-    """Have the kernels compiled, load the weights (or this rank's part) meanwhile, wait for the kernels.
+    """Start compiling the kernels, load the weights (or this rank's part) meanwhile, then wait for the kernels.
 
     Raises:
         ValueError: a file of the model is at fault.
@@ -87,6 +88,8 @@ def load(
     if warming.collected:
         times.done(f"{warming.collected} kernels found")
     read = partial(load_on_device, device=setup.device)
+    if config.enable_lora:
+        read = partial(read, adapters=adapter_room(config))
     if mesh is not None:
         in_blocks = bool(setup.layouts) and all(isinstance(layout, BlockLayout) for _, layout in setup.layouts)
         # Files with blocks say themselves where these cannot be cut.

@@ -35,6 +35,7 @@ from ....ops.attention.paged.batch import PagedBatch
 from ....ops.lang.jit import count_compilations
 from ...scheduling.batch import Handle, LateWork, ScheduledBatch, StepResult
 from ...scheduling.constraint import MaskFiller, fill_each
+from ..adapter_slots import AdapterSlots
 from ..penalties import Pick
 from ..prompt_results import prompt_results
 from ..runner import CompletedStep, Waiting, copy_blocks
@@ -102,7 +103,10 @@ class GPURunner:
         anyone: Callable[[bool], bool] = bool,
     ) -> None:
         pad_tokens = pad_tokens or (16 if k_cache.device.type == "cuda" else 1)
-        self._model, self._anyone = model, anyone
+        self.model = self._model = model
+        self._anyone = anyone
+        self.adapters: AdapterSlots | None = None
+        """Slots for the adapters of rows; None if no row has one."""
         self._k_cache, self._v_cache = k_cache, v_cache
         self._device = k_cache.device
         self._block_size = k_cache.shape[3]
@@ -123,7 +127,7 @@ class GPURunner:
         }
         """Padded step sizes, used by the step-time model; see ``step_sizes.py``."""
         self.launched = ""
-        """Way in which the newest step was launched, without its draws; see ``Executor``."""
+        """Kind of launch of the newest step, without its draws; see ``Executor``."""
         self._whole_prompts = whole_prompts
         self._prune_last_layer = prune_last_layer
         # A step with prefill chunks is filled up in two places (see StepPlanner).
@@ -140,7 +144,7 @@ class GPURunner:
         self._inputs_at = whole_lines(OUTPUT_BYTES * self._max_draws)
         nbytes = self._inputs_at + whole_lines(largest.nbytes)
         self._arena = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
-        """Memory of the steps: their draws, then their inputs."""
+        """Device memory of steps: draws first, then inputs."""
         self._drawn = Drawn.tensors(self._arena, self._max_draws)
         cuda = self._device.type == "cuda"
         kernels = cuda if copy_kernels is None else copy_kernels
@@ -166,7 +170,7 @@ class GPURunner:
         )
 
     def abandon(self) -> None:
-        """Wait for the device, and forget the steps and sequences before (``Executor``)."""
+        """Wait for the device, and forget earlier steps and sequences (``Executor``)."""
         with self._on_stream():
             self._ring.failed()
         self._planner.forget()
@@ -179,7 +183,7 @@ class GPURunner:
         with self._on_stream():
             memory = self._ring.memory()
             copy_blocks(self._k_cache, self._v_cache, batch.block_copies)
-            plan = self._planner.plan(batch, memory)
+            plan = self._planner.plan(batch, memory, self.adapters)
             turn, hidden, sampled = self._run(plan)
             known = prompt_results(self._model, plan.rows, plan.starts, hidden)
             if turn is None and plan.variant.masked:
@@ -195,7 +199,7 @@ class GPURunner:
 
     @torch.inference_mode()
     def _draw_masked(self, plan: StepPlan, known: StepResult) -> Handle:
-        """The second part of a step with draws under grammars."""
+        """Launch the second part of a step with draws under grammars."""
         constraints = [draw.constraint for draw in plan.draws if draw.constraint is not None]
         ids = [draw.seq_id for draw in plan.draws if draw.constraint is not None]
         with self._on_stream():
@@ -226,26 +230,31 @@ class GPURunner:
 
     @torch.inference_mode()
     def warm(self, rows: Sequence[int], narrowest: int | None = None, *, mixed: bool = False) -> None:
-        """Warm-up: capture steps that only decode with these numbers of rows, for the ``narrowest`` block tables (None:
-        all), and with ``mixed`` those with prefill chunks, whatever comes. Each kind of kernel is run once, on padding
-        rows alone, so that it is compiled and loaded; then graphs are captured without being run."""
+        """Capture steps that only decode with these numbers of rows, for the ``narrowest`` block tables (None for all),
+        and with ``mixed`` all steps with prefill chunks. Each kind of kernel runs once on padding rows, so that it is
+        compiled and loaded; then graphs are captured without being run."""
+        for adapters in (False, True) if self._model.adapters is not None else (False,):
+            self._warm_all(rows, narrowest, mixed, adapters)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _warm_all(self, rows: Sequence[int], narrowest: int | None, mixed: bool, adapters: bool) -> None:
+        """Do ``warm`` for steps in which a row has an adapter, or none has."""
         met: set[tuple[str, int]] = set()
         for width in widths(self._block_size, self._max_blocks)[:narrowest]:
             for count in rows:
                 kinds = {("decodes", count), ("width", width)}
-                self._warm(StepLayout(count, count, count, width), run=not kinds <= met)
+                self._warm(StepLayout(count, count, count, width), run=not kinds <= met, adapters=adapters)
                 met |= kinds
         for size in self.mixed_sizes() if mixed else ():
             kinds = set(zip(MixedSize._fields, size, strict=True))
-            self._run_chunks(size, self._warm, run=not kinds <= met)
+            self._run_chunks(size, self._warm, run=not kinds <= met, adapters=adapters)
             met |= kinds
-        if self._stream is not None:
-            self._stream.synchronize()
 
     def _warm(
         self, layout: StepLayout, starts: Sequence[int] | None = None, *, run: bool, decode: bool = True, **changes: Any
     ) -> None:
-        """Capture a kind of step; with ``run``, or where that fails, it is run on padding before."""
+        """Capture a kind of step; with ``run``, or if that fails, run it on padding first."""
         changes |= {"decode": decode, "graph": True}
         plan = StepPlan(layout, True, [], (), Variant(), (), [])._replace(**changes)
         if run or self.graphs is None:
@@ -266,7 +275,7 @@ class GPURunner:
                 self.graphs.prepare(key, work)
 
     def started(self) -> None:
-        """The start-up is over: from now on ``late_work`` counts."""
+        """Mark the end of start-up: from now on ``late_work`` counts."""
         if self.graphs is not None:
             self.graphs.started = True
         self._compilations = count_compilations()
@@ -278,13 +287,13 @@ class GPURunner:
         return LateWork(captures, self._compilations() - self._compiled_before)
 
     def mixed_sizes(self) -> list[MixedSize]:
-        """Those of steps with prefill chunks that graphs are for."""
+        """Return the sizes of steps with prefill chunks that have graphs."""
         return mixed_sizes(self.graph_tokens, self._block_size, self._max_blocks, self._max_num_seqs)
 
     @torch.inference_mode()
     def compile(self, rows: int, tokens_each: int, draws: int, variant: Variant | None = None) -> None:
-        """Run one kind of step on padding alone, eagerly, so that its kernels are compiled; with ``tokens_each`` 1 a
-        step that only decodes, at both widths of ``warm``."""
+        """Run one kind of step on padding alone, eagerly, so that its kernels are compiled; ``tokens_each`` 1 is a step
+        that only decodes, at both widths of ``warm``."""
         narrow = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         wide = width_bucket(narrow + 1, self._block_size, self._max_blocks)
         for width in {narrow, wide} if tokens_each == 1 else {narrow}:
@@ -295,14 +304,15 @@ class GPURunner:
 
     @torch.inference_mode()
     def compile_chunks(self, tokens: int, rows: int) -> None:
-        """``compile`` for a step of ``tokens`` with prompts beside sequences that decode."""
+        """Compile the kernels of a step of ``tokens`` with prompts beside sequences that decode; see ``compile``."""
         width = width_bucket(1, self._block_size, self._max_blocks)
         self._run_chunks(MixedSize(tokens, rows, width), self._run_padding, eager=True)
         if self._stream is not None:
             self._stream.synchronize()
 
     def _run_chunks(self, size: MixedSize, way: Callable[..., None], **how: bool) -> None:
-        """``way`` of a step of padding with a prompt in the first of the rows for them, and all others decoding."""
+        """Call ``way`` with a padding step that has one prompt, in the first of the rows for prompts; all other rows
+        decode."""
         tokens, rows, width = size
         decodes = min(rows - FEWEST_ROWS, tokens - 2)
         chunk = min(tokens - decodes, width * self._block_size)
@@ -314,7 +324,8 @@ class GPURunner:
 
     @torch.inference_mode()
     def compile_whole(self, rows: int, prompts: int, tokens_each: int) -> None:
-        """``compile`` for a step in which whole prompts stand behind ``rows`` that decode, or alone."""
+        """Compile the kernels of a step in which whole prompts follow ``rows`` decoding rows, or run alone; see
+        ``compile``."""
         width = width_bucket(-(-tokens_each // self._block_size), self._block_size, self._max_blocks)
         layout = StepLayout(rows + prompts * tokens_each, rows + prompts, 0, width)
         starts = [*range(rows), *range(rows, layout.tokens + 1, tokens_each)]
@@ -323,13 +334,14 @@ class GPURunner:
             self._stream.synchronize()
 
     def _fields(self, layout: StepLayout) -> StepFields:
-        """The inputs of a step on the device."""
+        """Return the inputs of a step on the device."""
         return layout.tensors(self._arena[self._inputs_at : self._inputs_at + layout.nbytes])
 
     def _run_padding(
         self, layout: StepLayout, starts: Sequence[int] | None = None, *, eager: bool = False, **changes: Any
     ) -> None:
-        """A step of padding rows alone, that begin at ``starts`` or are of one length; ``changes`` of its plan."""
+        """Run a step of padding rows that begin at ``starts`` or have equal lengths; ``changes`` override fields of its
+        plan."""
         with self._on_stream():
             memory = self._ring.memory()
             memory.holds = None
@@ -338,6 +350,7 @@ class GPURunner:
             fields.start[:] = np.arange(layout.rows + 1) * (layout.tokens // layout.rows) if starts is None else starts
             fields.length[:], fields.last[:] = np.diff(fields.start), np.arange(layout.draws) % layout.tokens
             fields.table[:], fields.state[:], fields.mask[:] = self._padding_block, -1, -1
+            fields.adapter[:] = -1
             fields.source[:] = self._planner.token_source(layout)
             plan = StepPlan(layout, True, [], (), Variant(), (), [])._replace(**changes)
             turn, _, _ = self._run(plan, eager)
@@ -365,7 +378,7 @@ class GPURunner:
 
     def _key(self, plan: StepPlan, waits: bool) -> Hashable:
         """Return the key shared by all steps that can replay one graph; ``waits``: the step ends with logits."""
-        return plan.layout, waits, plan.prune, plan.chunk_rows
+        return plan.layout, waits, plan.prune, plan.chunk_rows, plan.adapters
 
     def _launch(self, key: Hashable, work: Callable[[], Any], plan: StepPlan, eager: bool = False) -> Any:
         """Run the work of a step, by a graph if steps of its kind recur."""
@@ -380,7 +393,7 @@ class GPURunner:
             raise
 
     def _step(self, plan: StepPlan, waits: bool) -> tuple[Tensor, Sampled]:
-        """Everything that happens on the device in a step, or its first part."""
+        """Run everything that happens on the device in a step, or its first part."""
         self._ring.take(plan.layout.nbytes)
         found = self._compute(plan, waits)
         if not waits:
@@ -388,7 +401,7 @@ class GPURunner:
         return found
 
     def _second_part(self, plan: StepPlan) -> Sampled:
-        """The draws of a step, from the logits that its first part has left."""
+        """Draw from the logits that the first part of the step has left."""
         fields = self._fields(plan.layout)
         logits_RV = self._masks.kept(plan.layout.draws)
         adjusts, wants_logprobs, masked = plan.variant
@@ -398,8 +411,8 @@ class GPURunner:
         return sampled
 
     def _compute(self, plan: StepPlan, waits: bool = False) -> tuple[Tensor, Sampled]:
-        """Hidden states ``[T, D]`` of the step (of its draws alone where the plan prunes); its draws are left in the
-        arena, and logprobs returned (or, where the host draws, the logits). ``waits``: the logits are left for
+        """Compute hidden states ``[T, D]`` of the step (only for its draws if the plan prunes). The draws are left in
+        the arena, and logprobs returned (or the logits, if the host draws). ``waits``: the logits are kept for
         ``_second_part``."""
         fields = self._fields(plan.layout)
         hidden_TD = self._hidden(plan, self._context(plan))
@@ -436,13 +449,15 @@ class GPURunner:
         )
 
     def _hidden(self, plan: StepPlan, context: PagedContext) -> Tensor:
-        """From a step's tokens to hidden states, after the final norm."""
+        """Compute hidden states of a step's tokens, after the final norm."""
         fields = self._fields(plan.layout)
+        if self._model.adapters is not None:
+            self._model.adapters.rows.slots_T = fields.adapter if plan.adapters else None
         return self._model(self._arena.view(torch.int64), fields.position, context, fields.source)
 
     def _wanted(self, fields: StepFields) -> Wanted:
-        """The tokens that the draws need: the last token of each draw's sequence, which then is ``draw_position``
-        long."""
+        """Return the tokens that the draws need: the last token of each draw's sequence, which then is
+        ``draw_position`` long."""
         starts = torch.arange(len(fields.last) + 1, dtype=torch.int32, device=self._device)
         tables = fields.table.index_select(0, fields.draw_row)
         rows = PagedBatch(tables, starts, fields.draw_position, self._block_size, max_query_len=1, fresh=True)
@@ -457,7 +472,7 @@ class GPURunner:
         logits_RV: Sampled,
         known: StepResult,
     ) -> CompletedStep:
-        """Draws as ``Runner`` makes them; the tokens go back to the device for the next step."""
+        """Draw as ``Runner`` does; the tokens are sent back to the device for the next step."""
         ends = {draw.seq_id: row.end for row in batch.rows for draw in row.draws}
         picks = [Pick(draw, ends[draw.seq_id], row) for row, draw in enumerate(plan.draws)]
         if not picks:

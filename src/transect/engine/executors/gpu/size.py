@@ -12,7 +12,7 @@ from .step_sizes import mixed_sizes, row_buckets, widths
 
 
 def size(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> tuple[MemoryAccount, KVSize]:
-    """The account of the GPU's memory, and the KV cache that it leaves room for.
+    """Account for the GPU's memory, and size the KV cache by the rest.
 
     Raises:
         ValueError: the remaining or requested memory does not hold one sequence; the message says what to change.
@@ -30,7 +30,7 @@ def size(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> tuple[MemoryA
 
 
 def _graph_bytes(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> int:
-    """Kept free for CUDA graphs, and for requests with penalties or biases."""
+    """Return the bytes to keep free for CUDA graphs, and for requests with penalties or biases."""
     seqs, block = setup.limits["max_num_seqs"], setup.config.block_size
     captured = 0 if setup.config.cuda_graphs == "off" else len(row_buckets(seqs, setup.tricks["fine_rows"]))
     if captured and setup.irregular:
@@ -38,6 +38,7 @@ def _graph_bytes(setup: Setup, loaded: Loaded, measured: MeasuredBytes) -> int:
         captured *= len(widths(block, most))
         tokens = min(setup.tricks["graph_tokens"], setup.limits["max_num_batched_tokens"])
         captured += len(mixed_sizes(tokens, block, most, seqs))
+    captured *= 1 + setup.config.enable_lora
     rebuilt = max(weight.workspace for _, weight in loaded.model.projections()) if captured else 0
     share = min(1.0, setup.tricks["graph_tokens"] / setup.limits["max_num_batched_tokens"])
     return kept_for_graphs(setup.model.vocab_size, seqs, captured) + rebuilt + int(measured.largest_step * share)

@@ -27,19 +27,21 @@ class StepFields(NamedTuple):
     """int64 ``[D]``; the bits of the unsigned seed."""
     token: Any
     """int64 ``[T]``: tokens that the host knows."""
+    adapter: Any
+    """int32 ``[T]``: slot of each token's adapter, or -1; read by steps in which a row has one."""
     source: Any
-    """int32 ``[T]``: where each input token is read from, counted in int64 from the beginning of the arena: ``token``,
-    or what the step before has drawn."""
+    """int32 ``[T]``: source of each input token, as an int64 index from the beginning of the arena: ``token``, or a
+    draw of the step before."""
     position: Any
     """int32 ``[T]``."""
     start: Any
     """int32 ``[B + 1]``: query starts."""
     length: Any
-    """int32 ``[B]``: tokens of each sequence with this step's."""
+    """int32 ``[B]``: length of each sequence including this step's tokens."""
     last: Any
-    """int32 ``[D]``: the token whose logits are drawn from."""
+    """int32 ``[D]``: index of the token whose logits are drawn from."""
     draw_row: Any
-    """int32 ``[D]``: the row whose sequence is drawn for."""
+    """int32 ``[D]``: index of the row whose sequence is drawn for."""
     draw_position: Any
     """int32 ``[D]``: position of the drawn token."""
     choice: Any
@@ -51,7 +53,7 @@ class StepFields(NamedTuple):
     mask: Any
     """int32 ``[D]``: row of ``MaskTable.words``, or -1."""
     temperature: Any
-    """float32 ``[D]``, as are the rest."""
+    """float32 ``[D]``, like the remaining fields."""
     top_p: Any
     min_p: Any
     repetition: Any
@@ -70,7 +72,7 @@ _BYTES: dict[Any, int] = {np.int64: 8, np.int32: 4, np.float32: 4}
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """Where the fields of a step with these sizes lie."""
+    """Offsets of the fields of a step with these sizes."""
 
     tokens: int
     rows: int
@@ -78,7 +80,7 @@ class StepLayout:
     width: int
 
     def places(self) -> tuple[tuple[int, tuple[int, ...], type], ...]:
-        """(offset in bytes, shape, type) of each field, in the order of ``StepFields``."""
+        """Return (offset in bytes, shape, type) of each field, in the order of ``StepFields``."""
         return _places(self)[0]
 
     @property
@@ -87,7 +89,7 @@ class StepLayout:
         return _places(self)[1]
 
     def numpy(self, memory: np.ndarray) -> StepFields:
-        """Views of uint8 memory."""
+        """Return views of uint8 memory."""
         return StepFields(
             *(
                 memory[at : at + prod(shape) * _BYTES[kind]].view(kind).reshape(shape)
@@ -96,7 +98,7 @@ class StepLayout:
         )
 
     def tensors(self, memory: Tensor) -> StepFields:
-        """Views of a uint8 tensor."""
+        """Return views of a uint8 tensor."""
         return StepFields(
             *(
                 memory[at : at + prod(shape) * _BYTES[kind]].view(_TORCH[kind]).view(shape)
@@ -109,7 +111,8 @@ class StepLayout:
 def _places(layout: StepLayout) -> tuple[tuple[tuple[int, tuple[int, ...], type], ...], int]:
     tokens, rows, draws = (layout.tokens,), (layout.rows,), (layout.draws,)
     shapes: dict[str, tuple[int, ...]] = dict.fromkeys(StepFields._fields, draws)
-    shapes |= {"token": tokens, "source": tokens, "position": tokens, "start": (layout.rows + 1,), "length": rows}
+    shapes |= dict.fromkeys(("token", "adapter", "source", "position"), tokens)
+    shapes |= {"start": (layout.rows + 1,), "length": rows}
     shapes["table"] = (layout.rows, layout.width)
     found = []
     at = 0
@@ -128,13 +131,14 @@ class StepMemory:
     memory: np.ndarray
     """uint8."""
     holds: object = None
-    """The group of sequences whose constants the memory holds since the last step; they need not be written again."""
+    """Group of sequences whose constants the memory has held since the last step, and which need not be written
+    again."""
     step: int = 0
-    """The last step that was written here."""
+    """Last step that was written here."""
     _fields: dict[StepLayout, StepFields] = field(default_factory=dict)
 
     def fields(self, layout: StepLayout) -> StepFields:
-        """Views for a layout of which there are few."""
+        """Return cached views for a layout; layouts must be few."""
         found = self._fields.get(layout)
         if found is None:
             found = self._fields[layout] = layout.numpy(self.memory)

@@ -19,7 +19,7 @@ CUDA graphs are made for (``step_sizes.py``).
              +-----------+---------+--------------+----+----+----+--------------+
                several tokens each                  one token each                tokens of no row
 
-3. Steps with whole prompts: those that stand in the step from their first token on come last, behind all others, where
+3. Steps with whole prompts: those that stand in the step from their first token on come last, after all others, where
    an attention kernel of their own finds them (``WholePrompts``). Every token has a row.
 
        rows    0    1    2    3  ..     | whole_row ..                       |                  last
@@ -45,6 +45,7 @@ import numpy as np
 
 from ....models.context import WholePrompts
 from ...scheduling.batch import PLACEHOLDER, Draw, ScheduledBatch, ScheduledRow
+from ..adapter_slots import AdapterSlots
 from .adjust_state import AdjustState
 from .sequence_table import SequenceTable
 from .step_inputs import StepFields, StepLayout, StepMemory
@@ -58,7 +59,7 @@ class Variant(NamedTuple):
     adjust: bool = False
     logprobs: bool = False
     masked: bool = False
-    """Draws under a grammar are among them: all draws wait for their masks."""
+    """True if some draws are under a grammar: all draws then wait for the masks."""
 
 
 class StepPlan(NamedTuple):
@@ -66,23 +67,25 @@ class StepPlan(NamedTuple):
 
     layout: StepLayout
     decode: bool
-    """One token and one draw for each row: padded, and fit for a graph."""
+    """True if each row has one token and one draw: the step is padded, and can use a graph."""
     seq_ids: list[int]
-    """The sequences of the draws."""
+    """Sequences of the draws."""
     draws: Sequence[Draw]
     variant: Variant
     alternatives: Sequence[int]
     starts: list[int]
-    """Where each row's tokens begin."""
+    """Index of each row's first token."""
     rows: Sequence[ScheduledRow] = ()
-    """In the order of ``starts``."""
+    """Scheduled rows, in the order of ``starts``."""
     whole: WholePrompts | None = None
     graph: bool = False
-    """The step is of a kind that comes again, though it does not only decode."""
+    """True if the step does not only decode, but is of a kind that recurs."""
     prune: bool = False
-    """The last layer computes only what the draws need."""
+    """True if the last layer computes only the tokens that the draws need."""
     chunk_rows: int | None = None
-    """Rows of the layout for prompts, before the rows of one token; None if the two kinds are mixed."""
+    """Rows of the layout reserved for prompts, before the rows of one token; None if both kinds are mixed."""
+    adapters: bool = False
+    """A row has an adapter."""
 
 
 class _RaggedShape(NamedTuple):
@@ -91,12 +94,12 @@ class _RaggedShape(NamedTuple):
     tokens: int
     rows: int
     places: list[int]
-    """The row of the layout that each row takes."""
+    """Row of the layout for each scheduled row."""
     first_whole: int
     """Number of rows before the whole prompts."""
     whole_row: int
     whole_from: int
-    """Row and token of the layout at which the whole prompts begin."""
+    """Index, of row and token, at which the whole prompts begin."""
     width: int
     """Columns of the block table."""
     padding: list[tuple[int, int]]
@@ -108,7 +111,7 @@ class _RaggedShape(NamedTuple):
 
 
 def _only_decode(rows: Sequence[ScheduledRow]) -> bool:
-    """One token of each row, and one draw for its own sequence."""
+    """Return True if each row has one token, and one draw for its own sequence."""
     return all(
         row.num_tokens == 1
         and len(row.draws) == 1
@@ -125,11 +128,15 @@ class _Group:
     The longest come first: programs of attention start in this order, and the last to end should be short ones.
     """
 
-    __slots__ = ("draws", "grown", "order", "sampling", "seq_ids", "slots", "starts")
+    __slots__ = ("adapters", "draws", "grown", "order", "sampling", "seq_ids", "slots", "starts")
 
-    def __init__(self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int) -> None:
+    def __init__(
+        self, rows: Sequence[ScheduledRow], table: SequenceTable, step: int, adapters: Sequence[int] | None
+    ) -> None:
         self.order = sorted(range(len(rows)), key=lambda index: rows[index].start, reverse=True)
-        """The order of the rows as they are scheduled; everything else follows it."""
+        """Order of the rows as indices of the scheduled rows; all other fields follow this order."""
+        self.adapters = None if adapters is None else np.array([adapters[index] for index in self.order], np.int32)
+        """Slots of the rows' adapters; None if no row has one."""
         self.slots = np.array([table.row(rows[index], step) for index in self.order])
         self.starts = np.array([rows[index].start for index in self.order], np.int32)
         self.draws = [rows[index].draws[0] for index in self.order]
@@ -138,7 +145,7 @@ class _Group:
         self.seq_ids = [draw.seq_id for draw in self.draws]
         self.sampling: tuple[Variant, Sequence[int]] = Variant(), ()
         self.grown: deque[tuple[int, np.ndarray]] = deque(maxlen=8)
-        """The last steps, and which rows had a new block in each."""
+        """Latest steps, each with the rows that had a new block."""
 
 
 class StepPlanner:
@@ -194,23 +201,27 @@ class StepPlanner:
         self._sequences.forget()
         self._groups.extend([None] * len(self._groups))
 
-    def plan(self, batch: ScheduledBatch, memory: StepMemory) -> StepPlan:
-        """The next step, its numbers in ``memory``."""
+    def plan(self, batch: ScheduledBatch, memory: StepMemory, slots: AdapterSlots | None = None) -> StepPlan:
+        """Plan the next step, with its numbers in ``memory``.
+
+        ``slots``: of the rows' adapters; None if no row has one.
+        """
         self.step += 1
         rows = batch.rows
         group = self._groups[0]
         if group is not None and batch.again:
             group.starts = group.starts + 1
         else:
-            group = _Group(rows, self._sequences, self.step) if _only_decode(rows) else None
+            adapters = None if slots is None else slots.place(rows)
+            group = _Group(rows, self._sequences, self.step, adapters) if _only_decode(rows) else None
         self._groups.append(group)
         if group is None:
             memory.holds = None
-            return self._ragged(batch, memory.memory)
+            return self._ragged(batch, memory.memory, adapters)
         return self._decode(rows, group, memory)
 
     def _decode(self, rows: Sequence[ScheduledRow], group: _Group, memory: StepMemory) -> StepPlan:
-        """One token and one draw a row, padded to the size of a graph."""
+        """Plan a step of one token and one draw a row, padded to the size of a graph."""
         table, step, slots, starts = self._sequences, self.step, group.slots, group.starts
         count = len(rows)
         ends = starts + 1
@@ -243,13 +254,16 @@ class StepPlanner:
             # No length: attention spends no time on these rows, and nothing of theirs is written to the cache.
             fields.position[count:], fields.length[count:], fields.table[count:] = 0, 0, self._padding_block
             fields.start[:], fields.last[:] = np.arange(bucket + 1), np.arange(bucket)
+            fields.adapter[:count] = -1 if group.adapters is None else group.adapters
+            fields.adapter[count:] = -1
             group.sampling = variant, alternatives = self._draws(fields, group.draws, slots, ends)
             # Where logits are adjusted, what is done to them may be another thing at the next position.
             memory.holds = None if variant.adjust else (group, layout)
         memory.step = step
-        return StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
+        plan = StepPlan(layout, True, group.seq_ids, group.draws, variant, alternatives, [])
+        return plan if group.adapters is None else plan._replace(adapters=True)
 
-    def _ragged(self, batch: ScheduledBatch, memory: np.ndarray) -> StepPlan:
+    def _ragged(self, batch: ScheduledBatch, memory: np.ndarray, adapters: Sequence[int] | None) -> StepPlan:
         """Plan a step with rows of any kind; tokens, rows and draws are padded."""
         table, step = self._sequences, self.step
         shape, rows = self._ragged_shape(batch)
@@ -267,7 +281,8 @@ class StepPlanner:
         fields.length[:], fields.table[:] = 0, self._padding_block
         fields.length[places], fields.table[places] = ends, table.table[slots, :width]
         fields.source[:] = self.token_source(layout)
-        fields.token[:], fields.position[:] = 0, 0
+        fields.token[:], fields.position[:], fields.adapter[:] = 0, 0, -1
+        adapter_of = dict(zip((row.seq_id for row in batch.rows), adapters or (), strict=False))
         starts: list[int] = []
         positions: list[int] = []
         last: list[int] = []
@@ -287,6 +302,7 @@ class StepPlanner:
                     fields.source[at - 1] = table.drawn_index[slot]
             fields.token[starts[-1] : at] = tokens_new
             fields.position[starts[-1] : at] = np.arange(row.start, row.end)
+            fields.adapter[starts[-1] : at] = adapter_of.get(row.seq_id, -1)
             for _ in row.draws:
                 last.append(at - 1)
                 draw_rows.append(place)
@@ -301,10 +317,11 @@ class StepPlanner:
         whole = WholePrompts(shape.whole_row, shape.whole_from) if shape.first_whole < len(rows) else None
         prune = self._prune_last_layer and all(row.prompt_logprobs is None and row.pooling is None for row in rows)
         plan = StepPlan(layout, False, [draw.seq_id for draw in draws], draws, variant, alternatives, starts)
-        return plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
+        plan = plan._replace(rows=rows, whole=whole, prune=prune, graph=shape.graph, chunk_rows=shape.chunk_rows)
+        return plan if adapters is None else plan._replace(adapters=True)
 
     def _ragged_shape(self, batch: ScheduledBatch) -> tuple[_RaggedShape, Sequence[ScheduledRow]]:
-        """Where the rows of a step with prefill chunks come to lie, and the rows in that order.
+        """Place the rows of a step with prefill chunks; returns the shape, and the rows in its order.
 
         Prompts that stand in the step from their first token on come last, if they are worth a kernel of their own;
         else all prompts come first.
@@ -358,7 +375,7 @@ class StepPlanner:
     def _draws(
         self, fields: StepFields, draws: Sequence, slots: np.ndarray, positions: np.ndarray
     ) -> tuple[Variant, Sequence[int]]:
-        """Fill in the parameters of the draws; those past the last are greedy."""
+        """Fill in the parameters of the draws; draws beyond the last are greedy."""
         table, step = self._sequences, self.step
         count = len(draws)
         for name in ("seed", "choice", "top_k", "temperature", "top_p", "min_p", "repetition", "frequency", "presence"):
@@ -380,12 +397,12 @@ class StepPlanner:
         return variant, alternatives.tolist() if wanted else ()
 
     def _note_draws(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Where this step's tokens will be found."""
+        """Record the locations of this step's drawn tokens."""
         table = self._sequences
         table.drawn_step[slots], table.drawn_position[slots] = self.step, positions
         table.drawn_index[slots] = np.arange(len(slots))
 
     def token_source(self, layout: StepLayout) -> np.ndarray:
-        """Where ``token`` lies, counted in int64 from the beginning of the arena."""
+        """Return the locations of ``token``, as int64 indices from the beginning of the arena."""
         at = layout.places()[StepFields._fields.index("token")][0]
         return np.arange(layout.tokens, dtype=np.int32) + (self._inputs_at + at) // 8

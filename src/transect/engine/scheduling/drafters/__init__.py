@@ -4,5 +4,6 @@
 * ``token_index``: finds earlier places of a sequence's last tokens.
 * ``ngram``: copies the tokens after the longest earlier match in the same sequence (prompt lookup).
 * ``suffix``: votes among matches in the sequence and in earlier answers.
+* ``model``: a smaller model of the same vocabulary, with an executor and KV blocks of its own.
 * ``registry``: the drafters by the names of ``--speculative-config``.
 """

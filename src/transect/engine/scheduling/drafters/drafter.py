@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+from ....costs.steps import StepLoad
+
+Timed = tuple[StepLoad, float]
+"""The work of a step of a draft model, and its seconds."""
+
 
 class Guess(NamedTuple):
     """Guessed next tokens of a sequence."""
 
     tokens: tuple[int, ...] = ()
     shares: tuple[float, ...] = ()
-    """For each token the share of matches that continue so, given the tokens before it; 1 if there is one match."""
+    """Share of the matches that continue with each token, given the tokens before it; 1 if there is one match."""
     matched: int = 0
-    """Length of the match that the guess rests on, in tokens."""
+    """Length in tokens of the match that the guess is based on."""
 
 
 class Drafter(Protocol):
@@ -23,5 +28,16 @@ class Drafter(Protocol):
         ...
 
     def ended(self, seq_id: int, output: list[int]) -> None:
-        """Forget a sequence, which ended with these output tokens."""
+        """Drop the state of a sequence that ended with these output tokens."""
         ...
+
+
+class NoDrafter:
+    """Guesses nothing."""
+
+    def guess(self, seq_id: int, prompt: tuple[int, ...], output: list[int], most: int) -> Guess:
+        """Return an empty guess; see ``Drafter``."""
+        return Guess()
+
+    def ended(self, seq_id: int, output: list[int]) -> None:
+        """Do nothing; see ``Drafter``."""

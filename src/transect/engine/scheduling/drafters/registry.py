@@ -1,4 +1,4 @@
-"""The settings of speculative decoding, and the drafters by name."""
+"""Settings of speculative decoding, and the drafters by name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from .drafter import Drafter
+from .drafter import Drafter, NoDrafter
 from .ngram import LONGEST, SHORTEST, NgramDrafter
 from .suffix import SuffixDrafter
 
 METHODS: dict[str, Callable[[int, int], Drafter]] = {"ngram": NgramDrafter, "suffix": SuffixDrafter}
-"""Method -> drafter of (shortest, longest) match."""
+"""Constructors of drafters by method, called with (shortest, longest) match."""
+MODEL_METHODS = ("draft_model",)
+"""Methods in which a model drafts (``model.py``)."""
 DEFAULT_MOST = 16
-"""Drafts per sequence and step, at the most."""
+"""Default of the most drafts per sequence and step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,10 @@ class SpeculativeConfig:
     """Speculative decoding, with vLLM's names (``--speculative-config``).
 
     Attributes:
-        method: the drafter: ``ngram`` (prompt lookup) or ``suffix`` (also looks in earlier answers).
+        method: the drafter: ``ngram`` (prompt lookup), ``suffix`` (also looks in earlier answers), or ``draft_model``.
+        model: the model that drafts: a name, file, directory or hub id, as for the engine. Its vocabulary must be that
+            of the engine's model.
+        quantization: round the matrices of the model that drafts to this format when they are loaded.
         num_speculative_tokens: most drafts per sequence and step. The number of each step is chosen by expected gain.
         prompt_lookup_min: shortest match, in tokens.
         prompt_lookup_max: longest match, in tokens.
@@ -33,14 +38,21 @@ class SpeculativeConfig:
     """
 
     method: str
+    model: str | None = None
+    quantization: str | None = None
     num_speculative_tokens: int = DEFAULT_MOST
     prompt_lookup_min: int = SHORTEST
     prompt_lookup_max: int = LONGEST
     adaptive: bool = True
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"speculative method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        methods = (*METHODS, *MODEL_METHODS)
+        if self.method not in methods:
+            raise ValueError(f"speculative method must be one of {', '.join(methods)}, got {self.method!r}")
+        if self.drafts_by_model and not (isinstance(self.model, str) and self.model):
+            raise ValueError(f"speculative method {self.method} needs a model that drafts: give model")
+        if not self.drafts_by_model and (self.model is not None or self.quantization is not None):
+            raise ValueError(f"speculative method {self.method} needs no model: leave out model and quantization")
         for name in ("num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64:
@@ -65,9 +77,17 @@ class SpeculativeConfig:
         if unknown:
             raise ValueError(f"speculative decoding has no setting {', '.join(unknown)}: use {', '.join(known)}")
         if "method" not in settings:
-            raise ValueError(f"speculative decoding needs a method: one of {', '.join(METHODS)}")
+            raise ValueError(f"speculative decoding needs a method: one of {', '.join((*METHODS, *MODEL_METHODS))}")
         return cls(**settings)
 
+    @property
+    def drafts_by_model(self) -> bool:
+        """True if a model drafts, which takes time."""
+        return self.method in MODEL_METHODS
+
     def drafter(self) -> Drafter:
-        """A new drafter of this method."""
+        """Build a new drafter of this method. With ``drafts_by_model`` the engine
+        has the drafting model, and this drafter proposes nothing."""
+        if self.drafts_by_model:
+            return NoDrafter()
         return METHODS[self.method](self.prompt_lookup_min, self.prompt_lookup_max)

@@ -15,11 +15,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listed
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....costs.learning import StepTimes
 from ....costs.steps import StepLoad
-from ..drafters.drafter import Guess
+from ..drafters.drafter import Drafter, Guess, Timed
 from ..drafters.registry import SpeculativeConfig
 from ..request import Sequence
 
@@ -28,61 +28,90 @@ LEAST_GAIN = 1.03
 LEARN_STEPS = 4
 """Steps whose times must be known before the first draft."""
 DECAY = 0.9
-"""Weight of older guesses at each new one: estimates follow the last ten or so. (Decay at each token would favour the
+"""Factor on older guesses at each new one: estimates follow the last ten or so. (Decay at each token would favour the
 newest trial, which is a miss whenever a guess was wrong.)"""
-PRIOR_TRIALS = 4.0
+COMMON_DECAY = 0.985
+"""The same for guesses of all sequences together."""
+UNLIKELY = 0.002
+"""Estimated chance of a series of wrong guesses below which earlier guesses are forgotten."""
+PRIOR_TRIALS = 12.0
 """Weight of the acceptance of all sequences in the estimate of one, in trials."""
 PROBES = 2
-"""Steps of a size that must be measured before its predicted time counts; until then more rows are taken to cost
-nothing, so that sizes are tried. Sizes up to the same power of two count as one."""
+"""Steps of a size that must be measured before its predicted time counts; until then such a step is assumed to cost
+``TRIAL_COST`` steps without drafts, so that sizes are tried. Sizes up to the same power of two count as one."""
+TRIAL_COST = 1.1
 FINE_ROWS, COARSE_ROWS = 64, 16
 """Corrections are kept for each number of rows up to the first number, and beyond it for each range of the second."""
-CORRECTION_RATE = 0.1
-"""Least weight of the newest step in a correction."""
+MEDIAN_OF = 15
+"""Steps of a size that its measured time is the median of."""
 MOST_KEPT = 4096
 MATCHES = (2, 4, 8)
-"""Lengths of matches that are judged apart."""
+"""Lengths of matches whose acceptance is estimated separately."""
 
 
 class Acceptance:
     """Estimates the chance that a guessed token is right, from a decaying count of guesses."""
 
-    __slots__ = ("hits", "trials")
+    __slots__ = ("_misses", "decay", "hits", "trials")
 
-    def __init__(self, hits: float = 0.0, trials: float = 0.0) -> None:
-        self.hits, self.trials = hits, trials
+    def __init__(self, hits: float = 0.0, trials: float = 0.0, decay: float = DECAY) -> None:
+        self.hits, self.trials, self.decay = hits, trials, decay
+        self._misses = 0
+        """Newest guesses of which the first token was wrong, in a row."""
 
     def add(self, hits: int, missed: bool) -> None:
         """Count ``hits`` right tokens in a row, and a wrong one after them if ``missed``."""
-        self.hits = DECAY * self.hits + hits
-        self.trials = DECAY * self.trials + hits + missed
+        self._misses = self._misses + 1 if missed and not hits else 0
+        if self._misses > 1 and (1.0 - self.hits / self.trials) ** self._misses < UNLIKELY:  # the text has changed
+            self.hits, self.trials = 0.0, float(self._misses)
+            return
+        self.hits = self.decay * self.hits + hits
+        self.trials = self.decay * self.trials + hits + missed
 
     def rate(self, prior: float) -> float:
-        """The chance, given that of comparable guesses."""
+        """Return the estimated chance, given the rate of comparable guesses."""
         return (self.hits + PRIOR_TRIALS * prior) / (self.trials + PRIOR_TRIALS)
 
 
+class Measured(NamedTuple):
+    """A measured step."""
+
+    ratio: float
+    """Measured over predicted time, when it was measured."""
+    load: StepLoad
+    seconds: float
+
+
 class Corrections:
-    """Measured over predicted time from one result to the next, by rows of a step."""
+    """Measured step times by rows of a step: the median of the newest steps. A mean would follow the few steps that
+    other work on the machine delayed, and the choice of drafts would be random."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[float, int]] = {}
-        """(ratio, steps) by range of rows; 0 is for all together."""
+        self._steps: dict[int, deque[Measured]] = {}
+        """The newest steps by range of rows; 0 is for all together."""
+        self._middle: dict[int, Measured] = {}
 
-    def learn(self, rows: int, ratio: float) -> None:
-        """Take in a step."""
-        for key in (_range(rows), 0):
-            before, count = self._found.get(key, (1.0, 0))
-            weight = max(CORRECTION_RATE, 1 / (count + 1))
-            self._found[key] = before + weight * (ratio - before), count + 1
+    def learn(self, load: StepLoad, seconds: float, expected: float) -> None:
+        """Record a step that was predicted to take ``expected`` seconds."""
+        step = Measured(seconds / expected, load, seconds)
+        for key in (_range(load.tokens), 0):
+            steps = self._steps.get(key)
+            if steps is None:
+                steps = self._steps[key] = deque(maxlen=MEDIAN_OF)
+            steps.append(step)
+            self._middle[key] = sorted(steps)[(len(steps) - 1) // 2]
 
-    def factor(self, rows: int) -> float:
-        """Return the factor for steps of ``rows`` rows; that of all steps if there was no such step."""
-        return self._found.get(_range(rows), self._found.get(0, (1.0, 0)))[0]
+    def factor(self, rows: int, times: StepTimes) -> float:
+        """Return measured over predicted time for steps of ``rows`` rows, or that of all steps if there was no
+        such step."""
+        step = self._middle.get(_range(rows))
+        if step is None:
+            return self._middle[0].ratio if self._middle else 1.0
+        return step.seconds / max(times.predict(step.load), 1e-9)
 
 
-class _Track:
-    """Guesses for one sequence."""
+class Track:
+    """Guesses for one sequence, and their acceptance."""
 
     __slots__ = ("acceptance", "guess", "length")
 
@@ -103,27 +132,31 @@ class Speculation:
 
     def __init__(self, config: SpeculativeConfig, times: StepTimes) -> None:
         self.config = config
-        self.drafter = config.drafter()
+        self.drafter: Drafter = config.drafter()
         self.drafted = 0
         """Tokens drafted for verification."""
         self.accepted_at = [0] * config.num_speculative_tokens
-        """Accepted tokens by their place among the drafts of a row."""
+        """Accepted tokens by their index among the drafts of a row."""
         self.last: deque[tuple[int, int]] = deque(maxlen=MOST_KEPT)
-        """(seq_id, accepted drafts) of the rows since this was last emptied, by the decision log."""
+        """(seq_id, accepted drafts) of the rows since the decision log last emptied this list."""
         self.worthwhile = False
-        """Drafts pay for the sequences that were last asked about."""
+        """True if drafts pay for the sequences of the last ``drafts`` call."""
+        self.seconds_spent = 0.0
+        """Seconds that a draft model took for the last ``drafts``."""
         self._times = times
-        self._tracks: dict[int, _Track] = {}
-        self._common = [Acceptance(1.0, 2.0) for _ in range(len(MATCHES) + 1)]
+        self._tracks: dict[int, Track] = {}
+        self._common = [Acceptance(1.0, 2.0, COMMON_DECAY) for _ in range(len(MATCHES) + 1)]
         """Acceptance over all sequences, by length of match."""
         self._corrections = {False: Corrections(), True: Corrections()}
-        """For steps without drafts, and with: these are planned when the step before is done, so no planning is hidden
-        behind the device."""
+        """Corrections for steps without and with drafts: the latter are planned after the previous step is done, so
+        their planning is not hidden behind the device."""
         self._measured = [0] * 32
-        """Decode steps by the bit length of their tokens."""
+        """Number of decode steps by the bit length of their tokens."""
 
-    def drafts(self, sequences: Listed[Sequence], room: int) -> dict[int, tuple[int, ...]]:
-        """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together."""
+    def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
+        """Return drafts by seq_id, at most ``room`` tokens, for sequences that decode in the next step together.
+        ``known``: all of their tokens are known; if False, nothing can be drafted now, and only ``worthwhile`` is set.
+        """
         guesses = [(seq, self._guess(seq)) for seq in sequences]
         if not self.config.adaptive:
             fixed = self._fixed(guesses, room)
@@ -149,7 +182,7 @@ class Speculation:
             self.accepted_at[at] += 1
 
     def counts(self) -> dict[str, Any]:
-        """The counters, as fields of ``SchedulerStats``."""
+        """Return the counters as fields of ``SchedulerStats``."""
         accepted = {str(place): count for place, count in enumerate(self.accepted_at)}
         return {"drafted_tokens": self.drafted, "accepted_at": accepted}
 
@@ -168,13 +201,26 @@ class Speculation:
         expected = self._times.predict(load)
         self._measured[load.tokens.bit_length()] += 1
         if expected > 0:
-            self._corrections[drafted].learn(load.tokens, min(max(seconds / expected, 0.25), 4.0))
+            self._corrections[drafted].learn(load, seconds, expected)
+
+    def take_measured(self) -> list[Timed]:
+        """Return the measured steps of a draft model since the last call."""
+        return []
+
+    def learn(self, measured: Listed[Timed]) -> None:
+        """Learn the times of a draft model."""
+
+    def abandon(self) -> None:
+        """Forget the state of a draft model, because a step has raised."""
+
+    def clear_cache(self) -> None:
+        """Forget the KV of prefixes that no sequence of a draft model holds."""
 
     def _guess(self, seq: Sequence) -> Guess:
-        """The guess for the next tokens of a sequence; the one before is marked by what came."""
+        """Guess the next tokens of a sequence, after marking the last guess by the tokens that came."""
         track = self._tracks.get(seq.seq_id)
         if track is None:
-            track = self._tracks[seq.seq_id] = _Track()
+            track = self._tracks[seq.seq_id] = Track()
         output = seq.output_token_ids
         came = output[track.length :]
         if track.guess.tokens and came:
@@ -205,7 +251,7 @@ class Speculation:
         return found
 
     def _best_counts(self, gains: list[tuple[float, int]], sequences: Listed[Sequence], room: int) -> dict[int, int]:
-        """Drafts of each sequence, by its place, so that tokens per second are the most."""
+        """Choose the number of drafts of each sequence, by its index, that maximizes tokens per second."""
         seconds = self._seconds_of(sequences)
         rows = len(sequences)
         best_rate, best = LEAST_GAIN * rows / seconds(0), 0
@@ -229,11 +275,12 @@ class Speculation:
         each = keys / rows
 
         def seconds(drafts: int) -> float:
-            tokens = rows + drafts
+            tokens, factor = rows + drafts, 1.0
             if self._measured[tokens.bit_length()] < PROBES:
-                tokens, drafts = rows, 0
+                tokens, drafts, factor = rows, 0, TRIAL_COST
             load = StepLoad(tokens, keys + int(drafts * each))
-            return max(self._times.predict(load) * self._corrections[drafts > 0].factor(tokens), 1e-9)
+            factor *= self._corrections[drafts > 0].factor(tokens, self._times)
+            return max(self._times.predict(load) * factor, 1e-9)
 
         return seconds
 

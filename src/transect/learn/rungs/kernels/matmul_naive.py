@@ -44,7 +44,7 @@ def matmul(a, b):
 
 
 def pair(rng, m, k, n):
-    """Two matrices to multiply, ``[m, k]`` and ``[k, n]``."""
+    """Generate two matrices to multiply, ``[m, k]`` and ``[k, n]``."""
     return [normal(rng, m, k), normal(rng, k, n)]
 
 

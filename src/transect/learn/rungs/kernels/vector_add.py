@@ -4,7 +4,7 @@ Program p owns the elements `p * BLOCK` to `(p + 1) * BLOCK - 1`. It makes their
 two *tiles* (blocks of values that live in the registers of its threads), adds them, and stores one tile. The grid
 says how many programs run: enough to cover n elements, so `ceil(n / BLOCK)`.
 
-The last program is the one that beginners forget. When n is no multiple of BLOCK, some of its indices lie behind
+The last program is the one that beginners forget. When n is not a multiple of BLOCK, some of its indices lie past
 the end of the vector. A *mask* (`index < n`) says which elements of a tile are real. A load without the mask reads
 memory that belongs to somebody else, and a store without it writes there.
 

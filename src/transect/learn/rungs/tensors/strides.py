@@ -3,7 +3,7 @@ dimension: how many elements to go forward for the next index. Element (i, j) of
 
     offset + i * stride[0] + j * stride[1]
 
-A fresh tensor of the shape [3, 4] has the strides [4, 1]: rows lie behind each other, the last index is the fastest
+A fresh tensor of the shape [3, 4] has the strides [4, 1]: rows follow each other, the last index is the fastest
 (*row-major*, or contiguous). So the stride of a dimension is the product of the sizes after it.
 
 Now look at what becomes free. Transposing swaps two sizes and two strides; no element moves. A slice

@@ -40,7 +40,7 @@ class PagedBatch:
 
     In a CUDA graph the three tensors are buffers that are filled before each replay, and the batch is one that was made
     for this graph (what it works out is captured with it). Their shapes are then upper bounds: rows may be left over,
-    with ``seq_lens`` 0, and so may tokens behind the last query start. What the host must know is given as bounds:
+    with ``seq_lens`` 0, and so may tokens after the last query start. What the host must know is given as bounds:
 
     Args:
         max_seq_len: longest row, now or at any replay; None for what the block table holds.
@@ -131,8 +131,8 @@ class PagedBatch:
         return tokens == self.num_rows and self.max_query_len in (None, 1)
 
     def arrivals(self, count: int) -> Tensor:
-        """int32 zeros, at least ``count``. Programs of a kernel that wait for each other count here, and the last one
-        sets the counter back to 0, so every layer finds zeros."""
+        """Return at least ``count`` int32 zeros. Programs of a kernel that wait for each other count here, and the last
+        one resets the counter to 0, so every layer finds zeros."""
         if self._arrivals is None or len(self._arrivals) < count:
             self._arrivals = torch.zeros(count, dtype=torch.int32, device=self.seq_lens.device)
         return self._arrivals
@@ -162,7 +162,7 @@ class PagedBatch:
         return blocks, positions % self.block_size
 
     def lengths(self) -> list[tuple[int, int]]:
-        """(tokens of this step, tokens in all) of each row, on the host."""
+        """Return (tokens of this step, total tokens) of each row, on the host."""
         return list(zip(self._queries_B.tolist(), self.seq_lens.tolist(), strict=True))
 
     @cached_property

@@ -62,7 +62,7 @@ class PagedTriton:
         chunk: int | None = None,
         dependent_launch: bool = False,
     ) -> Tensor:
-        """``reference``. Reads no length on the host, so a CUDA graph can capture it.
+        """Compute ``reference`` without reading a length on the host, so a CUDA graph can capture it.
 
         ``dependent_launch``: see ``PagedDecode``; other kernels always wait for the one before.
         """
@@ -114,12 +114,12 @@ class PagedTriton:
 
 
 def kernels() -> list[Kernel]:
-    """All kernels, for ahead-of-time compilation."""
+    """List all kernels, for ahead-of-time compilation."""
     return [*paged_decode.kernels(), *paged_prefill.kernels(), *hopper.kernels()]
 
 
 def knobs() -> tuple[Knobs, ...]:
-    """The knobs of decode rows."""
+    """List the knobs of decode rows."""
     return (Knobs("paged_attention", DECODE_CHOICES, decode_rule, _launch, dict, _size, _valid, _decodes),)
 
 
@@ -147,5 +147,5 @@ def _decodes(arguments: Mapping[str, Any]) -> bool:
 
 
 def _valid(config: Mapping[str, Any], size: tuple[int, int, int]) -> bool:
-    """A warp has 16 to 64 positions of a tile, and a share at least a tile."""
+    """Check that a warp has 16 to 64 positions of a tile, and a split at least a tile."""
     return 16 <= config["bn"] // config["warps"] <= 64 and config["bn"] <= config["least"]

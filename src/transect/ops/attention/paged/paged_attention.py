@@ -61,7 +61,7 @@ def reference(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """q ``[T, H, d]`` -> ``[T, H, d]``: each sequence gathered and attended to on its own."""
+    """Compute q ``[T, H, d]`` -> ``[T, H, d]``: gather each sequence and attend to it separately."""
     dtype = compute_dtype(q.dtype)
     group = q.shape[1] // k_cache.shape[1]
     out = torch.empty_like(q)
@@ -103,7 +103,7 @@ def cost(
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Cost:
-    """4 d FLOPs for each visible pair and head; each cached position that a row sees is read once."""
+    """Count 4 d FLOPs for each visible pair and head; each cached position that a row sees is read once."""
     pairs = cached = 0
     for new, length in batch.lengths():
         pairs += visible_pairs(new, length, window, chunk)
@@ -155,7 +155,7 @@ def _gathered(
     queries = q.view(rows, -1, *q.shape[1:]).transpose(1, 2)
     new = queries.shape[2]
     if new > 1 and window is None:  # the last queries of each row, by flash attention
-        from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler along, which takes a second
+        from torch.nn.attention.bias import causal_lower_right  # imports torch's compiler, which takes a second
 
         keys, values = (each.repeat_interleave(queries.shape[1] // kv_heads, 1) for each in (keys, values))
         out = F.scaled_dot_product_attention(queries, keys, values, causal_lower_right(new, length), scale=scale)
@@ -222,7 +222,7 @@ def _cases() -> Sequence[Case]:
         return case(shapes.LLAMA_8B, between(rows, shortest, longest), (1,) * rows, name, ours)
 
     def filled(prompts: Sequence[tuple[int, int]], rows: int, shortest: int, longest: int) -> Case:
-        """Rows of a step with chunked prefill: prompts as (tokens of this step, tokens in all), room for more,
+        """Make the rows of a step with chunked prefill: prompts as (tokens of this step, total tokens), empty rows,
         decodes."""
         room = 16
         lengths = [length for _, length in prompts] + [0] * (room - len(prompts)) + between(rows, shortest, longest)

@@ -37,8 +37,6 @@ from ...registry import Case, Implementation, Kernel, Op, register
 from ..linear import fixed_rows
 
 KERNELS = f"{__package__}.triton"
-FEW = 256
-"""Rows up to which each is a program of its own."""
 
 
 def reference(
@@ -51,7 +49,7 @@ def reference(
 def by_fixed_rows(
     y: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: Tensor, slots: Tensor, sizes: tuple[int, ...]
 ) -> Tensor:
-    """``reference``, where a row's result does not depend on the other rows; see ``linear.fixed_rows``."""
+    """Compute ``reference``, where a row's result does not depend on the other rows; see ``linear.fixed_rows``."""
     return _by_slot(fixed_rows, y, x, a, b, scale, slots, sizes)
 
 

@@ -11,18 +11,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...lang.jit import INTERPRETED, kernel, kernel_of_numbers, multiprocessors, require, tl
+from ...lang.jit import INTERPRETED, kernel, kernel_of_numbers, require, tl
 from ...lang.tiles import dot, let_next_begin, wait_for_previous
-from .add_low_rank import FEW
 
+FEW = 256
+"""Rows up to which each is a program of its own."""
 MOST_SPLITS = 8
 SPAN = 512
-"""Inputs of a part of the sum, at the least."""
+"""Fewest inputs of a part of the sum."""
+MANY = 2048
+"""Rows above which tiles of rows occupy the whole device."""
 
 
 @kernel
 def _outputs_of_tile(tile, N0, N1, N2, BN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(part, outputs, whether each is one of the part's) of a tile of outputs; no tile has outputs of two parts."""
+    """Return (part, outputs, a mask of those that belong to the part) of a tile of outputs; no tile has outputs of two
+    parts."""
     tiles0 = (N0 + BN - 1) // BN
     tiles1 = tiles0 + (N1 + BN - 1) // BN
     part = (tile >= tiles0).to(tl.int32) + (tile >= tiles1).to(tl.int32)
@@ -38,7 +42,7 @@ def shrink_rows(  # type: ignore[no-untyped-def]
     x_ptr, a_ptr, scale_ptr, slots_ptr, low_ptr, n_rows, K, x_row, span,
     P: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One row, one part and ``span`` of its inputs a program."""
+    """Compute one row, one part and ``span`` of its inputs a program."""
     wait_for_previous(DEPENDENT_LAUNCH)
     let_next_begin(DEPENDENT_LAUNCH)
     t, part, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -63,7 +67,7 @@ def expand_rows(  # type: ignore[no-untyped-def]
     y_ptr, b_ptr, scale_ptr, slots_ptr, low_ptr, n_rows, N0, N1, N2, y_row,
     P: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, BN: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """One row and BN of its outputs a program."""
+    """Compute one row and BN of its outputs a program."""
     wait_for_previous(DEPENDENT_LAUNCH)
     let_next_begin(DEPENDENT_LAUNCH)
     t = tl.program_id(0)
@@ -87,7 +91,8 @@ def shrink_tiles(  # type: ignore[no-untyped-def]
     x_ptr, a_ptr, scale_ptr, slots_ptr, low_ptr, n_rows, K, x_row, span,
     P: tl.constexpr, R: tl.constexpr, BT: tl.constexpr, BK: tl.constexpr, DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """BT rows, one part and ``span`` of the inputs a program: one product for each adapter that the rows have."""
+    """Compute BT rows, one part and ``span`` of the inputs a program: one product for each adapter that the rows
+    have."""
     wait_for_previous(DEPENDENT_LAUNCH)
     let_next_begin(DEPENDENT_LAUNCH)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -118,7 +123,7 @@ def expand_tiles(  # type: ignore[no-untyped-def]
     P: tl.constexpr, R: tl.constexpr, SPLITS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):  # fmt: skip
-    """BT rows and BN of their outputs a program: one product for each adapter that the rows have."""
+    """Compute BT rows and BN of their outputs a program: one product for each adapter that the rows have."""
     wait_for_previous(DEPENDENT_LAUNCH)
     let_next_begin(DEPENDENT_LAUNCH)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -156,13 +161,13 @@ def triton_add_low_rank(
     dependent_launch: bool = False,
     few: int = FEW,
 ) -> Tensor:
-    """``reference`` in two launches.
+    """Compute ``reference`` in two launches.
 
     Args:
         few: rows up to which each is a program of its own.
 
     Raises:
-        ValueError: more than three parts, or a rank that is no power of two from 16 on.
+        ValueError: more than three parts, or a rank that is not a power of two of at least 16.
     """
     require("add_low_rank", y, x, a, b)
     rows, inputs, rank, parts = len(x), x.shape[1], b.shape[2], len(sizes)
@@ -174,8 +179,8 @@ def triton_add_low_rank(
     height = 1 if alone else 16
     tiles = -(-rows // height)
     most = max(1, min(MOST_SPLITS, inputs // SPAN))
-    if not alone:  # the order of a row's sums depends on the number of rows then
-        most = max(1, min(most, 4 * multiprocessors(x.device) // (tiles * parts)))
+    if not alone:  # two numbers, so that few kernels are compiled
+        most = min(most, 4) if rows <= MANY else 1
     wide = max(16, min(256, 4096 // rank)) if alone else 128 if rank <= 32 else 64
     deep = 16 if INTERPRETED else wide
     span = deep * -(-inputs // (most * deep))

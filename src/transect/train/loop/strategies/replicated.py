@@ -29,18 +29,19 @@ class Replicated(Together):
         return self._shared(self.spread, batches, loss_of, losses, own)
 
     def _own(self, batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """The micro-batches that this rank runs, with their numbers."""
+        """Return the micro-batches that this rank runs, with their numbers."""
         check_shares(len(batches), self.mesh.layout.data)
         return list(enumerate(batches))[self.mesh.place.data :: self.mesh.layout.data]
 
     def _todo(self, batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """Those of them that are run."""
+        """Return those of this rank's micro-batches that have labels."""
         if self.parallel.shares_experts:
             return self._all_alike(batches)
         return [(index, batch) for index, batch in self._own(batches) if batch.num_labels]
 
     def _all_alike(self, batches: Sequence[Batch]) -> list[tuple[int, Batch]]:
-        """The same number of micro-batches on every rank: one that counts nothing stands in for one without labels."""
+        """Return the same number of micro-batches on every rank: those without labels are replaced by one of weight
+        0."""
         some = replace(next(batch for batch in batches if batch.num_labels), num_labels=0)
         return [(index, batch if batch.num_labels else some) for index, batch in self._own(batches)]
 

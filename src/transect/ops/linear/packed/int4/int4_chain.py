@@ -1,8 +1,8 @@
 r"""``int4_chain.cu``: the four products between the attention of a layer and that of the next, for one row and weights
 of 4-bit codes in groups, in one launch on Hopper. ``chain.py`` has the arithmetic.
 
-Weights: ``arrange`` of ``int4_packing.py`` (in groups of 32, 64 or 128, all four alike), gate and up in turns of 16
-rows, as all kernels for few rows take them. Scales and zeros leave the sum of a group, so no weight is rounded. x is
+Weights: ``arrange`` of ``int4_packing.py`` (in groups of 32, 64 or 128, all four alike), gate and up alternating every
+16 rows, as all kernels for few rows take them. Scales and zeros leave the sum of a group, so no weight is rounded. x is
 taken as whole numbers in units of at most 2^-14 of the largest of 128 k, and its products are exact.
 
 Bound by bytes: (1/2 + 4 / G) for each weight.
@@ -38,7 +38,7 @@ class Matrix4(NamedTuple):
 
 
 def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tuple[Tensor, Tensor]:
-    """(y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
+    """Compute (y, u) in the dtype of the inputs, by torch in their dtype or float32, whichever is wider."""
 
     def values(matrix: Matrix4, dtype: torch.dtype) -> Tensor:
         return dense(matrix.arranged, matrix.outputs, dtype)
@@ -47,7 +47,7 @@ def reference(attended: Tensor, residual: Tensor, weights: ChainWeights) -> tupl
 
 
 def refusal(weights: ChainWeights) -> str | None:
-    """Why the kernel does not take these weights, or None."""
+    """Return the reason why the kernel does not take these weights; None if it does."""
     matrices: tuple[Matrix4, ...] = weights.matrices
     reason = chain.sizes_refusal([matrix.shape for matrix in matrices])
     if reason is None and weights.gate_up.outputs % (2 * TURNS):
@@ -79,7 +79,7 @@ class Int4Chain(chain.Chain):
         dependent_launch: bool = False,
         stages: int = STAGES,
     ) -> tuple[Tensor, Tensor]:
-        """y ``[1, N]`` and u ``[1, D]``.
+        """Compute y ``[1, N]`` and u ``[1, D]``.
 
         ``dependent_launch``: the weights may be read before the kernel before this one on the stream has ended.
 

@@ -1,0 +1,197 @@
+"""Choose how many tokens a small model drafts, so that steps yield the most tokens per second.
+
+A draft of a model costs time, unlike one that is looked up. So the number is chosen before anything is drafted, from
+the measured acceptance of a sequence and of all. It maximizes (expected tokens) / (time of the drafts + time of the
+step that verifies them). The times of the small model are learned from its steps. The time to catch up with known
+tokens, a prompt above all, is spread over the steps that can use them.
+
+Where drafts do not pay, acceptance is measured by probes: a few drafts for one sequence, as soon as ``PROBE_SHARE`` of
+the time since the last probe pays for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listed
+
+from ....costs.learning import StepTimes
+from ....costs.steps import StepLoad
+from ..drafters.drafter import Timed
+from ..drafters.model import ModelDrafter
+from ..drafters.registry import SpeculativeConfig
+from ..request import Sequence
+from .speculation import COMMON_DECAY, LEARN_STEPS, LEAST_GAIN, Acceptance, Speculation, Track
+
+PROBE_SHARE = 0.01
+"""Share of the time that probes may take."""
+FIRST_PROBES = 3
+"""Probes that need not be paid for: nothing is known of a new engine."""
+PROBE_TOKENS = 2
+HORIZON = 64
+"""Most steps over which the time to catch up with a sequence is spread."""
+PRIOR = 0.6
+"""Acceptance of a token before any was measured."""
+
+
+class ModelSpeculation(Speculation):
+    """Has a model draft for the sequences of a scheduler.
+
+    Args:
+        config: method and limits.
+        times: learned step times of the large model.
+    """
+
+    def __init__(self, config: SpeculativeConfig, times: StepTimes) -> None:
+        super().__init__(config, times)
+        self.model: ModelDrafter | None = None
+        """The small model; nothing is drafted without."""
+        self._all = Acceptance(decay=COMMON_DECAY)
+        self._credit = 0.0
+        """Seconds that probes may take."""
+        self._probes = 0
+
+    def drafts(self, sequences: Listed[Sequence], room: int, *, known: bool = True) -> dict[int, tuple[int, ...]]:
+        """Return drafts by seq_id; see ``Speculation.drafts``."""
+        model = self.model
+        self.seconds_spent = 0.0
+        if model is None:
+            return {}
+        most = [self._most(seq, model) for seq in sequences]
+        if not self.config.adaptive:
+            counts = self._even(most, room)
+        elif self._times.steps < LEARN_STEPS:
+            return {}
+        else:
+            counts = self._chosen(sequences, most, room, model)
+        probe = 0.0
+        if not counts and self.config.adaptive:
+            counts, probe = self._probe(sequences, most, room, model)
+        self.worthwhile = bool(counts)
+        if not counts or not known:
+            return {}
+        self._credit -= probe
+        self._probes += probe > 0
+        found = model.draft((sequences[at], count) for at, count in counts.items())
+        self.seconds_spent = model.seconds_spent
+        return found
+
+    def verified(self, seq_id: int, drafted: int, accepted: int) -> None:
+        """Count the drafts of a row, and learn from them."""
+        super().verified(seq_id, drafted, accepted)
+        track = self._tracks.get(seq_id)
+        if track is None:
+            track = self._tracks[seq_id] = Track()
+        for acceptance in (track.acceptance, self._all):
+            acceptance.add(accepted, accepted < drafted)
+
+    def ended(self, seq: Sequence) -> None:
+        """Forget a sequence that has ended."""
+        self._tracks.pop(seq.seq_id, None)
+        if self.model is not None:
+            self.model.ended(seq.seq_id, seq.output_token_ids)
+
+    def timed(self, load: StepLoad, seconds: float, drafted: bool) -> None:
+        """Learn from a decode step, see ``Speculation``; a step without drafts pays for probes."""
+        super().timed(load, seconds, drafted)
+        if not drafted:
+            self._credit += PROBE_SHARE * seconds
+
+    def take_measured(self) -> list[Timed]:
+        """Return the measured steps of the small model since the last call."""
+        return [] if self.model is None else self.model.take_measured()
+
+    def learn(self, measured: Listed[Timed]) -> None:
+        """Learn the times of the small model."""
+        if self.model is not None:
+            self.model.learn(measured)
+
+    def abandon(self) -> None:
+        """Forget the state of the small model, because a step has raised."""
+        if self.model is not None:
+            self.model.abandon()
+
+    def clear_cache(self) -> None:
+        """Forget the KV of prefixes that no sequence holds."""
+        if self.model is not None:
+            self.model.clear_cache()
+
+    def _most(self, seq: Sequence, model: ModelDrafter) -> int:
+        """Return the most drafts that a sequence can use."""
+        longest = min(seq.max_length - 1, model.max_model_len)
+        return max(0, min(self.config.num_speculative_tokens, longest - seq.length))
+
+    @staticmethod
+    def _even(most: Listed[int], room: int) -> dict[int, int]:
+        counts = {}
+        for at, count in enumerate(most):
+            if min(count, room) > 0:
+                counts[at] = min(count, room)
+                room -= counts[at]
+        return counts
+
+    def _rate_of(self, seq: Sequence) -> float:
+        """Estimate the chance that a draft for a sequence is right."""
+        common, track = self._all.rate(PRIOR), self._tracks.get(seq.seq_id)
+        return common if track is None else track.acceptance.rate(common)
+
+    def _chosen(self, sequences: Listed[Sequence], most: Listed[int], room: int, model: ModelDrafter) -> dict[int, int]:
+        """Choose the drafts of each sequence, by its place, that maximize tokens per second."""
+        verify, rows = self._seconds_of(sequences), len(sequences)
+        length = sum(seq.length for seq in sequences) // rows
+        gains: list[tuple[float, int]] = []
+        for at, seq in enumerate(sequences):
+            chance, rate = 1.0, self._rate_of(seq)
+            for _ in range(most[at]):
+                chance *= rate
+                gains.append((chance, at))
+        gains.sort(key=lambda gain: (-gain[0], gain[1]))
+        best_rate, best, expected = LEAST_GAIN * rows / verify(0), 0, float(rows)
+        depths: dict[int, int] = {}
+        drafting: list[int] = []  # sequences that draft a first, a second, ... token
+        costs: list[float] = []
+        late = 0.0
+        for count, (chance, at) in enumerate(gains[: max(room, 0)], 1):
+            depth = depths[at] = depths.get(at, 0) + 1
+            if depth == 1:
+                late += self._late(sequences[at], model)
+            if depth > len(drafting):
+                drafting.append(0)
+                costs.append(0.0)
+            drafting[depth - 1] += 1
+            costs[depth - 1] = model.seconds(drafting[depth - 1 : depth], 0, length)
+            expected += chance
+            rate = expected / (verify(count) + sum(costs) + late)
+            if rate > best_rate:
+                best_rate, best = rate, count
+        counts: dict[int, int] = {}
+        for _, at in gains[:best]:
+            counts[at] = counts.get(at, 0) + 1
+        return counts
+
+    def _late(self, seq: Sequence, model: ModelDrafter) -> float:
+        """Return the seconds to catch up with a sequence, as far as they count for one step."""
+        more = model.behind(seq) - 1
+        if more <= 0:
+            return 0.0
+        seconds = model.seconds([1], 1 + more, seq.length) - model.seconds([1], 1, seq.length)
+        return seconds / max(1, min(HORIZON, seq.max_length - seq.length))
+
+    def _probe(
+        self, sequences: Listed[Sequence], most: Listed[int], room: int, model: ModelDrafter
+    ) -> tuple[dict[int, int], float]:
+        """Choose the place and the drafts of the sequence to probe, and its cost in seconds; nothing if the cost is too
+        high."""
+        behind = [(model.behind(seq), at) for at, seq in enumerate(sequences) if most[at]]
+        if not behind or room < 1:
+            return {}, 0.0
+        tokens, at = min(behind)
+        count = min(most[at], room, PROBE_TOKENS)
+        verify = self._seconds_of(sequences)
+        seconds = model.seconds([1] * count, tokens, sequences[at].length) + max(verify(count) - verify(0), 0.0)
+        if self._probes >= FIRST_PROBES and seconds > self._credit:
+            return {}, 0.0
+        return {at: count}, max(seconds, 1e-9)
+
+
+def speculation_of(config: SpeculativeConfig, times: StepTimes) -> Speculation:
+    """Return the policy of a method."""
+    return ModelSpeculation(config, times) if config.drafts_by_model else Speculation(config, times)

@@ -1,0 +1,152 @@
+"""A smaller model drafts: the answers are those without, and a model that agrees is accepted at any temperature."""
+
+import pytest
+import torch
+from tiny_llm import VOCAB, save_tiny_llm, save_tiny_llm_text
+
+from transect import LLM, SamplingParams, StructuredOutputsParams
+from transect.checkpoints.resolve import resolve
+from transect.engine.drafting import check_pair
+from transect.engine.scheduling.policies.model_speculation import ModelSpeculation
+
+SETTINGS = {"dtype": "float32", "threads": 1, "num_kv_blocks": 60, "max_num_seqs": 24, "seed": 3}
+FORM = StructuredOutputsParams(regex="([a-b]{3}-[0-9]{2};){6}")
+OPTIONS = [
+    {"temperature": 0.0},
+    {"n": 2, "temperature": 1.0},
+    {"temperature": 1.5, "logprobs": 2},
+    {"temperature": 0.8, "repetition_penalty": 1.1, "frequency_penalty": 0.1},
+    {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "logit_bias": {65: 3.0}},
+    {"temperature": 0.0, "min_tokens": 30, "stop_token_ids": [97]},
+    {"temperature": 1.0, "structured_outputs": FORM, "ignore_eos": False},
+]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Directories of a model of three layers, of its first two, and of its first one. The third layer adds nothing."""
+    large, equal, other = (tmp_path_factory.mktemp(name) for name in ("large", "equal", "other"))
+    model = save_tiny_llm(large, num_hidden_layers=3)
+    with torch.no_grad():
+        for weight in (model.model.layers[2].self_attn.o_proj.weight, model.model.layers[2].mlp.down_proj.weight):
+            weight.zero_()
+    model.save_pretrained(large)
+    for directory, layers in ((equal, 2), (other, 1)):
+        model.model.layers = model.model.layers[:layers]
+        model.config.num_hidden_layers = layers
+        model.config.layer_types = None
+        model.save_pretrained(directory)
+        save_tiny_llm_text(directory)
+    return str(large), str(equal), str(other)
+
+
+def answers(llm: LLM):
+    params = [SamplingParams(**{"max_tokens": 40, "seed": 1, "ignore_eos": True} | each) for each in OPTIONS]
+    prompts = ["abcabcabcab", "Hello Hello Hello", "x1 x2 x3", "aaaa", "ababab", "zz", "q"]
+    outputs = [*llm.generate(prompts, params), *llm.generate(prompts[0], params[0])]
+    return [(c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for o in outputs for c in o.outputs]
+
+
+def drafting(model: str, **settings):
+    return {"method": "draft_model", "model": model, "num_speculative_tokens": 4, **settings}
+
+
+@pytest.mark.parametrize("native", [False, None], ids=["torch", "C++"])
+@pytest.mark.parametrize("lag", [False, True], ids=["lag 0", "lag 1"])
+def test_answers_are_the_same(pair, native: bool | None, lag: bool):
+    large, equal, other = pair
+    plain = answers(LLM(large, async_scheduling=lag, native=native, **SETTINGS))
+    for draft in (equal, other):
+        for adaptive in (False, True):
+            spec = drafting(draft, adaptive=adaptive)
+            llm = LLM(large, async_scheduling=lag, native=native, speculative_config=spec, **SETTINGS)
+            assert answers(llm) == plain
+            stats = llm.stats()
+            accepted = sum(stats.accepted_at.values())
+            assert stats.drafted_tokens > 0
+            if draft == equal and not adaptive:  # drafts behind a stop token, and in the answer's last steps, are lost
+                assert accepted > 0.9 * stats.drafted_tokens
+
+
+def test_a_model_with_the_same_distribution_is_always_right_at_high_temperature(pair):
+    """Its draws have the noise of the large model. With noise of its own hardly one in a hundred would be right."""
+    large, equal, _ = pair
+    llm = LLM(large, speculative_config=drafting(equal, adaptive=False), **SETTINGS)
+    params = SamplingParams(max_tokens=41, temperature=1.5, seed=5, ignore_eos=True)
+    llm.generate(["abc", "defghij"], params)
+    stats = llm.stats()
+    assert stats.drafted_tokens == sum(stats.accepted_at.values()) == 2 * 32
+
+
+def test_the_kv_of_shared_prompts_is_computed_once(pair):
+    large, equal, _ = pair
+    llm = LLM(large, speculative_config=drafting(equal, adaptive=False), **SETTINGS)
+    speculation = llm._core.scheduler.speculation
+    assert isinstance(speculation, ModelSpeculation) and speculation.model is not None
+    computed = []
+    submit = speculation.model.executor.submit
+
+    def record(batch):
+        computed.append(sum(row.num_tokens for row in batch.rows))
+        return submit(batch)
+
+    speculation.model.executor.submit = record
+    for _ in range(2):
+        llm.generate("x" * 100, SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True))
+    assert max(computed[: len(computed) // 2]) > 100 and max(computed[len(computed) // 2 :]) < 20
+
+
+def test_a_pair_that_cannot_work_is_refused_by_name(pair, tmp_path):
+    large, equal, _ = pair
+    with pytest.raises(ValueError, match=r"not smaller than .* take a smaller one"):
+        LLM(large, speculative_config=drafting(large), **SETTINGS)
+    save_tiny_llm(tmp_path, num_hidden_layers=1, vocab_size=VOCAB + 20)
+    with pytest.raises(ValueError, match="vocabulary of 320 tokens"):
+        LLM(large, speculative_config=drafting(str(tmp_path)), **SETTINGS)
+    with pytest.raises(ValueError, match="needs a model that drafts"):
+        LLM(large, speculative_config={"method": "draft_model"}, **SETTINGS)
+    with pytest.raises(ValueError, match="needs no model"):
+        LLM(large, speculative_config={"method": "ngram", "model": equal}, **SETTINGS)
+
+
+def test_tokens_that_differ_are_refused(pair, tmp_path):
+    large, equal, _ = pair
+    save_tiny_llm(tmp_path, num_hidden_layers=1)
+    file = tmp_path / "tokenizer.json"
+    swapped = file.read_text().replace('"a":', '"?":', 1).replace('"b":', '"a":', 1).replace('"?":', '"b":', 1)
+    file.write_text(swapped)
+    with pytest.raises(ValueError, match="another vocabulary"):
+        check_pair(resolve(str(tmp_path)), resolve(large))
+    check_pair(resolve(equal), resolve(large))
+
+
+def test_the_cache_of_the_small_model_counts_as_memory(pair):
+    large, equal, _ = pair
+    settings = {name: value for name, value in SETTINGS.items() if name != "num_kv_blocks"}
+    plain = LLM(large, kv_cache_bytes=10_000_000, **settings)
+    both = LLM(large, kv_cache_bytes=10_000_000, speculative_config=drafting(equal), **settings)
+    blocks = [llm._core.scheduler.config.num_blocks for llm in (plain, both)]
+    assert blocks[1] == pytest.approx(blocks[0] * 3 / 5, abs=1)  # layers: 3, and 3 + 2
+    speculation = both._core.scheduler.speculation
+    assert speculation.model._blocks.cache.num_blocks == blocks[1]
+
+
+def test_a_step_that_raises_leaves_the_small_model_in_step(pair):
+    large, equal, _ = pair
+    llm = LLM(large, speculative_config=drafting(equal, adaptive=False), **SETTINGS)
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=2, ignore_eos=True)
+    plain = llm.generate("abc", params)[0].outputs[0].token_ids
+    executor = llm._core.scheduler.speculation.model.executor
+    submit, calls = executor.submit, []
+
+    def fail_once(batch):
+        calls.append(batch)
+        if len(calls) == 6:
+            raise RuntimeError("as planned")
+        return submit(batch)
+
+    executor.submit = fail_once
+    with pytest.raises(RuntimeError, match="as planned"):
+        llm.generate("abc", params)
+    assert llm.generate("abc", params)[0].outputs[0].token_ids == plain
+    assert llm.stats().drafted_tokens > 0
