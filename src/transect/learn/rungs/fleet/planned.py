@@ -25,7 +25,7 @@ CAPACITY = 0.13
 """Requests per second that such an engine serves."""
 FULL = 10.0
 """Requests per second of a full replica, as the rung counts them."""
-FIRST, MOST = 3, 24
+FIRST, MOST = 3, 60
 """Replicas at the start and at the most."""
 LOOK_S, START_S = 10.0, 60.0
 PATIENT_S = 5.0
