@@ -121,7 +121,7 @@ def test_a_new_rung_grades_its_own_reference_right(shop, tmp_path: Path, name: s
 def test_a_new_rung_from_nothing_is_refused(tmp_path: Path) -> None:
     out = str(tmp_path / "mine.py")
     assert "there are policy:order" in run_here("learn", "new", "--from", "policy:none", "-o", out).stderr
-    assert "is no kind of rung" in run_here("learn", "new", "--from", "cake:order", "-o", out).stderr
+    assert "cannot become a rung" in run_here("learn", "new", "--from", "cake:order", "-o", out).stderr
     assert "--from policy:order" in run_here("learn", "new", "-o", out).stderr
 
 

@@ -137,7 +137,7 @@ def piece(folder: Path) -> Any:
 
 
 def counted(rung: Rung) -> tuple[str, ...]:
-    """Names of the counted functions: those with holes."""
+    """Name the counted functions: those with holes."""
     return rung.holes
 
 

@@ -21,7 +21,7 @@ def rung_of(name: str) -> str:
     """
     kind, colon, bare = name.rpartition(":")
     if kind not in ("", "operator", "policy", "objective"):
-        raise ValueError(f"{kind!r} is no kind of rung: give operator:NAME, policy:NAME or objective:NAME")
+        raise ValueError(f"{kind!r} cannot become a rung: give operator:NAME, policy:NAME or objective:NAME")
     if kind == "operator" or (not colon and bare in {op.name for op in all_ops()}):
         return rung_of_operator(bare)
     kinds = (kind,) if colon else ("policy", "objective")

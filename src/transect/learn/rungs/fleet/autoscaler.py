@@ -101,7 +101,7 @@ def _drive_planned(module, trace):
 
 
 def _replayed(trace, choices):
-    """Cost of a trace with these choices."""
+    """Return the cost of a trace with these choices."""
     left = iter(choices)
     return planned.cost(lambda *_: next(left), trace)[1]
 

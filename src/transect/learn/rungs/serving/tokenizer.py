@@ -50,7 +50,7 @@ def decode(tokens, merges):
 
 
 def _pairs(model):
-    """The merges of a byte-level tokenizer as pairs of the student's tokens, and the ids of those tokens in it."""
+    """Return the merges of a byte-level tokenizer as pairs of the student's tokens, and their ids in it."""
     from ....text.token_bytes import BYTE_LEVEL
 
     ids = model["vocab"]
@@ -64,7 +64,7 @@ def _pairs(model):
 
 
 def _live(mine, shipped):
-    """A tokenizer whose words are merged by the student's ``encode``; words are cut by the library, as before."""
+    """Make a tokenizer whose words are merged by the student's ``encode``; words are cut by the library, as before."""
 
     class Tokenizer(shipped):
         def _encode(self, backend, text, add_special_tokens):
