@@ -104,9 +104,9 @@ class EngineConfig:
             that is all there ends sooner; in a server short requests would wait for long ones.
         scheduler_cls: A scheduler of your own, ``FILE.py:Class`` or ``package.module.Class``: a subclass of
             ``engine.scheduling.scheduler.Scheduler``.
-        speculative_config: Speculative decoding: ``{"method": "ngram"}`` or ``"suffix"``; the answers are the same.
-            Names are vLLM's: ``num_speculative_tokens`` (at most), ``prompt_lookup_min``, ``prompt_lookup_max``. The
-            number of drafts of each step is chosen by expected gain.
+        speculative_config: Speculative decoding: ``{"method": "ngram"}``, ``"suffix"``, or ``"draft_model"`` with a
+            smaller ``"model"``; the answers are the same. Names are vLLM's: ``num_speculative_tokens`` (at most),
+            ``prompt_lookup_min``, ``prompt_lookup_max``. The number of drafts of each step is chosen by expected gain.
         jump_ahead: Compute tokens that a grammar forces together; off: draw them one by one.
         max_queue: Requests that may wait; a server answers more with 503. Default: no limit.
         max_queue_bytes: Memory in bytes of requests that wait; one client may have half of it. Default: no limit in

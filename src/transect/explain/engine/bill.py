@@ -58,6 +58,9 @@ class Bill:
     ttft: Span | None
     """Time up to the first token; None before it."""
     decode: Span | None
+    drafted_tokens: int = 0
+    """Tokens that were drafted for it (speculative decoding), and of these the accepted ones."""
+    accepted_tokens: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; times in milliseconds."""
@@ -84,6 +87,9 @@ class Bill:
             found += _span_lines("TTFT", self.ttft)
         if self.decode is not None:
             found += _span_lines("decode", self.decode)
+        if self.drafted_tokens:
+            share = f"{self.accepted_tokens / self.drafted_tokens:.0%}"
+            found.append(f"drafts: {self.drafted_tokens} tokens, {self.accepted_tokens} of them accepted ({share})")
         return found
 
 
@@ -116,7 +122,9 @@ def bill(log: RunLog, name: str, work: StepWork, choice: int = 0) -> Bill:
     final = log.steps[tokens[-1]].at
     assert final is not None
     decode = meter.span(until, final) if len(tokens) > 1 else None
-    return Bill(life.added.request_id, choice, prompt, cached, count, reason, ttft, decode)
+    drafted = sum(log.steps[index].drafted(row) for index, row in own)
+    accepted = sum(log.steps[index].accepted.get(row[0], 0) for index, row in own)
+    return Bill(life.added.request_id, choice, prompt, cached, count, reason, ttft, decode, drafted, accepted)
 
 
 class _Meter:
@@ -158,15 +166,16 @@ class _Meter:
             begins = step.begins + min(step.ranks, step.seconds)
             self._piece(step.begins, begins, "ranks")
             mine = self.work.share([row], step.rows) * (step.at - begins)
-            anew = max(0, min(reached, row[1] + row[2]) - row[1]) / row[2]
+            end = step.end(row)
+            anew = max(0, min(reached, end) - row[1]) / row[2]
             middle = step.at - mine
             self._piece(begins, middle, "others")
             self._piece(middle, middle + mine * anew, "recompute")
             self._piece(middle + mine * anew, step.at, "compute")
             self.floors.append((step.at, self.work.floor([row]).seconds, row[2]))
             at, previous = step.at, index
-            expected = row[1] + row[2]
-            reached = max(reached, expected)
+            expected = end
+            reached = max(reached, end)
 
     def _queued(self, at: float, first: LoggedStep) -> None:
         """From joining the queue to the first step: named by what each decision in between held against the head."""
